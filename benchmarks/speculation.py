@@ -7,9 +7,12 @@ cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, re
     prompts run with and without speculation, one after another in turns, so that a change of the machine's load meets both. `ratio` is
     the median over the repeats of tokens per second with, divided by without. `equal`: whether all tokens were equal.
 gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are accepted with a given probability (0.8: 3.36 tokens a step for 4
-    drafts). eagle3 is a head of the model's own shape with a draft vocabulary of 32000. `step_ratio`: time of a step that makes and checks
-    drafts, divided by that of a plain step, both from the end of one step to the end of the next. `ratio`: tokens per second with and
-    without. `draft_ms`: how much longer a step is than with ngram, per draft token.
+    drafts). eagle3 is a head of the model's own shape with a draft vocabulary of 32000. How many tokens are drafted is decided as in
+    service. `ratio`: tokens per second with and without. `step_ratio`: time of a step that makes and checks drafts, divided by that of a
+    plain step, both from the end of one step to the end of the next. `verify_ratio`: the same of the model's own part, between device
+    events around it. `draft_ms`: between events around the drafter's part, per draft token of a sequence.
+    `on`, `off`: `draft_tokens` of a sequence and step, mean. `model_ms`: between the events around the model in steps with (on) or without
+    (off) drafts; left out where there were none.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -116,8 +120,9 @@ def run_cpu(args: argparse.Namespace) -> None:
 
 
 def run_gpu(args: argparse.Namespace) -> None:
+    from benchmarks.gpu_timing import environment as device_and_versions
+
     plain = _measure(args, None)
-    ngram: dict[int, dict[str, float]] = {}
     for method in args.methods:
         drafts = {"method": method, "num_speculative_tokens": args.tokens, "synthetic_acceptance_rate": args.rate}
         with tempfile.TemporaryDirectory() as folder:
@@ -125,16 +130,15 @@ def run_gpu(args: argparse.Namespace) -> None:
                 drafts["model"] = folder
                 _write_eagle3_config(Path(args.model), Path(folder))
             drafting = _measure(args, drafts)
-        ngram = drafting if method == "ngram" else ngram
         for batch in args.batches:
             on, off = drafting[batch], plain[batch]
             row = {
                 "benchmark": "speculation gpu", "model": args.model, "method": method, "batch": batch, "draft_tokens": args.tokens,
                 "step_ratio": round(on["step_ms"] / off["step_ms"], 3),
-                "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3), "off": off, "on": on, **environment(),
+                "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3), "off": off, "on": on, **device_and_versions(),
             }  # fmt: skip
-            if ngram and method != "ngram":
-                row["draft_ms"] = round((on["step_ms"] - ngram[batch]["step_ms"]) / args.tokens, 3)
+            if "model_ms" in on:
+                row["verify_ratio"] = round(on["model_ms"] / off["model_ms"], 3)
             print(json.dumps(row), flush=True)
 
 
@@ -175,20 +179,23 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
                 pass
         best: dict[str, float] = {}
         for _ in range(3):
-            traces = run_requests(engine, prompts, [args.max_tokens] * batch)
+            with DeviceTimes(engine.core.executor, batch, args.tokens) as times:
+                traces = run_requests(engine, prompts, [args.max_tokens] * batch)
             trace = max(traces, key=lambda one: one.times[-1])
             start = max(one.times[0] for one in traces)
             end = min(one.times[-1] for one in traces)
             steps = [time for time in trace.times if start <= time <= end]
             gaps = [later - earlier for earlier, later in pairwise(steps)]
             new = sum(one.output_tokens for one in traces) - batch
+            num_steps = sum(len(one.times) - 1 for one in traces)  # of single sequences
             rate = new / (max(one.times[-1] for one in traces) - min(one.times[0] for one in traces))
             if rate > best.get("tokens_per_second", 0.0):
                 best = {
                     "tokens_per_second": round(rate, 1),
                     "step_ms": round(1e3 * statistics.median(gaps), 4),
-                    "tokens_per_step": round(new / max(1, len(trace.times) - 1) / batch, 3),
-                }
+                    "tokens_per_step": round(new / num_steps, 3),
+                    "draft_tokens": round(sum(one.draft_tokens for one in traces) / num_steps, 3),
+                } | times.figures(is_drafting=drafts is not None)
         results[batch] = best
         if args.profile:
             work = {"benchmark": "speculation profile", "drafts": drafts, "batch": batch}
@@ -200,6 +207,78 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
     print(json.dumps({"benchmark": "speculation gpu", "drafts": drafts, "replays": results[0]}), flush=True)
     engine.shutdown()
     return results
+
+
+class DeviceTimes:
+    """Records device events around the parts of the steps of `batch` decodes that an executor in this process runs inside the `with` block.
+
+    A part that the host launches late includes the host's time to launch it.
+    """
+
+    def __init__(self, executor: Any, batch: int, max_drafts: int) -> None:
+        self._runner, self._batch, self._max_drafts = executor.runner, batch, max_drafts
+        self._parts: dict[str, list[tuple[Any, Any]]] = {"plain": [], "verify": [], "propose": [], "follow": []}
+        self._num_proposed = 0  # draft tokens
+        self._restore: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> DeviceTimes:
+        def step_kind(step: Any) -> str | None:
+            if step.num_seqs != self._batch or step.max_query_len > 1 + self._max_drafts:
+                return None
+            return "plain" if step.max_query_len == 1 else "verify"
+
+        def propose_kind(last_tokens: Any, wanted: Any) -> str | None:
+            if len(wanted) != self._batch:
+                return None
+            self._num_proposed += sum(map(len, wanted.values()))
+            return "propose"
+
+        def follow_kind(step: Any, *rest: Any) -> str | None:
+            return "follow" if step_kind(step) == "verify" else None
+
+        runner = self._runner
+        for steps in {
+            id(one): one for one in (runner.steps, runner.plain_steps, runner._drafted_steps) if one
+        }.values():
+            self._record(steps, "run", step_kind)
+        if runner.drafter is not None:
+            self._record(runner.drafter, "propose", propose_kind)
+            self._record(runner.drafter, "follow", follow_kind)
+        return self
+
+    def _record(self, owner: Any, method: str, kind_of: Callable[..., str | None]) -> None:
+        work, platform = getattr(owner, method), self._runner.platform
+
+        def recorded(*args: Any, **options: Any) -> Any:
+            kind = kind_of(*args)
+            begin = platform.record_timed_event()
+            result = work(*args, **options)
+            if kind is not None:
+                self._parts[kind].append((begin, platform.record_timed_event()))
+            return result
+
+        setattr(owner, method, recorded)
+        self._restore.append((owner, method))
+
+    def __exit__(self, *error: object) -> None:
+        for owner, method in self._restore:
+            delattr(owner, method)  # uncovers the class's method
+        self._runner.platform.synchronize()
+
+    def figures(self, *, is_drafting: bool) -> dict[str, float]:
+        """`model_ms`: median, of steps with drafts if is_drafting. `draft_ms`: mean, per draft token of a sequence."""
+        ms = {
+            kind: [1e3 * end.seconds_since(begin) for begin, end in spans]
+            for kind, spans in self._parts.items()
+            if spans
+        }
+        found = {}
+        if model := ms.get("verify" if is_drafting else "plain"):
+            found["model_ms"] = round(statistics.median(model), 4)
+        if "propose" in ms:
+            total = sum(ms["propose"]) + sum(ms["follow"])
+            found["draft_ms"] = round(total / (self._num_proposed / self._batch), 4)
+        return found
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ class SpeculativeConfig:
     outputs are kept; 0: none. suffix_decoding_max_spec_factor: draft tokens per matched token.
     suffix_decoding_min_token_prob: drafts end where their estimated probability falls below it.
     disable_by_batch_size: no drafts while at least this many sequences decode; None: measured step times decide alone.
-    synthetic_acceptance_rate: for benchmarks with random weights. Every sequence gets drafts, and each is accepted with this probability,
-    given the one before it, whatever the model says. The output is meaningless.
+    synthetic_acceptance_rate: for benchmarks with random weights. There is a draft for every token, and each is accepted with this
+    probability, given the one before it, whatever the model says. How many are checked is decided as usual. The output is meaningless.
     """
 
     method: Method

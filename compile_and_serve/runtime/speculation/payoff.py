@@ -4,14 +4,17 @@ Two decisions, both from what was measured on this device with these requests:
 - Per batch size (in powers of two): is a step with drafting on worth more tokens per second than one with it off? With drafting on, each
   step waits for the tokens of the one before; with it off, the next step may be launched earlier. The other mode is tried from time to
   time, and less often each time it loses.
-- Per draft token: it is computed if it raises the step's expected tokens per second. Draft token j of a sequence that accepts each token
-  with probability a is worth a^j tokens, and costs the measured time per additional token.
+- Per step: the number of draft tokens with the most expected tokens per second. Draft token j of a sequence that accepts each token with
+  probability a is worth a^j tokens. Step times are measured by the number of draft tokens (in powers of two) and interpolated. They are
+  no straight line: a step that is padded to a CUDA graph takes as long with one draft token as with all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 _SMOOTHING = 0.1  # weight of a new measurement
 _OUTLIER = 3.0  # a measurement counts as at most this multiple of the mean
@@ -20,7 +23,7 @@ _FIRST_TRIAL, _LAST_TRIAL = 64, 8192  # steps between two trials of the other mo
 _SETTLING_STEPS = 2  # at a change of mode, which belong to neither
 _HYSTERESIS = 1.02
 _SAMPLES = 2  # measurements that make a time known
-_PLAIN_EVERY = 256  # steps with drafts after which one without is measured again
+_STALE_STEPS = 1024  # after which a time is measured again
 _PRIOR = 0.7  # acceptance that is assumed of a new request
 _PRIOR_WEIGHT = 2.0
 _MEMORY = 0.9  # per step, of a request's own acceptance
@@ -65,6 +68,15 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class _StepTime:
+    """Of steps with about as many draft tokens. last_step: `_BatchSizeStats.num_steps` when it was measured last."""
+
+    num_drafts: Mean = field(default_factory=Mean)
+    seconds: Mean = field(default_factory=Mean)
+    last_step: int = 0
+
+
+@dataclass(slots=True)
 class _BatchSizeStats:
     """Measurements and the current mode of one range of batch sizes."""
 
@@ -74,9 +86,8 @@ class _BatchSizeStats:
     trial_left: int = 0
     unsettled: int = 0
     rates: dict[bool, Mean] = field(default_factory=lambda: {True: Mean(), False: Mean()})  # tokens per second, by mode
-    plain: Mean = field(default_factory=Mean)  # seconds of a step without drafts while drafting is on
-    per_token: Mean = field(default_factory=Mean)  # seconds that one more token takes
-    since_plain: int = 0
+    times: dict[int, _StepTime] = field(default_factory=dict)  # while drafting is on, by `_range_of` the draft tokens
+    num_steps: int = 0  # while drafting is on
 
     @property
     def mode(self) -> bool:
@@ -99,6 +110,19 @@ class _BatchSizeStats:
         if self.until_trial <= 0:
             self.trial_left, self.unsettled = _TRIAL_STEPS, _SETTLING_STEPS
             self.rates[not self.is_on] = Mean()
+
+    def record_time(self, num_drafts: int, seconds: float) -> None:
+        time = self.times.setdefault(_range_of(num_drafts), _StepTime())
+        time.num_drafts.add(num_drafts)
+        time.seconds.add(seconds)
+        time.last_step = self.num_steps = self.num_steps + 1
+
+    def known_times(self) -> list[tuple[float, float]]:
+        """Numbers of draft tokens, ascending, and their seconds. Forgets stale ones."""
+        oldest = self.num_steps - _STALE_STEPS
+        self.times = {key: time for key, time in self.times.items() if time.last_step >= oldest}
+        known = [time for _, time in sorted(self.times.items()) if time.seconds.count >= _SAMPLES]
+        return [(time.num_drafts.value, time.seconds.value) for time in known]
 
     def _end_trial(self) -> None:
         self.unsettled = _SETTLING_STEPS
@@ -129,23 +153,19 @@ class Payoff:
 
         num_seqs: of the step, with and without drafts. drafted: sequence → number of its draft tokens, its acceptance rate.
         """
-        stats = self._stats_of(num_seqs)
-        stats.since_plain += 1
-        if stats.plain.count < _SAMPLES or stats.since_plain > _PLAIN_EVERY:
+        known = self._stats_of(num_seqs).known_times()
+        if not known or known[0][0] > 0:
             return {}  # measure a step without drafts
-        cost, seconds, gain = stats.per_token.value, stats.plain.value, float(num_seqs)
-        is_known = stats.per_token.count >= _SAMPLES
         chances = sorted(
             ((rate ** (j + 1), name) for name, (count, rate) in drafted.items() for j in range(count)),
             key=lambda entry: -entry[0],
         )[:max_tokens]
+        best = len(chances)
+        if len(known) > 1:
+            gains = num_seqs + np.cumsum([0.0, *(chance for chance, _ in chances)])
+            best = int((gains / _interpolate(known, len(gains))).argmax())
         lengths: dict[str, int] = {}
-        for chance, name in chances:
-            if is_known:
-                if chance * seconds < cost * gain:
-                    break
-                seconds += cost
-                gain += chance
+        for _, name in chances[:best]:
             lengths[name] = lengths.get(name, 0) + 1
         return lengths
 
@@ -155,13 +175,21 @@ class Payoff:
             return
         stats = self._stats_of(num_seqs)
         stats.record_rate(was_on, num_tokens / seconds)
-        if not was_on:
-            return
-        if num_drafts == 0:
-            stats.plain.add(seconds)
-            stats.since_plain = 0
-        elif stats.plain.count >= _SAMPLES:
-            stats.per_token.add(max(0.0, seconds - stats.plain.value) / num_drafts)
+        if was_on:
+            stats.record_time(num_drafts, seconds)
 
     def _stats_of(self, num_seqs: int) -> _BatchSizeStats:
         return self._stats.setdefault(num_seqs.bit_length(), _BatchSizeStats())
+
+
+def _range_of(num_drafts: int) -> int:
+    """Its own for 0, then one for 1, 2, 3 to 4, 5 to 8 …"""
+    return 0 if num_drafts == 0 else 1 + (num_drafts - 1).bit_length()
+
+
+def _interpolate(known: list[tuple[float, float]], count: int) -> np.ndarray:
+    """float64 [count]: seconds of steps with 0, 1 … draft tokens. Beyond the last known time, each costs as much as those before it."""
+    numbers, seconds = zip(*known, strict=True)
+    slope = max(0.0, seconds[-1] - seconds[0]) / numbers[-1]
+    wanted = np.arange(count)
+    return np.interp(wanted, numbers, seconds) + slope * np.maximum(0.0, wanted - numbers[-1])

@@ -48,14 +48,13 @@ class Speculator:
         self.accepted_at = [0] * config.num_tokens
         self._max_rows = max_rows
         self._drafter = make_drafter(config)
-        self._always = config.synthetic_acceptance_rate is not None
         self._payoff = Payoff(config.disable_by_batch_size)
         self._acceptance: dict[str, Acceptance] = {}
         self._logged = (time.monotonic(), 0, 0, 0)
 
     def waits_for_tokens(self, num_decodes: int) -> bool:
         """Whether the next step, of `num_decodes` decodes, should have drafts."""
-        return self._always or self._payoff.is_on(num_decodes)
+        return self._payoff.is_on(num_decodes)
 
     def drafts(self, sequences: Mapping[str, tuple[Sequence[int], int]], num_decodes: int) -> dict[str, list[int]]:
         """Sequence → draft tokens, at least one. sequences: the tokens of those that may have drafts, and how many fit."""
@@ -64,9 +63,6 @@ class Speculator:
             if draft := self._drafter.propose(request_id, token_ids, min(room, self.max_tokens)):
                 drafts[request_id] = draft
         room = self._max_rows - num_decodes
-        if self._always:
-            per_sequence = room // max(1, len(drafts))
-            return {name: draft[:per_sequence] for name, draft in drafts.items()} if per_sequence else {}
         if not drafts or room <= 0:
             return {}
         rates = {name: (len(draft), self._of(name).rate) for name, draft in drafts.items()}

@@ -141,7 +141,8 @@ def test_at_a_large_batch_drafting_is_off_and_tokens_stay(folder: Path, monkeypa
     assert max(drafts) == 2
 
 
-def test_synthetic_acceptance_has_the_rate_that_was_asked_for(folder: Path) -> None:
+def test_synthetic_acceptance_has_the_rate_that_was_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_draft(monkeypatch)
     requests = [request(f"r{i}", prompt_of(i, 12), max_tokens=150) for i in range(8)]
     config = {"method": "ngram", "num_speculative_tokens": 4, "synthetic_acceptance_rate": 0.8}
     outputs, stats = run(folder, requests, speculative_config=config)
