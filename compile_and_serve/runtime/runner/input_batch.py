@@ -3,8 +3,8 @@
 Shape legend: R batch slots, S sequences of the step (rows of the batch), T tokens of the step, M block-table columns.
 
 A request keeps a batch slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
-array operations. A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves positions
-on; where the device advances its own inputs, the host fills nothing.
+array operations. A step that decodes the same sequences as the step before, both without drafts or both with as many, reuses its
+`BatchLayout` and only moves positions on; where the device advances its own inputs, the host fills nothing.
 """
 
 from __future__ import annotations
@@ -243,6 +243,14 @@ class InputBatch:
                 return layout, buffers, None
             buffers.rotate()
             return layout, buffers, self._lay_decodes(layout, buffers)
+        if (
+            drafts
+            and layout.query_len > self.query_len
+            and layout.scheduled_ids == list(num_scheduled)
+            and int(self._computed[layout.slots_S].max()) + layout.query_len <= self._max_len
+        ):
+            self.decode_buffers.rotate()
+            return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers)
 
         rows = [self._requests[request_id] for request_id in num_scheduled]
         slots_S = np.array([request.slot for request in rows], dtype=np.int64)
@@ -279,6 +287,11 @@ class InputBatch:
             buffers = self.decode_buffers
             buffers.rotate()
             return layout, buffers, self._lay_decodes(layout, buffers)
+        if query_len > self.query_len:
+            layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, layout.num_tokens
+            layout.sampled_counts = [query_len] * len(rows)
+            self.decode_buffers.rotate()
+            return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers)
         buffers = self.decode_buffers if layout.is_decode_only else self._mixed_buffers
         buffers.rotate()
         return layout, buffers, self._lay_mixed(layout, rows, counts_S, buffers)
@@ -316,6 +329,30 @@ class InputBatch:
             positions=positions_S,
             query_start_loc=host["query_start_loc"][: num_seqs + 1],
             row_indices=self._numbers[:num_seqs],
+            request_ids=layout.request_ids,
+            step_data=layout.step_data,
+        )
+
+    def _lay_drafted(self, layout: BatchLayout, buffers: StepBuffers) -> TokenBatch:
+        """`query_len` tokens of each sequence: the one sampled last, and guesses behind it, padded with -1."""
+        slots_S, num_seqs, q, host = layout.slots_S, len(layout.slots_S), layout.query_len, buffers.host
+        computed_S, drafts_SK = self._computed[slots_S], self._drafts[slots_S]
+        token_ids_T = np.concatenate((self._last_tokens[slots_S, None], drafts_SK), axis=1).ravel()
+        positions_T = (computed_S[:, None] + np.arange(q)).ravel()
+        self._map_slots(buffers, np.repeat(slots_S, q), positions_T)
+        self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
+        host["seq_lens"][:num_seqs] = computed_S + q
+        self._computed[slots_S] += q
+        layout.max_seq_len = int(computed_S.max()) + q
+        layout.sampled_drafts = list(drafts_SK)
+        if buffers.needs(layout.version):
+            host["query_start_loc"][: num_seqs + 1] = np.arange(num_seqs + 1) * q
+            host["slots"][:num_seqs] = slots_S
+        return TokenBatch(
+            token_ids=np.maximum(token_ids_T, 0),
+            positions=positions_T,
+            query_start_loc=host["query_start_loc"][: num_seqs + 1],
+            row_indices=np.arange(num_seqs * q),
             request_ids=layout.request_ids,
             step_data=layout.step_data,
         )

@@ -161,7 +161,10 @@ class ModelRunner:
             batch.forget_advanced()  # what it is sampled with is new
         layout, buffers, tokens = batch.prepare(scheduled)
         structured = self._structured_rows(layout) if self._sequences else []
-        if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
+        if layout.has_drafts and batch.query_len == 1:
+            self._drafted |= dict(zip(layout.sampled_slots.tolist(), layout.sampled_drafts, strict=True))
+        is_valid = plan is not None and self._plan_version == layout.version and plan.valid_steps > 0
+        if plan is None or not is_valid or (layout.has_drafts and plan.logits is not None):  # which reads the drafts
             plan = self._plan = self._sampling_plan(layout)
             self._plan_version = layout.version
         if tokens is None:
@@ -306,6 +309,8 @@ class ModelRunner:
                 gained[slot] = [*drafts[: num_gained - 1].tolist(), token]
         if gained:
             self.sampler.take(gained)
+        if new_drafts:
+            return  # the step's inputs come from the host, and the next step is told the last tokens again
         tokens = np.array([token for _, token in last_tokens.values()], dtype=np.int64)
         if self._shares_memory:
             self.batch.host_last_tokens[slots] = tokens
@@ -439,7 +444,6 @@ class ModelRunner:
         before = None
         if self.batch.query_len == 1:
             drafts = layout.sampled_drafts
-            self._drafted |= dict(zip(slots, drafts, strict=True))
             before = np.full((len(rows), max(map(len, drafts))), -1, dtype=np.int64)
             first = 0
             for draft, count in zip(drafts, counts, strict=True):
