@@ -22,8 +22,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import torch
 
+from tests.support.covering_cases import covering_cases
 from tests.support.made_once import made_once
-from tests.support.pairwise import pairwise
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -69,14 +69,15 @@ def pytest_sessionfinish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--abuse", choices=("short", "long"), default="short", help="how long the server is abused")
+    parser.addoption("--all-cases", action="store_true", help="parametrized cases that no three values need run, too")
     parser.addoption("--all-prompts", action="store_true", help="speculation is tested on 200 prompts instead of 29")
-    parser.addoption("--soak-seconds", type=float, default=20.0, help="how long the soak test sends load")
+    parser.addoption("--soak-seconds", type=float, default=10.0, help="how long the soak test sends load")
     parser.addoption("--screenshot", metavar="FILE", help="where the explorer's test writes the README's picture")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _mark_rest_of_pairwise_slow(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _choose_pairwise(config, items)
     num_gpus = torch.cuda.device_count()
     for item in items:
         needed = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
@@ -84,17 +85,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
 
 
-def _mark_rest_of_pairwise_slow(items: list[pytest.Item]) -> None:
+def _choose_pairwise(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that no pair of values needs are slow. Those that no three values need are left out, unless --all-cases is given."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
     for cases in tests.values():
         values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-        chosen = pairwise(values)
-        for number, case in enumerate(cases):
-            if number not in chosen:
-                case.add_marker(pytest.mark.slow)
+        fast = covering_cases(values, 2)
+        kept = fast | (set(range(len(cases))) if config.getoption("--all-cases") else covering_cases(values, 3))
+        left_out.update(case for number, case in enumerate(cases) if number not in kept)
+        for number in kept - fast:
+            cases[number].add_marker(pytest.mark.slow)
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

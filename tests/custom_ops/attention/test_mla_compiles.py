@@ -37,7 +37,8 @@ found = {}
 for cache in ("*bf16", "*fp8e4nv"):
     found[f"write {cache}"] = facts(_write_kernel, {"NUM_HEADS": 16}, 4, cache)
     found[f"gather {cache}"] = facts(_gather_kernel, {"BLOCK_K": 32}, 4, cache)
-    for seqs, heads, query in ((1, 16, 1), (64, 16, 1), (256, 16, 1), (64, 128, 1), (8, 16, 8)):
+    cases = ((1, 16, 1), (64, 128, 1), (8, 16, 8), (64, 16, 1), (256, 16, 1))
+    for seqs, heads, query in cases if cache == "*bf16" else cases[:2]:  # float8 takes less shared memory
         block_g, block_k, splits, stages, warps, min_split = decode_config(seqs, query, heads, 132)
         constants = {"NUM_HEADS": heads, "MAX_QUERY": query, "BLOCK_G": block_g, "BLOCK_K": block_k, "SPLITS": splits, "STAGES": stages,
                      "MIN_SPLIT": min_split}

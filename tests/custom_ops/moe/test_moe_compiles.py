@@ -39,6 +39,8 @@ def facts(kernel, constants, num_warps):
     made = compiled(kernel, constants | {"PDL": True}, type_of, num_warps)
     return {"ptx": made.asm["ptx"], "shared": made.metadata.shared}
 
+# Down takes no more shared memory than gate and up with the same tiles, so it is compiled with the smallest and the largest.
+SOME = (e._FEW[0], e._MANY[-1], m._DIRECT[0], m._FEW[0], m._MANY[-1])
 found = {}
 found["route"] = facts(_route_kernel, NOTHING | dict(NUM_EXPERTS=128, BLOCK_X=128, TOP_K=8, BLOCK_K=8, SIGMOID=False, RENORMALIZE=True,
                                                      NUM_GROUPS=1, BLOCK_GROUPS=1, TOP_GROUPS=1, GROUP_BEST=2), 1)
@@ -52,8 +54,9 @@ for tiles in {*e._FEW, *e._SOME, *e._MORE, *e._MANY}:
     found[f"gate_up {tiles.name}"] = facts(
         e._grouped_gate_up_kernel, NOTHING | sizes | dict(CLAMPED=False, BLOCK_F=tiles.block_f, BLOCK_D=tiles.depth, WHOLE_D=True),
         tiles.warps)
-    found[f"down {tiles.name}"] = facts(
-        e._grouped_down_kernel, NOTHING | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
+    if tiles in SOME:
+        found[f"down {tiles.name}"] = facts(
+            e._grouped_down_kernel, NOTHING | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
 for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE, *m._MANY})):
     for tiles in choices:
         sizes = dict(DIRECT=direct, BLOCK_P=tiles.block_p, STAGES=tiles.stages, ROWS_FIRST=tiles.rows_first, WHOLE=False, DOT=tl.bfloat16,
@@ -61,7 +64,8 @@ for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE,
         name = f"{'direct' if direct else 'mxfp4'} {tiles.name}"
         found[f"gate_up {name}"] = facts(
             m._mxfp4_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCK_F=tiles.block_f), tiles.warps)
-        found[f"down {name}"] = facts(m._mxfp4_down_kernel, sizes | dict(BLOCK_O=tiles.block_o), tiles.warps)
+        if tiles in SOME:
+            found[f"down {name}"] = facts(m._mxfp4_down_kernel, sizes | dict(BLOCK_O=tiles.block_o), tiles.warps)
 for scales in (1, 2):
     quantized = {name: value for name, value in NOTHING.items() if name != "scale_ptr"} | dict(SCALES=scales)
     found[f"8-bit gemv gate_up {scales}"] = facts(
