@@ -15,7 +15,7 @@ prefill: prompts of one length, one new token, the best of three runs.
 load (not by default): the requests of `mixed`, three times from the moment that the engine is ready. Nothing is warmed up or captured by
     hand. `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
-    (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
+    (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens. `decodes`: the steps of decodes alone, by batch size.
 long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of each; with `--max-model-len 32768`. `prompt_tok_s` is of
     all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
 contexts (not by default): decode steps over prompts of `--contexts` tokens, for each of `--batches` up to 32 that fits into the KV cache
@@ -23,8 +23,8 @@ contexts (not by default): decode steps over prompts of `--contexts` tokens, for
     the end of the next. `read_gb`: weights, keys and values; of the embedding only what the head shares. `bandwidth`: read_gb by step_ms,
     as a share of the device's bandwidth, which is measured first. The rows follow once more as a table. For dense models on one rank.
 samples (not by default): 16 prompts of 2000 tokens, 8 sequences of 128 tokens each, three times.
-profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. A kernel's time begins when the kernels
-    before it have ended.
+profile (not by default): time per kernel, in captured decode steps, in a prefill of 4 × 4096, and in the steps of `mixed` that contain
+    prompt tokens (128 of its requests, 4 new tokens each). A kernel's time begins when the kernels before it have ended.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Bench:
         self.emit(
             work="mixed", n=count, s=round(seconds, 3), out_tok_s=round(output_tokens / seconds, 1),
             total_tok_s=round(all_tokens / seconds, 1), req_s=round(count / seconds, 2),
-            with_prompts=times and times.of_prompts(),
+            with_prompts=times and times.of_prompts(), decodes=times and times.by_batch(),
         )  # fmt: skip
 
     def load(self) -> None:
@@ -322,7 +322,7 @@ class Bench:
             )
 
     def profile(self) -> None:
-        from benchmarks.gpu_timing import kernels_of
+        from benchmarks.gpu_timing import StepTimes, kernels_of
 
         for batch in self.args.batches:
             self.generate(self.prompts(batch, 128), [12] * batch)
@@ -334,6 +334,12 @@ class Bench:
             self.generate(self.prompts(4, 4096), [1] * 4)
         prompts = self.prompts(4, 4096)
         self.emit(work="profile", of="prefill", n=4, prompt=4096, **kernels_of(lambda: self.generate(prompts, [1] * 4)))
+        count = 128
+        prompts, _ = self.mixed_load(count)
+        with nullcontext() if self.worker is None else StepTimes(self.executor) as steps:
+            self.generate(prompts, [4] * count)
+        kernels = kernels_of(lambda: self.generate(prompts, [4] * count))
+        self.emit(work="profile", of="mixed", n=count, with_prompts=steps and steps.of_prompts(), **kernels)
 
 
 def main() -> None:

@@ -134,6 +134,19 @@ class StepTimes:
         device = {"device_ms": round(sum(in_time) / len(in_time), 3)} if in_time else {}
         return device | {"host_gap": round(idle / (work + idle), 3), "late": round(1 - len(in_time) / count, 3)}
 
+    def by_batch(self, width: int = 16) -> dict[str, dict[str, float]]:
+        """The steps of decodes alone that follow such a step, by batch size in ranges of width: how many, and mean milliseconds from
+        the end of the step before to their end.
+        """
+        times: dict[int, list[float]] = {}
+        for before, (tokens, requests, _, end, _) in pairwise(self._steps):
+            if tokens == requests and before[0] == before[1]:
+                times.setdefault(-(-tokens // width) * width, []).append(end.seconds_since(before[3]) * 1e3)
+        return {
+            f"{most - width + 1}-{most}": {"steps": len(times[most]), "ms": round(statistics.mean(times[most]), 3)}
+            for most in sorted(times)
+        }
+
     def of_prompts(self) -> dict[str, float]:
         """The steps with more than one token of some request: how many, their tokens, and their milliseconds on the device.
 

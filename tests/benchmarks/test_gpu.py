@@ -50,7 +50,7 @@ def test_an_embedding_is_read_only_by_a_head_that_shares_it(architecture: str) -
     assert Bench.decode_bytes(SimpleNamespace(worker=worker), 0, 0) == (2 << 20) - not_read  # type: ignore[arg-type]
 
 
-def test_decode_seconds_leaves_out_steps_with_prompts_and_other_batches() -> None:
+def test_times_of_decodes_leave_out_steps_with_prompts_and_other_batches() -> None:
     clock = iter([0.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.5, 5.5, 6.0, 8.5, 9.0, 10.0])
 
     class Event:
@@ -76,3 +76,4 @@ def test_decode_seconds_leaves_out_steps_with_prompts_and_other_batches() -> Non
             executor.launch(SimpleNamespace(num_scheduled_tokens=requests, total_num_scheduled_tokens=sum(tokens)))
     assert times.decode_seconds(2) == 1.5  # median of 1, 1.5 and 3
     assert str(times.decode_seconds(3)) == "nan"
+    assert times.by_batch(1) == {"1-1": {"steps": 1, "ms": 1500.0}, "2-2": {"steps": 3, "ms": 1833.333}}
