@@ -69,7 +69,8 @@ def cache_scale_names(spec: ModelSpec, names: Collection[str]) -> dict[str, tupl
 def weight_factors(spec: ModelSpec, scales: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Checkpoint tensor → the power of two that multiplies it. scales: attention module → k_scale, v_scale.
 
-    Raises `UnfoldableScalesError` if an attention is not linear in its projections, or a weight's scale cannot take the factor.
+    Raises `UnfoldableScalesError` if an attention is not linear in its projections, a weight's scale cannot take the factor, or a scale is
+    not finite.
     """
     factors: dict[str, float] = {}
     modules = _attention_modules(spec)
@@ -96,6 +97,8 @@ def _attention_modules(spec: ModelSpec) -> dict[str, nn.Module]:
 
 def _power_of_two(scale: float) -> float:
     """The least power of two that is not below `scale`; 1 for a scale that was not calibrated (0 or less, as in vLLM)."""
+    if not math.isfinite(scale):
+        raise UnfoldableScalesError("one of them is not finite")
     return 2.0 ** math.ceil(math.log2(scale)) if scale > 0 else 1.0
 
 

@@ -18,7 +18,7 @@ from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.models import llama, qwen3
-from compile_and_serve.models.cache_scales import wants_float8_cache
+from compile_and_serve.models.cache_scales import UnfoldableScalesError, wants_float8_cache, weight_factors
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.weights import load_weights, read_config
@@ -28,7 +28,7 @@ from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import write_grouped
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import caches, step
+from tests.support.tiny_models import caches, step, tiny_spec
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 TOKENS = [5, 6, 7, 8, 200, 41]
@@ -248,3 +248,9 @@ def test_the_engine_takes_the_checkpoint_at_its_word(
     assert core.info.compile_report["kv_cache_dtype"] == expected
     [steps] = run_requests(core, [request("a", prompt_of(1, 30))]).values()
     assert len(steps) == 16
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_scale_that_is_not_finite_is_not_used(scale: float) -> None:
+    with pytest.raises(UnfoldableScalesError, match="not finite"):
+        weight_factors(tiny_spec(), {"model.layers.0.self_attn": (1.0, scale)})
