@@ -138,7 +138,9 @@ def two_compile_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
-@pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
+@pytest.mark.parametrize(
+    "is_ready", [pytest.param(True, id="ready"), pytest.param(False, id="starting", marks=pytest.mark.slow)]
+)
 def test_compile_processes_end_with_the_block(is_ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
@@ -230,6 +232,7 @@ print(json.dumps(hits))
 """
 
 
+@pytest.mark.slow
 def test_copied_kernels_are_not_rebuilt_when_the_original_folder_is_gone(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     script = KERNEL.replace("sys.argv[1]", repr(str(tmp_path)))

@@ -18,6 +18,7 @@ OPTIONS = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--enforce-ea
 TEXTS = ["Hello there", "the quick brown fox jumps over the lazy dog", "a"]
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_server(tiny_llama_dir: Path) -> None:
     chunks = ("--max-num-batched-tokens", "12", "--max-num-seqs", "4")
     server = ServerProcess(str(tiny_llama_dir), "--runner", "pooling", "--pooling-type", "mean", *OPTIONS, *chunks)

@@ -320,6 +320,7 @@ def _expected_logits() -> torch.Tensor:
     return step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
     context = forkserver()
     expected = _expected_logits()
