@@ -84,6 +84,11 @@ def _groups_kernel(index_ptr, groups_ptr, num_tokens, BLOCK: tl.constexpr, TILE:
 
 
 @triton.jit
+def _flush_kernel(groups_ptr):
+    """Nothing. An ordinary kernel starts when all writes before it are visible, so kernels behind it need not wait to read the groups."""
+
+
+@triton.jit
 def _shrink_one_kernel(
     x_ptr, a_ptr, index_ptr, norm_ptr, h_ptr, num_features, num_rows, eps,
     HAS_NORM: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
@@ -129,7 +134,7 @@ def _shrink_kernel(
     SORTED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    # No kernel that lets the next one start early writes these.
+    # An ordinary kernel wrote these, and another one came after it (`_flush_kernel`).
     tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
     wait_for_previous(PDL)
     index = tl.min(tl.where(index_T > 0, index_T, 1 << 30))
@@ -215,24 +220,25 @@ def _expand_kernel(
         num_out = num_features
     cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_TO = ok_T[:, None] & (cols_O < num_out)[None, :]
-    y_ptrs = y_ptr + tokens_T[:, None] * y_stride + cols_O[None, :]
-    sums_TO = tl.load(y_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
-    sums_TO = _add_expanded(
-        sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
-        BLOCK_T, BLOCK_R,
-    )  # fmt: skip
-    if SILU_MUL:
-        up_TO = tl.load(y_ptrs + num_out, mask=ok_TO, other=0.0).to(tl.float32)
-        up_TO = _add_expanded(
-            up_TO, h_ptr, b_ptr, tokens_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
-            end_2, BLOCK_T, BLOCK_R,
+    if tl.max(ok_T.to(tl.int32)) > 0:  # few tokens of the sorted order begin a tile
+        y_ptrs = y_ptr + tokens_T[:, None] * y_stride + cols_O[None, :]
+        sums_TO = tl.load(y_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
+        sums_TO = _add_expanded(
+            sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
+            BLOCK_T, BLOCK_R,
         )  # fmt: skip
-        sums_TO = gate(sums_TO, GELU) * up_TO
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + tokens_T[:, None] * residual_stride + cols_O[None, :]
-        sums_TO += tl.load(residual_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + tokens_T[:, None] * num_out + cols_O[None, :]
-    tl.store(out_ptrs, sums_TO.to(out_ptr.dtype.element_ty), mask=ok_TO)
+        if SILU_MUL:
+            up_TO = tl.load(y_ptrs + num_out, mask=ok_TO, other=0.0).to(tl.float32)
+            up_TO = _add_expanded(
+                up_TO, h_ptr, b_ptr, tokens_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
+                end_2, BLOCK_T, BLOCK_R,
+            )  # fmt: skip
+            sums_TO = gate(sums_TO, GELU) * up_TO
+        if HAS_RESIDUAL:
+            residual_ptrs = residual_ptr + tokens_T[:, None] * residual_stride + cols_O[None, :]
+            sums_TO += tl.load(residual_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
+        out_ptrs = out_ptr + tokens_T[:, None] * num_out + cols_O[None, :]
+        tl.store(out_ptrs, sums_TO.to(out_ptr.dtype.element_ty), mask=ok_TO)
 
 
 def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
@@ -244,6 +250,7 @@ def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
             _groups_kernel, (cdiv(num_tokens, MAX_SMALL_TOKENS),), index_T, groups_T4, num_tokens, BLOCK=MAX_SMALL_TOKENS, TILE=TILE,
             num_warps=4,
         )  # fmt: skip
+        launch(_flush_kernel, (1,), groups_T4, num_warps=1)
     return groups_T4
 
 

@@ -186,6 +186,15 @@ def test_groups_are_tiles_of_one_adapter(tokens: int) -> None:
             assert len(set(groups[row : row + count, 1].tolist())) <= 1
 
 
+def test_groups_are_visible_to_kernels_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary kernel comes between the one that writes them and those that start before the kernel before them has ended."""
+    launched = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **options: launched.append((kernel, options)))
+    kernels.lora_groups(make_index(64, "many"))
+    assert [kernel for kernel, _ in launched] == [kernels._groups_kernel, kernels._flush_kernel]
+    assert not any("launch_pdl" in options for _, options in launched)
+
+
 def test_the_fake_refuses_adapters_that_do_not_fit() -> None:
     with FakeTensorMode():
         y, x, index = torch.empty(2, 8), torch.empty(2, 6), torch.zeros(2, dtype=torch.int32)
@@ -206,7 +215,7 @@ types = {"partial_ptr": "*fp32", "counter_ptr": "*i32", "index_ptr": "*i32", "gr
 def made(kernel, constants, warps=4):
     done = compiled(kernel, constants, lambda n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32"), num_warps=warps)
     return done.metadata.shared
-shared = {"groups": made(kernels._groups_kernel, {"BLOCK": 64, "TILE": 16})}
+shared = {"groups": made(kernels._groups_kernel, {"BLOCK": 64, "TILE": 16}), "flush": made(kernels._flush_kernel, {})}
 types["h_ptr"] = "*fp32"  # of kernels for one token
 for norm in (True, False):
     constants = {"HAS_NORM": norm, "BLOCK_I": 1 << 14, "PDL": True} | ({} if norm else {"norm_ptr": None})
@@ -241,5 +250,5 @@ print(json.dumps(shared))
 @pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
-    assert len(shared) == 14
+    assert len(shared) == 15
     assert max(shared.values()) <= LARGEST_SHARED
