@@ -125,8 +125,13 @@ class LinearSite:
 
 def fill_columns(slot_b: torch.Tensor, b_OR: torch.Tensor, first: int) -> None:
     """Copy B [O, R] into the outputs from `first` on of a slot [C, largest R, 16]."""
-    columns = torch.arange(first, first + len(b_OR))
-    slot_b[columns // COLUMNS, : b_OR.shape[1], columns % COLUMNS] = b_OR.to(slot_b.dtype)
+    num_columns, rank = b_OR.shape
+    if first % COLUMNS == num_columns % COLUMNS == 0:  # whole blocks, in one copy
+        blocks = slice(first // COLUMNS, (first + num_columns) // COLUMNS)
+        slot_b[blocks, :rank].copy_(b_OR.unflatten(0, (-1, COLUMNS)).transpose(1, 2))
+        return
+    columns = torch.arange(first, first + num_columns)
+    slot_b[columns // COLUMNS, :rank, columns % COLUMNS] = b_OR.to(slot_b.dtype)
 
 
 def linear_sites(transforms: Sequence[WeightTransform]) -> list[LinearSite]:

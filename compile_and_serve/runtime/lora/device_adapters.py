@@ -56,6 +56,12 @@ def adapter_targets(
     return found
 
 
+def _compute_alone() -> None:
+    """Let this thread's tensor operations use no other threads."""
+    torch.get_num_threads()  # sets this thread's number to the default; otherwise its first operation would
+    torch.set_num_threads(1)
+
+
 class DeviceAdapters:
     """Reads adapters in a thread, and copies them into slots.
 
@@ -75,6 +81,9 @@ class DeviceAdapters:
         self._host: dict[int, Future[HostAdapter]] = {}
         # One thread: several would only compete for the disk and for the cores of the engine.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=self._platform.make_current)
+        num_threads = torch.get_num_threads()
+        self._reader.submit(_compute_alone).result()
+        torch.set_num_threads(num_threads)  # for threads that begin later
 
     def load(self, adapter: LoRARequest) -> Future[HostAdapter]:
         """Read an adapter into host memory. The result may raise `AdapterError`."""

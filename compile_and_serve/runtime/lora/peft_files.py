@@ -66,11 +66,11 @@ class AdapterFile:
     stamp: tuple[int, int]
 
     def tensors(self) -> Iterator[tuple[AdapterPart, torch.Tensor, torch.Tensor]]:
-        """(part, A [R, I], scale · B [O, R]) in float32."""
+        """(part, A [R, I], scale · B [O, R]), in the file's dtype or float32."""
         with _open(self.path / TENSOR_FILE, "pt") as file:
             for part in self.parts:
-                a_RI, b_OR = (file.get_tensor(name).float() for name in (part.a_name, part.b_name))
-                yield part, a_RI, b_OR * part.scale
+                a_RI, b_OR = file.get_tensor(part.a_name), file.get_tensor(part.b_name)
+                yield part, a_RI, b_OR if part.scale == 1 else b_OR.float() * part.scale
 
 
 def open_adapter(path: Path, targets: Mapping[str, Sequence[AdapterTarget]], max_rank: int) -> AdapterFile:
