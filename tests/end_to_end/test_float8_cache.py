@@ -56,7 +56,8 @@ def move_last_bits(model: Any, seed: int) -> list[Any]:
     return [module.register_forward_hook(move) for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "cpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_greedy_tokens_over_a_float8_cache(
     smollm2_dir: Path, reference: Any, prompts: list[list[int]], backend: str
 ) -> None:

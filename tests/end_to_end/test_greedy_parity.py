@@ -105,6 +105,7 @@ def test_small_token_budget(
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_after_preemption(
     smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

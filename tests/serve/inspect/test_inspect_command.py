@@ -39,6 +39,7 @@ def test_text_shows_what_the_page_shows(dump: Path) -> None:
     assert "Whole steps, 512 tokens of context" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_two_dumps_are_compared(dump: Path, tmp_path: Path) -> None:
     other = make_dump(
