@@ -8,9 +8,11 @@ Modules copied from an artifact load without a compiler.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 Variant = Literal["fa2", "fa3"]
 
 _LONGEST_CAUSE = 300  # characters
+_SWITCH_INTERVAL = sys.getswitchinterval()
+# Seconds, while FlashInfer is imported. Each kernel launch releases the interpreter's lock and then waits this long to get it back: with
+# the usual 5 ms, a step of 300 launches would wait until the import is over.
+_SHORT_SWITCH_INTERVAL = 1e-4
 
 
 def flashinfer_unavailable_reason(device: torch.device) -> str | None:
@@ -88,11 +94,17 @@ class FlashInferModules:
         """Import FlashInfer and load the built modules in a thread, which takes 1 to 2 s. Until then, `is_loading` holds."""
 
         def load() -> None:
-            from flashinfer.prefill import get_batch_prefill_module
+            sys.setswitchinterval(_SHORT_SWITCH_INTERVAL)
+            try:
+                from flashinfer.prefill import get_batch_prefill_module
 
-            for variant in self.variants:
-                if self.is_built(variant):
-                    get_batch_prefill_module(variant, *self._arguments())
+                for variant in self.variants:
+                    if self.is_built(variant):
+                        get_batch_prefill_module(variant, *self._arguments())
+            finally:
+                sys.setswitchinterval(_SWITCH_INTERVAL)
+            if gc.get_freeze_count():  # a process of ours (`child_process.freeze_heap`)
+                gc.freeze()
 
         self._loading = threading.Thread(target=load, name="flashinfer-load", daemon=True)
         self._loading.start()

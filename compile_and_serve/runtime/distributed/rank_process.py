@@ -22,6 +22,7 @@ from compile_and_serve.runtime.child_process import (
     boot_code,
     describe_error,
     exit_at_once,
+    freeze_heap,
     read_bootstrap,
     set_up_child,
 )
@@ -147,6 +148,7 @@ class RankProcess:
         if not isinstance(command, StartRank):
             return False
         self._worker.start(command.num_blocks)
+        freeze_heap()
         self._send(RankReady(self._rank))
         return True
 

@@ -23,6 +23,7 @@ from compile_and_serve.runtime.child_process import (
     boot_code,
     describe_error,
     exit_at_once,
+    freeze_heap,
     read_bootstrap,
     set_up_child,
 )
@@ -109,6 +110,7 @@ class EngineProcess:
             self._core = EngineCore(self._config, on_stage=self._report_stage)
         except Exception as error:
             return self._die("The engine could not start", error)
+        freeze_heap()
         self._send(EngineReady(info=self._core.info))
         self._heartbeat.start()
         try:

@@ -319,6 +319,7 @@ class Worker:
         del self.runner, self._warm_up
         self._graphs = None
         self._sleeping_weights.release(keep=level == 1)
+        gc.unfreeze()
         gc.collect()  # the runner and its graphs refer to each other
         platform.release_cached()
         if self.rank.index == 0:

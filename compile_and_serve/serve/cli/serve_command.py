@@ -165,6 +165,7 @@ def serve_command(
     engine_options: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions API, metrics and health checks."""
+    from compile_and_serve.runtime.child_process import freeze_heap
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.parsers.registry import check_names
     from compile_and_serve.serve.server import run
@@ -212,6 +213,7 @@ def serve_command(
 
         def on_ready(url: str, info: EngineInfo) -> None:
             stages.close()
+            freeze_heap()
             seconds = time.perf_counter() - started
             ranks, replicas = config.num_ranks, config.parallel.data_parallel_size
             where = f"{replicas} replicas, each " if replicas > 1 else ""

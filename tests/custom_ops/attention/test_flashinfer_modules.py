@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,3 +57,16 @@ def test_a_window_and_a_cap_have_modules_of_their_own(modules: FlashInferModules
     other = FlashInferModules(torch.bfloat16, 256, modules.device, modules.module_dir, has_window=True, has_cap=True)
     assert modules._arguments()[-3:] == (False, False, False)
     assert other._arguments()[-3:] == (True, True, False)
+
+
+def test_the_import_lets_steps_run_meanwhile(modules: FlashInferModules, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = sys.getswitchinterval(), []
+    monkeypatch.setattr(modules, "is_built", lambda variant: True)
+    fake = SimpleNamespace(get_batch_prefill_module=lambda *arguments: seen.append(sys.getswitchinterval()))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(prefill=fake))
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", fake)
+    modules.load_in_background()
+    assert modules._loading is not None
+    modules._loading.join()
+    assert seen == [pytest.approx(1e-4)]
+    assert sys.getswitchinterval() == before

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.runtime.child_process import freeze_heap
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
@@ -177,6 +178,7 @@ def test_device_memory_is_freed_and_graphs_are_captured_again(tmp_path: Path, le
     assert replays > 0
     awake = device.memory().free
     for round in range(5):
+        freeze_heap()  # as the engine's process does
         core.sleep(level)
         asleep = device.memory().free
         assert asleep - awake > 200 * MIB, (asleep, awake)
