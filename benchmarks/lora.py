@@ -68,7 +68,7 @@ def loading(llm: LLM, sequences: int, adapters: Sequence[LoRARequest | None]) ->
     """Steps of `sequences` - 1 base requests, while short requests with adapters join them one after another. The first adapter's steps are
     not counted: there the kernels of such steps are loaded.
     """
-    core, num_base = llm.engine.core, max(1, sequences - 1)
+    core, num_base = llm.engine.core, sequences - 1
     while core.idle():  # captures what is left
         pass
 
@@ -141,6 +141,8 @@ def main() -> None:
     args = parser.parse_args()
     cases = [tuple(map(int, case.split(":"))) for case in args.cases]
     most_sequences, most_adapters = (max(values) for values in zip(*cases, strict=True))
+    if args.loading and most_sequences < 2:
+        parser.error("--loading needs a case of 2 or more sequences: one joins the others.")
     options: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048, "max_num_seqs": most_sequences,
         "device": args.device,

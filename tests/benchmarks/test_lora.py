@@ -6,7 +6,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.lora import loading
+import pytest
+
+from benchmarks.lora import loading, main
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, RequestOutput, StepOutputs
 
@@ -59,3 +61,12 @@ def test_steps_last_from_end_to_end_and_the_first_adapter_does_not_count() -> No
     base = [request for request in core.requests if request.lora is None]
     assert core.num_aborted == len(base) == 3
     assert {len(one.prompt_token_ids) + (one.sampling_params.max_tokens or 0) for one in base} == {64}
+
+
+def test_a_request_must_have_others_to_join(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lora", "model", "--cases", "1:1", "--loading", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "2 or more sequences" in capsys.readouterr().err
