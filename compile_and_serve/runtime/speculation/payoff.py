@@ -11,10 +11,9 @@ Two decisions, both from what was measured on this device with these requests:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
+from itertools import pairwise
 
 _SMOOTHING = 0.1  # weight of a new measurement
 _OUTLIER = 3.0  # a measurement counts as at most this multiple of the mean
@@ -162,8 +161,11 @@ class Payoff:
         )[:max_tokens]
         best = len(chances)
         if len(known) > 1:
-            gains = num_seqs + np.cumsum([0.0, *(chance for chance, _ in chances)])
-            best = int((gains / _interpolate(known, len(gains))).argmax())
+            best, gain, best_rate = 0, float(num_seqs), num_seqs / known[0][1]
+            for count, ((chance, _), seconds) in enumerate(zip(chances, _step_seconds(known), strict=False), 1):
+                gain += chance
+                if gain > best_rate * seconds:
+                    best, best_rate = count, gain / seconds
         lengths: dict[str, int] = {}
         for _, name in chances[:best]:
             lengths[name] = lengths.get(name, 0) + 1
@@ -187,9 +189,15 @@ def _range_of(num_drafts: int) -> int:
     return 0 if num_drafts == 0 else 1 + (num_drafts - 1).bit_length()
 
 
-def _interpolate(known: list[tuple[float, float]], count: int) -> np.ndarray:
-    """float64 [count]: seconds of steps with 0, 1 … draft tokens. Beyond the last known time, each costs as much as those before it."""
-    numbers, seconds = zip(*known, strict=True)
-    slope = max(0.0, seconds[-1] - seconds[0]) / numbers[-1]
-    wanted = np.arange(count)
-    return np.interp(wanted, numbers, seconds) + slope * np.maximum(0.0, wanted - numbers[-1])
+def _step_seconds(known: list[tuple[float, float]]) -> Iterator[float]:
+    """Seconds of steps with 1, 2 … draft tokens. Beyond the last known time, each token costs as much as those before it."""
+    count = 1
+    for (before, start), (number, end) in pairwise(known):
+        while count <= number:
+            yield start + (end - start) * (count - before) / (number - before)
+            count += 1
+    number, end = known[-1]
+    slope = max(0.0, end - known[0][1]) / number
+    while True:
+        yield end + slope * (count - number)
+        count += 1
