@@ -31,14 +31,19 @@ MIN_EXPANDED_PAIRS_EACH = 64  # of an expert; with fewer, writing and reading th
 
 
 @functools.lru_cache(maxsize=64)
-def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Ids that spread the pairs evenly, as the tuner assumes, in as many ways as have no expert in common: int32 [T, K] each.
+def _measured_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Ids to measure with: int32 [T, K] each. Synthetic steps route unlike real ones.
 
-    Synthetic steps route unlike real ones.
+    Few pairs have an expert each, in as many ways as have no expert in common. More pairs are drawn evenly: if each expert had equally
+    many, blocks of just as many pairs would be full, and look faster than they are.
     """
     num_pairs = num_tokens * top_k
+    if num_pairs > num_experts:
+        generator = torch.Generator(device).manual_seed(0)
+        scores_TX = torch.rand(num_tokens, num_experts, generator=generator, device=device)
+        return (scores_TX.topk(top_k).indices.to(torch.int32),)
     pairs = torch.arange(num_pairs, dtype=torch.int32, device=device).view(num_tokens, top_k)
-    return tuple((pairs + first) % num_experts for first in range(0, max(1, num_experts - num_pairs + 1), num_pairs))
+    return tuple(pairs + first for first in range(0, num_experts - num_pairs + 1, num_pairs))
 
 
 def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -62,8 +67,7 @@ def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tens
 def experts(operands: Operands) -> torch.Tensor:
     """`cas::experts` over plain or 8-bit weights, or MXFP4 in the Triton layout. The host does not wait for the device.
 
-    The launches depend on T alone. The fastest method is measured once for each shape and range of T, with the pairs spread evenly over
-    the experts.
+    The launches depend on T alone. The fastest method is measured once for each shape and range of T, over `_measured_ids`.
     """
     operands = operands.normalized()
     x_TD, gate_up, (num_tokens, top_k) = operands.x_TD, operands.gate_up, operands.ids_TK.shape
@@ -78,23 +82,23 @@ def experts(operands: Operands) -> torch.Tensor:
         num_tokens=num_tokens,
     )
     runs = methods(operands)
-    name = fastest_kernel(problem, _with_even_ids(runs, operands), gate_up, max_tokens=num_tokens)
+    name = fastest_kernel(problem, _with_measured_ids(runs, operands), gate_up, max_tokens=num_tokens)
     return runs[name](gate_up)
 
 
-def _with_even_ids(
+def _with_measured_ids(
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], operands: Operands
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """`runs` over evenly spread pairs, for measurements. Calls take turns with the experts, so that few experts are not read from a cache.
+    """`runs` over `_measured_ids`. Calls take turns with them, so that few experts are not read from a cache.
 
     The ids are made at the first measurement.
     """
     turns = itertools.count()
 
-    def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
+    def measured(name: str, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, top_k = operands.ids_TK.shape
-        ids = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
+        ids = _measured_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
         same = replace(operands, ids_TK=ids[next(turns) % len(ids)])
         return methods(same)[name](gate_up)
 
-    return {name: functools.partial(even, name) for name in runs}
+    return {name: functools.partial(measured, name) for name in runs}

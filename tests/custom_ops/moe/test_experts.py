@@ -124,7 +124,7 @@ def test_a_thousand_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "turns"),
-    [(1, [[0, 1], [2, 3], [4, 5], [0, 1]]), (2, [[0, 1, 2, 3], [0, 1, 2, 3]]), (4, [[0, 1, 2, 3, 4, 5, 0, 1]] * 2)],
+    [(1, [[0, 1], [2, 3], [4, 5], [0, 1]]), (2, [[0, 1, 2, 3], [0, 1, 2, 3]])],
 )
 def test_measured_calls_take_turns_with_experts(
     num_tokens: int, turns: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -138,10 +138,20 @@ def test_measured_calls_take_turns_with_experts(
 
     monkeypatch.setattr(cuda_experts, "methods", methods)
     ours = triton_experts.Operands(*operands(num_tokens, "to_one", torch.float32, biased=False))  # type: ignore[arg-type]
-    run = cuda_experts._with_even_ids({"one": lambda gate_up: gate_up}, ours)["one"]
+    run = cuda_experts._with_measured_ids({"one": lambda gate_up: gate_up}, ours)["one"]
     for _ in turns:
         run(ours.gate_up)
     assert found == turns
+
+
+def test_measured_pairs_are_not_spread_evenly() -> None:
+    """Equal numbers of pairs would fill every block of as many pairs, unlike those of a step."""
+    (ids,) = cuda_experts._measured_ids(256, 8, 128, torch.device("cpu"))
+    assert ids.dtype == torch.int32
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    counts = ids.flatten().bincount(minlength=128)
+    assert (counts > 16).sum() > 32
+    assert counts.max() < 48
 
 
 @pytest.mark.parametrize(
