@@ -37,6 +37,7 @@ from compile_and_serve.custom_ops.triton_common import (
 )
 
 MAX_SPLITS = 16
+UNROLL = tl.constexpr(4)  # splits that are combined at once
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -178,22 +179,26 @@ def _decode_kernel(
         tl.debug_barrier()
         counter = counter_ptr + seq * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used_splits - 1:
-            splits_J = tl.arange(0, SPLITS)
-            ok_J = splits_J < used_splits
-            for g in tl.static_range(GROUP):
-                head = kv_head * GROUP + g
-                row_J = (seq * SPLITS + splits_J) * NUM_HEADS + head
-                max_J = tl.load(max_ptr + row_J, mask=ok_J, other=float("-inf"), cache_modifier=".cg")
-                sum_J = tl.load(max_ptr + rows + row_J, mask=ok_J, other=0.0, cache_modifier=".cg")
-                acc_JE = tl.load(
-                    partial_ptr + row_J.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :],
-                    mask=ok_J[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                weight_J = tl.exp2(max_J - tl.max(max_J, 0))
-                out_E = tl.sum(acc_JE * weight_J[:, None], 0) / tl.sum(sum_J * weight_J, 0)
-                tl.store(
-                    out_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E, out_E.to(dtype), mask=ok_E
-                )
+            all_max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+            all_sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
+            all_acc_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32)
+            for first_split in range(0, used_splits, UNROLL):
+                for nth in tl.static_range(UNROLL):  # loads of several splits are in flight at once
+                    other = first_split + nth
+                    row_G = (seq * SPLITS + other) * NUM_HEADS + kv_head * GROUP + heads_G
+                    there_G = heads_G < tl.where(other < used_splits, GROUP, 0)
+                    other_max_G = tl.load(max_ptr + row_G, mask=there_G, other=float("-inf"), cache_modifier=".cg")
+                    other_sum_G = tl.load(max_ptr + rows + row_G, mask=there_G, other=0.0, cache_modifier=".cg")
+                    other_acc_GE = tl.load(
+                        partial_ptr + row_G.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :],
+                        mask=there_G[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    new_max_G = tl.maximum(all_max_G, other_max_G)
+                    shrink_G, weight_G = tl.exp2(all_max_G - new_max_G), tl.exp2(other_max_G - new_max_G)
+                    all_sum_G = all_sum_G * shrink_G + other_sum_G * weight_G
+                    all_acc_GE = all_acc_GE * shrink_G[:, None] + other_acc_GE * weight_G[:, None]
+                    all_max_G = new_max_G
+            tl.store(out_GE, (all_acc_GE / all_sum_G[:, None]).to(dtype), mask=ok_GE)
             tl.store(counter, 0)
 
 

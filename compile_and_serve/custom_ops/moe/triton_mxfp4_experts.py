@@ -4,9 +4,7 @@
 - "mxfp4 …": blocks of pairs of one expert, as in `triton_experts`;
 - "expanded …", for many pairs: the weights are dequantized to x's dtype in scratch memory, then `triton_experts`' kernels run.
 
-The first two decode the weights in registers, between their load and a product on the tensor cores. A code's bits become the lowest two
-exponent bits and the highest mantissa bit of a number of x's dtype, which is the value times a power of two (2^-126 for bfloat16): one
-multiplication by a power of two undoes that and applies the scale, without rounding. All instructions take two codes at once.
+The first two decode the weights in registers (`triton_mxfp4_decode`), between their load and a product on the tensor cores.
 
 Shape legend: T tokens, K experts of a token, P = T · K pairs (pair p is of token p // K), X experts, D hidden size, F intermediate size
 of an expert, O output features, C words of a tile's row.
@@ -31,8 +29,8 @@ from compile_and_serve.custom_ops.moe.triton_experts import (
     normed,
     run_expanded,
 )
+from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import COLUMNS, NUM_PARTS, WORDS, values_of_part
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
-from compile_and_serve.custom_ops.quantized.mxfp4 import BLOCK_COLUMNS, MAGNITUDE_AT, MX_BLOCK, PARTS, SIGN_AT
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
     cdiv,
@@ -42,86 +40,21 @@ from compile_and_serve.custom_ops.triton_common import (
     wait_for_previous,
 )
 
-MAX_DIRECT_PAIRS = 32
-MIN_EXPANDED_PAIRS_EACH = 32  # of an expert; with fewer, writing and reading the expanded weights takes longer
-WORDS = tl.constexpr(MX_BLOCK)  # of a row of a block
-COLUMNS = tl.constexpr(BLOCK_COLUMNS)
-NUM_PARTS = tl.constexpr(PARTS)
-MAGNITUDES_AT = tl.constexpr(MAGNITUDE_AT)
-SIGNS_AT = tl.constexpr(SIGN_AT)
-_MAGNITUDE_END = {"bf16": 6, "f16": 9}  # where the lowest of a magnitude's bits belongs
-
-
-def _decode_instructions(dtype: str) -> tuple[str, ...]:
-    """PTX that multiplies two decoded codes, of part 0 to 3 of the words in $1, by the two numbers in $2."""
-    at = _MAGNITUDE_END[dtype]
-    half = 7 << at
-    magnitude_mask = half << 16 | half
-    made = []
-    for part in range(PARTS):
-        left, sign_left = at - MAGNITUDE_AT[part], 15 - SIGN_AT[part]
-        lines = [f"{'shl.b32' if left > 0 else 'shr.u32'} m, $1, {abs(left)};"] if left else ["mov.b32 m, $1;"]
-        if not sign_left and not left:
-            lines.append(f"and.b32 m, m, {0x80008000 | magnitude_mask:#x};")
-        else:
-            lines.append(f"shl.b32 s, $1, {sign_left};" if sign_left else "mov.b32 s, $1;")
-            lines.append("and.b32 s, s, 0x80008000;")
-            lines.append(f"lop3.b32 m, m, {magnitude_mask:#x}, s, 0xEA;")
-        made.append("{.reg .b32 m, s;" + " ".join(lines) + f" mul.rn.{dtype}x2 $0, m, $2;}}")
-    return tuple(made)
-
-
-BFLOAT16_PTX = tl.constexpr(_decode_instructions("bf16"))
-FLOAT16_PTX = tl.constexpr(_decode_instructions("f16"))
-
-
-@triton.jit
-def _factors(scales, PART: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
-    """The power of two that makes the decoded codes of a part their values. scales: int32 [O] → DOT [O, 1]"""
-    exponents = (scales >> (8 * PART)) & 0xFF
-    if PTX and tl.float16 == DOT:
-        exponents -= 112
-    elif not (PTX and tl.bfloat16 == DOT):
-        exponents -= 126
-    return (exponents << 23).to(tl.float32, bitcast=True).to(DOT if PTX else tl.float32)[:, None]
-
-
-@triton.jit
-def _values(words, scales, PART: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
-    """The values of a part of each word. words: int16 [O, C], scales: int32 [O] → DOT [O, C]. PTX: by PTX, on two words at a time."""
-    factors = _factors(scales, PART, DOT, PTX)
-    if PTX and tl.bfloat16 == DOT:
-        factors = tl.broadcast_to(factors, words.shape)
-        return tl.inline_asm_elementwise(
-            BFLOAT16_PTX[PART], "=r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif PTX and tl.float16 == DOT:
-        factors = tl.broadcast_to(factors, words.shape)
-        return tl.inline_asm_elementwise(
-            FLOAT16_PTX[PART], "=r,r,r", [words, factors], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        bits = words.to(tl.int32)
-        magnitude = (bits >> MAGNITUDES_AT[PART]) & 7
-        exponent, mantissa = magnitude >> 1, (magnitude & 1).to(tl.float32)
-        power = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
-        value = tl.where(exponent == 0, mantissa * 0.5, (1.0 + mantissa * 0.5) * power)
-        sign = 1.0 - 2.0 * ((bits >> SIGNS_AT[PART]) & 1).to(tl.float32)
-        return (sign * value * factors).to(DOT)
+MAX_DIRECT_PAIRS = 16
+MIN_EXPANDED_PAIRS_EACH = (
+    64  # of an expert; writing and reading the expanded weights takes longer: with 32 pairs three times as long
+)
 
 
 @triton.jit
 def _add_products(
-    acc, x_PC, columns_C, words_OC, scales_O, inputs, DOT: tl.constexpr, ROWS_FIRST: tl.constexpr, WHOLE: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """acc + x wᵀ over one block of columns. x_PC: pointers to x's rows at the block's columns_C, of part 0."""
+    acc, x_PC, block, words_OC, scales_O, inputs, DOT: tl.constexpr, ROWS_FIRST: tl.constexpr, PTX: tl.constexpr
+):
+    """acc + x wᵀ over one block of columns. x_PC: pointers to the first WORDS columns of x's rows."""
     for part in tl.static_range(NUM_PARTS):
-        if WHOLE:
-            x = tl.load(x_PC + part * WORDS)
-        else:
-            x = tl.load(x_PC + part * WORDS, mask=(columns_C + part * WORDS < inputs)[None, :], other=0.0)
-        w = _values(words_OC, scales_O, part, DOT, PTX)
+        # Behind the last column, codes are zeros: any columns of x will do.
+        x = tl.load(x_PC + tl.minimum(block * COLUMNS + part * WORDS, inputs - WORDS))
+        w = values_of_part(words_OC, scales_O, part, DOT, PTX)
         if ROWS_FIRST:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -147,7 +80,7 @@ def _block_of_pairs(
 def _mxfp4_gate_up_kernel(
     x_ptr, order_ptr, experts_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, num_blocks, top_k, limit,
     HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
-    STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     ok_F = rows_F < features
@@ -159,9 +92,9 @@ def _mxfp4_gate_up_kernel(
     if expert >= 0:
         tokens_P = tl.where(ok_P | DIRECT, pairs_P, 0) // top_k
         x_PC = x_ptr + tokens_P[:, None].to(tl.int64) * x_stride + words_C[None, :]
-        row_words = num_blocks * WORDS
-        gate_FC = w_ptr + expert * 2 * features * row_words + safe_rows_F[:, None] * row_words + words_C[None, :]
-        up_FC = gate_FC + features * row_words
+        block_words = 2 * features * WORDS
+        gate_FC = w_ptr + expert * num_blocks * block_words + safe_rows_F[:, None] * WORDS + words_C[None, :]
+        up_FC = gate_FC + features * WORDS
         scale_F = scale_ptr + expert * num_blocks * 2 * features + safe_rows_F
         if ROWS_FIRST:
             acc = tl.zeros((BLOCK_F, BLOCK_P), dtype=tl.float32)
@@ -169,21 +102,22 @@ def _mxfp4_gate_up_kernel(
         else:
             acc = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
             acc_up = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
+        if HAS_BIAS:  # loads while the rows are multiplied
+            bias_F = bias_ptr + expert * 2 * features + rows_F
+            gate_bias_F = tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)
+            up_bias_F = tl.load(bias_F + features, mask=ok_F, other=0.0).to(tl.float32)
         for block in tl.range(0, num_blocks, num_stages=STAGES):
-            gate = tl.load(gate_FC + block * WORDS)
-            up = tl.load(up_FC + block * WORDS)
+            gate = tl.load(gate_FC + block * block_words)
+            up = tl.load(up_FC + block * block_words)
             gate_scale = tl.load(scale_F + block * 2 * features)
             up_scale = tl.load(scale_F + block * 2 * features + features)
-            columns_C = block * COLUMNS + words_C
-            at_PC = x_PC + block * COLUMNS
-            acc = _add_products(acc, at_PC, columns_C, gate, gate_scale, inputs, DOT, ROWS_FIRST, WHOLE, PTX)
-            acc_up = _add_products(acc_up, at_PC, columns_C, up, up_scale, inputs, DOT, ROWS_FIRST, WHOLE, PTX)
+            acc = _add_products(acc, x_PC, block, gate, gate_scale, inputs, DOT, ROWS_FIRST, PTX)
+            acc_up = _add_products(acc_up, x_PC, block, up, up_scale, inputs, DOT, ROWS_FIRST, PTX)
         if ROWS_FIRST:
             acc, acc_up = tl.trans(acc), tl.trans(acc_up)
         if HAS_BIAS:
-            bias_F = bias_ptr + expert * 2 * features + rows_F
-            acc += tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)[None, :]
-            acc_up += tl.load(bias_F + features, mask=ok_F, other=0.0).to(tl.float32)[None, :]
+            acc += gate_bias_F[None, :]
+            acc_up += up_bias_F[None, :]
         out_PF = activated(acc, acc_up, limit, CLAMPED)
         h_PF = h_ptr + pairs_P[:, None].to(tl.int64) * features + rows_F[None, :]
         tl.store(h_PF, out_PF.to(h_ptr.dtype.element_ty), mask=ok_P[:, None] & ok_F[None, :])
@@ -193,7 +127,7 @@ def _mxfp4_gate_up_kernel(
 def _mxfp4_down_kernel(
     h_ptr, order_ptr, experts_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, num_pairs, outputs, features, num_blocks,
     HAS_BIAS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_O = rows_O < outputs
@@ -205,25 +139,25 @@ def _mxfp4_down_kernel(
     if expert >= 0:
         safe_pairs_P = tl.where(ok_P | DIRECT, pairs_P, 0)
         h_PC = h_ptr + safe_pairs_P[:, None].to(tl.int64) * features + words_C[None, :]
-        row_words = num_blocks * WORDS
-        w_OC = w_ptr + expert * outputs * row_words + safe_rows_O[:, None] * row_words + words_C[None, :]
+        block_words = outputs * WORDS
+        w_OC = w_ptr + expert * num_blocks * block_words + safe_rows_O[:, None] * WORDS + words_C[None, :]
         scale_O = scale_ptr + expert * num_blocks * outputs + safe_rows_O
         if ROWS_FIRST:
             acc = tl.zeros((BLOCK_O, BLOCK_P), dtype=tl.float32)
         else:
             acc = tl.zeros((BLOCK_P, BLOCK_O), dtype=tl.float32)
+        weights_P = tl.load(weights_ptr + safe_pairs_P).to(tl.float32)  # loads while the rows are multiplied
+        if HAS_BIAS:
+            bias_O = tl.load(bias_ptr + expert * outputs + rows_O, mask=ok_O, other=0.0).to(tl.float32)
         for block in tl.range(0, num_blocks, num_stages=STAGES):
-            w = tl.load(w_OC + block * WORDS)
+            w = tl.load(w_OC + block * block_words)
             scales = tl.load(scale_O + block * outputs)
-            columns_C = block * COLUMNS + words_C
-            acc = _add_products(
-                acc, h_PC + block * COLUMNS, columns_C, w, scales, features, DOT, ROWS_FIRST, WHOLE, PTX
-            )
+            acc = _add_products(acc, h_PC, block, w, scales, features, DOT, ROWS_FIRST, PTX)
         if ROWS_FIRST:
             acc = tl.trans(acc)
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + expert * outputs + rows_O, mask=ok_O, other=0.0).to(tl.float32)[None, :]
-        acc *= tl.load(weights_ptr + safe_pairs_P).to(tl.float32)[:, None]
+            acc += bias_O[None, :]
+        acc *= weights_P[:, None]
         y_PO = y_ptr + safe_pairs_P[:, None].to(tl.int64) * outputs + rows_O[None, :]
         tl.store(y_PO, acc.to(y_ptr.dtype.element_ty), mask=ok_P[:, None] & ok_O[None, :])
 
@@ -238,14 +172,14 @@ def _dequantize_mxfp4_kernel(
     ok_O = rows_O < outputs
     words_C = tl.arange(0, WORDS)
     let_next_start(PDL)
-    w_OC = w_ptr + (expert * outputs + rows_O)[:, None] * (num_blocks * WORDS) + block * WORDS + words_C[None, :]
+    w_OC = w_ptr + ((expert * num_blocks + block) * outputs + rows_O)[:, None] * WORDS + words_C[None, :]
     words = tl.load(w_OC, mask=ok_O[:, None], other=0)
     scales = tl.load(scale_ptr + (expert * num_blocks + block) * outputs + rows_O, mask=ok_O, other=0)
     wait_for_previous(PDL)
     for part in tl.static_range(NUM_PARTS):
         columns_C = block * COLUMNS + part * WORDS + words_C
         at_OC = out_ptr + (expert * outputs + rows_O)[:, None] * inputs + columns_C[None, :]
-        values = _values(words, scales, part, DOT, PTX)
+        values = values_of_part(words, scales, part, DOT, PTX)
         tl.store(at_OC, values, mask=ok_O[:, None] & (columns_C < inputs)[None, :])
 
 
@@ -268,16 +202,14 @@ class Mxfp4Tiles:
 
 # By the number of pairs that an expert has on average, the likely best first.
 _DIRECT = (
-    Mxfp4Tiles(16, 32, 32, 6, 4),
-    Mxfp4Tiles(16, 64, 64, 5, 4),
     Mxfp4Tiles(16, 64, 64, 5, 4, rows_first=True),
-    Mxfp4Tiles(16, 32, 64, 6, 2),
+    Mxfp4Tiles(16, 32, 32, 6, 4),
 )
 _FEW = (
-    Mxfp4Tiles(16, 64, 64, 5, 4),
-    Mxfp4Tiles(16, 64, 64, 5, 4, rows_first=True),
-    Mxfp4Tiles(16, 32, 64, 6, 2),
+    Mxfp4Tiles(16, 64, 128, 3, 4, rows_first=True),
+    Mxfp4Tiles(16, 128, 128, 4, 4),
     Mxfp4Tiles(16, 64, 128, 4, 4),
+    Mxfp4Tiles(16, 64, 64, 5, 4, rows_first=True),
 )
 _SOME = (
     Mxfp4Tiles(32, 64, 128, 4, 4),
@@ -327,14 +259,13 @@ def run_mxfp4(tiles: Mxfp4Tiles, direct: bool, operands: Operands, gate_up: torc
         _mxfp4_gate_up_kernel, (cdiv(features, tiles.block_f), blocks),
         x_TD, order_pairs, block_experts, gate_up, operands.gate_up_scale, operands.gate_up_bias, h_PF, x_TD.stride(0), pairs, features,
         hidden, operands.gate_up_scale.shape[1], operands.top_k, operands.limit,
-        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_F=tiles.block_f,
-        WHOLE=hidden % BLOCK_COLUMNS == 0, **constants,
+        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_F=tiles.block_f, **constants,
     )  # fmt: skip
     launch(
         _mxfp4_down_kernel, (cdiv(hidden, tiles.block_o), blocks),
         h_PF, order_pairs, block_experts, operands.weights_TK, down, operands.down_scale, operands.down_bias, y_PD, pairs, hidden,
         features, operands.down_scale.shape[1],
-        HAS_BIAS=operands.down_bias is not None, BLOCK_O=tiles.block_o, WHOLE=features % BLOCK_COLUMNS == 0, **constants,
+        HAS_BIAS=operands.down_bias is not None, BLOCK_O=tiles.block_o, **constants,
     )  # fmt: skip
     return add_results_of_pairs(operands, y_PD)
 
@@ -355,15 +286,13 @@ def dequantize(words: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: to
 
 def mxfp4_methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
+    if operands.num_pairs <= MAX_DIRECT_PAIRS:
+        return {f"direct {tiles.name}": functools.partial(run_mxfp4, tiles, True, operands) for tiles in _DIRECT}
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     num_experts = operands.gate_up.shape[0]
-    each = operands.num_pairs / num_experts
-    if each >= MIN_EXPANDED_PAIRS_EACH:
+    if operands.num_pairs / num_experts >= MIN_EXPANDED_PAIRS_EACH:
         for tiles in grouped_tiles(operands.num_pairs, num_experts):
             runs[f"expanded {tiles.name}"] = functools.partial(run_expanded, dequantize, tiles, operands)
-    if operands.num_pairs <= MAX_DIRECT_PAIRS:
-        for direct in _DIRECT:
-            runs[f"direct {direct.name}"] = functools.partial(run_mxfp4, direct, True, operands)
     for own in mxfp4_tiles(operands.num_pairs, num_experts):
         runs[f"mxfp4 {own.name}"] = functools.partial(run_mxfp4, own, False, operands)
     return runs

@@ -5,9 +5,12 @@ Shape legend: X experts, O output features, I input features, G = I / 32 blocks.
 A checkpoint holds e2m1 codes uint8 [X, O, G, 16], two in a byte, the lower input in the lower bits, and scales uint8 [X, O, G], which mean
 2^(scale − 127) (e8m0). A code is a sign bit, two bits of exponent and one of mantissa: ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}.
 
-The Triton layout has codes int16 [X, O, B · 32] and scales int32 [X, B, O], with B = ceil(I / 128): word c of block b has the codes of the
-inputs 128 b + c + {0, 32, 64, 96} (parts 0 to 3), so that one mask gives the codes of 32 adjacent inputs, which share a scale. Byte p of a
-scale's number is the scale of part p plus 126, the exponent that turns a decoded code into its value (`triton_mxfp4_experts`).
+The Triton layout has codes int16 [X, B, O, 32], which are given the shape [X, O, B · 32], and scales int32 [X, B, O], with
+B = ceil(I / 128). So a tile of rows is contiguous in each block. Word c of block b has the codes of the inputs 128 b + c + {0, 32, 64, 96}
+(parts 0 to 3): the codes of a part belong to 32 adjacent inputs, which share a scale. The bits lie where few instructions bring those of a
+part to where bfloat16 has them, in two words at once: parts 1 and 2 by rotating the pair of words, so that their signs are in the other
+word of the pair, part 3 by one multiplication. Byte p of a scale's number is the scale of part p plus 126, the exponent that turns a
+decoded code into its value (`moe/triton_mxfp4_decode.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import torch.nn.functional as F
 MX_BLOCK = 32  # inputs that share a scale
 PARTS = 4  # codes in a word of the Triton layout
 BLOCK_COLUMNS = MX_BLOCK * PARTS
-# Bits of a word: of each part, where the lowest of its three bits of magnitude and its sign are. Part 0 lies where bfloat16 has them.
-MAGNITUDE_AT = (6, 9, 12, 3)
-SIGN_AT = (15, 2, 1, 0)
+# Where the bits of a part's code are in a word: of its magnitude, lowest first, and its sign.
+CODE_BITS = ((6, 7, 8, 15), (12, 13, 14, 5), (9, 10, 11, 2), (3, 4, 0, 1))
+SWAPPED_SIGNS = (1, 2)  # parts whose signs are in the other word of the pair
 LARGEST_SCALE = 128  # of the Triton layout; weights of 12 and more have larger ones
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_MAGNITUDES, *(-one for one in _MAGNITUDES))  # of each code
@@ -51,17 +54,19 @@ def swap_inputs_and_outputs(weight_XIO: torch.Tensor) -> torch.Tensor:
 
 
 def pack_mxfp4_codes(codes_XOGH: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's codes in the Triton layout, padded with zeros. uint8 [X, O, G, 16] → int16 [X, O, B · 32]"""
+    """A checkpoint's codes in the Triton layout, padded with zeros. uint8 [X, O, G, 16] → int16 [X, O, B · 32], in memory [X, B, O, 32]"""
     blocks = -(-codes_XOGH.shape[2] // PARTS)
     padded = F.pad(codes_XOGH, (0, 0, 0, blocks * PARTS - codes_XOGH.shape[2]))
     words: torch.Tensor | None = None
     for part in range(PARTS):
         codes_XOBH = padded[:, :, part::PARTS]
         codes = torch.stack((codes_XOBH & 15, codes_XOBH >> 4), -1).flatten(-2).to(torch.int16)
-        bits = ((codes & 7) << MAGNITUDE_AT[part]) | ((codes >> 3) << SIGN_AT[part])
-        words = bits if words is None else words | bits
+        signs = codes.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if part in SWAPPED_SIGNS else codes
+        for bit, at in enumerate(CODE_BITS[part]):
+            bits = ((signs if bit == 3 else codes) >> bit & 1) << at
+            words = bits if words is None else words | bits
     assert words is not None
-    return words.flatten(-2)
+    return words.transpose(1, 2).contiguous().view(*words.shape[:2], -1)
 
 
 def pack_mxfp4_scales(scales_XOG: torch.Tensor) -> torch.Tensor:

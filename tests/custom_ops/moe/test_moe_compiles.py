@@ -59,7 +59,7 @@ for tiles in {*e._FEW, *e._SOME, *e._MORE, *e._MANY}:
             e._grouped_down_kernel, NOTHING | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
 for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE, *m._MANY})):
     for tiles in choices:
-        sizes = dict(DIRECT=direct, BLOCK_P=tiles.block_p, STAGES=tiles.stages, ROWS_FIRST=tiles.rows_first, WHOLE=False, DOT=tl.bfloat16,
+        sizes = dict(DIRECT=direct, BLOCK_P=tiles.block_p, STAGES=tiles.stages, ROWS_FIRST=tiles.rows_first, DOT=tl.bfloat16,
                      PTX=True, HAS_BIAS=True) | ({"order_ptr": None} if direct else {})
         name = f"{'direct' if direct else 'mxfp4'} {tiles.name}"
         found[f"gate_up {name}"] = facts(

@@ -7,6 +7,7 @@ import torch
 
 from compile_and_serve.custom_ops.moe import triton_experts, triton_mxfp4_experts
 from compile_and_serve.custom_ops.moe.experts import experts
+from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import BFLOAT16_PTX, FACTOR_PTX
 from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4, pack_mxfp4_codes, pack_mxfp4_scales
 from tests.custom_ops.moe.test_experts import TOLERANCE, by_loops, relative_error, routing
 
@@ -99,6 +100,56 @@ def test_every_code_and_scale() -> None:
         expected = dequantize_mxfp4(codes, scales, torch.float32)
         assert torch.equal(out, expected) or scale == 0
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-37)
+
+
+def run_ptx(ptx: str, words: int, factors: int) -> int:
+    """What the decode instructions make of two words ($1) and two factors ($2): two bfloat16 numbers."""
+    found = {"$1": words, "$2": factors, "0": 0}
+
+    def value(name: str) -> int:
+        return found[name] if name in found else int(name, 0)
+
+    def bfloat16(bits: int) -> torch.Tensor:
+        return torch.tensor([bits & 0xFFFF, bits >> 16]).to(torch.uint16).view(torch.bfloat16)
+
+    for line in ptx.strip("{}").split(";"):
+        name, *operands = line.replace(",", " ").split() or [".reg"]
+        if name == ".reg":
+            continue
+        to, a, b, *rest = operands
+        if name == "and.b32":
+            found[to] = value(a) & value(b)
+        elif name == "shl.b32":
+            found[to] = value(a) << value(b) & 0xFFFFFFFF
+        elif name == "shf.r.wrap.b32":
+            found[to] = (value(b) << 32 | value(a)) >> value(rest[0]) & 0xFFFFFFFF
+        elif name == "mul.lo.u32":
+            found[to] = value(a) * value(b) & 0xFFFFFFFF
+        elif name == "prmt.b32":
+            both = value(b) << 32 | value(a)
+            found[to] = sum((both >> 8 * (value(rest[0]) >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+        else:
+            assert name == "mul.rn.bf16x2", name
+            low, high = (bfloat16(value(a)) * bfloat16(value(b))).view(torch.uint16).tolist()
+            found[to] = high << 16 | low
+    return found["$0"]
+
+
+def test_decode_instructions() -> None:
+    """The PTX, which the interpreter cannot run, gives the value of every pair of codes."""
+    codes = torch.arange(256, dtype=torch.uint8).view(
+        1, 4, 4, 16
+    )  # each byte is a pair of neighbours; a row is a block
+    scales = torch.tensor([100, 121, 127, 128], dtype=torch.uint8).expand(1, 4, 4).contiguous()
+    expected = dequantize_mxfp4(codes, scales, torch.bfloat16).view(4, 4, 16, 2)
+    pairs, packed = pack_mxfp4_codes(codes).view(torch.int32).view(4, 16), pack_mxfp4_scales(scales).view(4)
+    for row in range(4):
+        for part in range(4):
+            factors = run_ptx(FACTOR_PTX.value[part], int(packed[row]) & 0xFFFFFFFF, 0)
+            for pair in range(16):
+                found = run_ptx(BFLOAT16_PTX.value[part], int(pairs[row, pair]) & 0xFFFFFFFF, factors)
+                values = torch.tensor([found & 0xFFFF, found >> 16]).to(torch.uint16).view(torch.bfloat16)
+                assert torch.equal(values, expected[row, part, pair]), (row, part, pair)
 
 
 def test_scales_that_the_kernel_cannot_apply_are_one_sentence() -> None:
