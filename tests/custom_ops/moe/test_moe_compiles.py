@@ -94,6 +94,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_tile_fits_a_multiprocessor(kernels: dict[str, Any]) -> None:
     assert {name: kernel["shared"] for name, kernel in kernels.items() if kernel["shared"] > MAX_SHARED_BYTES} == {}
+    down = [name for name in kernels if name.startswith("down ")]
+    assert down
+    assert all(kernels[name]["shared"] <= kernels[name.replace("down", "gate_up", 1)]["shared"] for name in down)
 
 
 def test_kernels_wait_for_the_one_before(kernels: dict[str, Any]) -> None:
