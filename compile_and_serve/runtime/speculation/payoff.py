@@ -6,7 +6,8 @@ Two decisions, both from what was measured on this device with these requests:
   time, and less often each time it loses.
 - Per step: the number of draft tokens with the most expected tokens per second. Draft token j of a sequence that accepts each token with
   probability a is worth a^j tokens. Step times are measured by the number of draft tokens (in powers of two) and interpolated. They are
-  no straight line: a step that is padded to a CUDA graph takes as long with one draft token as with all.
+  no straight line: a step that is padded to a CUDA graph takes as long with one draft token as with all. So the time of a step with
+  all drafts is measured, and never guessed from those of fewer.
 """
 
 from __future__ import annotations
@@ -116,6 +117,11 @@ class _BatchSizeStats:
         time.seconds.add(seconds)
         time.last_step = self.num_steps = self.num_steps + 1
 
+    def is_known(self, num_drafts: int) -> bool:
+        """Whether steps with about as many draft tokens have been measured."""
+        time = self.times.get(_range_of(num_drafts))
+        return time is not None and time.seconds.count >= _SAMPLES
+
     def known_times(self) -> list[tuple[float, float]]:
         """Numbers of draft tokens, ascending, and their seconds. Forgets stale ones."""
         oldest = self.num_steps - _STALE_STEPS
@@ -160,7 +166,7 @@ class Payoff:
             key=lambda entry: -entry[0],
         )[:max_tokens]
         best = len(chances)
-        if len(known) > 1:
+        if self._stats_of(num_seqs).is_known(best):
             best, gain, best_rate = 0, float(num_seqs), num_seqs / known[0][1]
             for count, ((chance, _), seconds) in enumerate(zip(chances, _step_seconds(known), strict=False), 1):
                 gain += chance

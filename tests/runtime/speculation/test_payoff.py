@@ -103,11 +103,25 @@ def test_synthetic_acceptance_leaves_the_decision_to_step_times() -> None:
     assert tokens / clock > 0.98 * 64 / 0.0052
 
 
+def test_one_draft_token_does_not_stand_for_all() -> None:
+    payoff, drafted = Payoff(), {"r": (4, 0.8)}
+    for num_drafts, seconds in ((0, 4.2e-3), (1, 5.6e-3), (0, 4.2e-3), (1, 5.6e-3)):  # a request's last tokens leave room for one
+        payoff.record(1, num_drafts, 1 + num_drafts, seconds, True)
+    assert payoff.draft_lengths(1, drafted, 4) == {"r": 4}  # which is not known yet
+    for _ in range(2):
+        payoff.record(1, 4, 5, 5.6e-3, True)
+    assert payoff.draft_lengths(1, drafted, 4) == {"r": 4}
+    for _ in range(2):
+        payoff.record(1, 4, 5, 25e-3, True)
+    assert payoff.draft_lengths(1, drafted, 4) == {"r": 1}
+
+
 def test_only_draft_tokens_that_pay_are_computed() -> None:
     payoff = Payoff()
     for _ in range(5):
         payoff.record(2, 0, 2, 0.010, True)
-        payoff.record(2, 5, 4, 0.015, True)  # 1 ms a token, where a step of 10 ms gives two
+        for count in (3, 5, 10):
+            payoff.record(2, count, 4, 0.010 + 0.001 * count, True)  # 1 ms a token, where a step of 10 ms gives two
     lengths = payoff.draft_lengths(2, {"good": (5, 0.9), "bad": (5, 0.15)}, 100)
     assert lengths == {"good": 5}
     assert payoff.draft_lengths(2, {"good": (5, 0.9), "bad": (5, 0.8)}, 3) == {"good": 2, "bad": 1}
