@@ -26,7 +26,7 @@ from compile_and_serve.custom_ops.quantization import (
     quantize_weight,
     row_scales,
 )
-from compile_and_serve.custom_ops.quantized.cuda_group_linear import EXPANDED, GroupLinear
+from compile_and_serve.custom_ops.quantized.cuda_group_linear import EXPANDED, TILE, GroupLinear
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
 from compile_and_serve.custom_ops.quantized.group_layout import pack_codes_triton, pack_scales_triton
@@ -108,7 +108,7 @@ def measure_groups(shape: Shape, site: str, num_tokens: int) -> float | None:
     copies = copies_of(linear.packed, num_tokens, group_bytes(linear))
     row: dict[str, Any] = {"model": shape.name, "scheme": "int4", "site": site, "tokens": num_tokens}
     us: dict[str, float] = {}
-    kernels = dict.fromkeys((*linear.kernels(), *((EXPANDED,) if num_tokens > 16 else ())))
+    kernels = dict.fromkeys((*linear.kernels(), TILE, *((EXPANDED,) if num_tokens > 16 else ())))
     for kernel in kernels:
 
         def all_copies(kernel: str = kernel) -> None:

@@ -1,7 +1,7 @@
 """Builds a CUDA C++ source into a shared library with nvcc, as `custom_ops/build/cpp.py` does for the CPU. Needs no GPU.
 
-Building CUTLASS' kernels takes minutes. A missing library is built in the background and used from the next start on, so that the kernels
-of a running process never change.
+Building CUTLASS' kernels takes minutes. A missing library of them is built in the background and used from the next start on, so that the
+kernels of a running process never change.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class NvccLibrary:
     """A library of one source, which is compiled once for each of `variants`, compiler flags.
 
     headers: files for the hash, besides the source. include: folders of headers. architecture: for example "90a".
+    duration: of a build, for the log.
     """
 
     name: str
@@ -53,6 +54,7 @@ class NvccLibrary:
     variants: Sequence[str]
     include: Sequence[Path]
     architecture: str
+    duration: str = "some minutes"
 
     def path(self) -> Path:
         """Path of the library, built or not. Raises BuildError without nvcc."""
@@ -65,7 +67,7 @@ class NvccLibrary:
 
     def build(self) -> Path:
         """Build the library unless it exists. Raises BuildError."""
-        return build_once(self.name, self.path(), "some minutes", self._make)
+        return build_once(self.name, self.path(), self.duration, self._make)
 
     def _make(self, scratch: Path, built: Path) -> None:
         nvcc = find_nvcc()
@@ -107,18 +109,23 @@ def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) ->
     )
 
 
-def load_or_build(device: torch.device, what: str, make_library: Callable[[], NvccLibrary]) -> ctypes.CDLL | None:
-    """The built library. None with the reason in the log; it is then built in the background if possible."""
+def load_or_build(
+    device: torch.device, what: str, make_library: Callable[[], NvccLibrary], *, is_quick: bool = False
+) -> ctypes.CDLL | None:
+    """The built library. None with the reason in the log; it is then built in the background if possible.
+
+    is_quick: it is built at once instead.
+    """
     if platform_of(device).compute_capability != (9, 0):
-        log.info("%s need compute capability 9.0; torch's kernels are used.", what)
+        log.info("%s need compute capability 9.0; other kernels are used.", what)
         return None
     try:
         library = make_library()
-        path = library.path()
+        path = library.build() if is_quick else library.path()
         if is_intact(path):
             return ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
-        log.warning("%s are not in use, torch's kernels are: %s", what, error)
+        log.warning("%s are not in use, others are: %s", what, error)
         return None
     log.info("%s are being built in the background (once, some minutes) and used from the next start on.", what)
     run_in_background(f"build-{library.name}", functools.partial(_build, library, what))

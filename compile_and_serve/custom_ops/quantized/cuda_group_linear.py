@@ -2,14 +2,16 @@
 
 Shape legend: T tokens, I input features, O output features.
 
-- TILE: the weight is dequantized inside the product (`triton_group_matmul`);
+- FEW: the weight is dequantized inside the product, in CUDA C++ (`group_gemm`), where it is built and takes the operands;
+- TILE: the same in Triton (`triton_group_matmul`);
 - EXPANDED: the weight is dequantized to x's dtype in scratch memory, then `fused_linear`'s kernels run.
 
-The tuner measures both for token counts where either may be faster.
+FEW runs up to 64 tokens. Above, the tuner measures TILE and EXPANDED where either may be faster.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,13 +20,14 @@ import torch
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
 from compile_and_serve.custom_ops.quantization import dtype_name
+from compile_and_serve.custom_ops.quantized.group_gemm import load_group_linear, run_group_linear, unsupported_reason
 from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS
 from compile_and_serve.custom_ops.quantized.triton_group_matmul import dequantize, group_matmul
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
-TILE, EXPANDED = "tile", "expanded"
-_MIN_EXPANDED_TOKENS = 65  # with fewer, writing and reading the expanded weight takes longer than any tile
+FEW, TILE, EXPANDED = "few", "tile", "expanded"
+_MIN_EXPANDED_TOKENS = 65  # with fewer, writing and reading the expanded weight takes longer than either of the others
 MAX_TILE_TOKENS = 512
 
 
@@ -49,9 +52,11 @@ class GroupLinear:
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that take this call; the first is the default without a measurement."""
         num_tokens = self.x_TI.shape[0]
-        if num_tokens < _MIN_EXPANDED_TOKENS:
-            return (TILE,)
-        return (EXPANDED, TILE) if num_tokens <= MAX_TILE_TOKENS else (EXPANDED,)
+        if num_tokens > MAX_TILE_TOKENS:
+            return (EXPANDED,)
+        if num_tokens >= _MIN_EXPANDED_TOKENS:
+            return (EXPANDED, TILE)
+        return (TILE if self._few_library() is None else FEW,)
 
     def problem(self) -> Problem:
         """What the fastest kernel depends on."""
@@ -66,6 +71,12 @@ class GroupLinear:
             *((self.table,) if self.table else ()),
         )
         return Problem(kind="group_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
+
+    def _few_library(self) -> ctypes.CDLL | None:
+        reason = unsupported_reason(
+            self.x_TI, self.scale, self.offset, self.out_features, self.bits, self.group_size, self.silu_mul, self.table
+        )
+        return load_group_linear(self.x_TI.device) if reason is None else None
 
     def fastest(self) -> str:
         """Name of the kernel to run."""
@@ -92,6 +103,13 @@ class GroupLinear:
         x_TI = self.x_TI
         if self.norm_weight_I is not None:
             x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
+        if kernel == FEW:
+            library = self._few_library()
+            assert library is not None, "not one of `kernels`"
+            return run_group_linear(
+                library, x_TI, packed, self.scale, self.offset, self.out_features, self.group_size, self.bias_O, self.silu_mul,
+                self.residual_TO,
+            )  # fmt: skip
         weight = (packed, self.scale, self.offset, self.out_features, self.bits, self.group_size)
         if self.silu_mul and self.out_features // 2 % TILE_OUTPUTS:
             y_TO = silu_mul_rows(group_matmul(x_TI, *weight, self.bias_O, False, None, table=self.table))

@@ -24,18 +24,15 @@ def accepted_tokens(
     tokens_L: int64 [L], sampled at the rows. counts: rows of each sequence, at least one. drafts: for each sequence, the token that each of
     its rows but the last is compared with; -1 is never right. chances_L: in [0, 1); drafts are right where it is below `rate` instead.
     """
-    ends_S = np.cumsum(counts)
-    firsts_S = ends_S - counts
-    is_compared_L = np.ones(len(tokens_L), dtype=np.bool_)
-    is_compared_L[ends_S - 1] = False
-    drafts_L = np.full(len(tokens_L), -1, dtype=np.int64)
-    drafts_L[is_compared_L] = np.concatenate(drafts)
-    if chances_L is None:
-        is_right_L = tokens_L == drafts_L
-    else:
-        is_right_L = (chances_L < rate) & (drafts_L >= 0)
-        tokens_L = np.where(drafts_L < 0, tokens_L, drafts_L)
-    wrong = np.flatnonzero(~is_right_L)  # the last row of each sequence among them
-    stops_S = wrong[np.searchsorted(wrong, firsts_S)]
-    tokens = tokens_L.tolist()
-    return [tokens[first : stop + 1] for first, stop in zip(firsts_S.tolist(), stops_S.tolist(), strict=True)]
+    accepted, first = [], 0
+    for count, drafts_D in zip(counts, drafts, strict=True):
+        tokens = tokens_L[first : first + count]
+        if chances_L is None:
+            is_wrong = tokens[:-1] != drafts_D
+        else:
+            is_wrong = (chances_L[first : first + count - 1] >= rate) | (drafts_D < 0)
+            tokens = np.append(np.where(drafts_D < 0, tokens[:-1], drafts_D), tokens[-1])
+        wrong = np.flatnonzero(is_wrong)
+        accepted.append(tokens[: wrong[0] + 1 if len(wrong) else count].tolist())
+        first += count
+    return accepted

@@ -115,25 +115,3 @@ def test_a_planted_bias_is_caught(error: str) -> None:
         assert excess(draw(params, biased), params) > 8
     else:
         assert excess(draw(params, accepted_tokens, shares_randomness=True), params) > 8
-
-
-@pytest.mark.parametrize("rate", [None, 0.0, 0.6, 1.0])
-def test_sequences_of_a_step_accept_their_own_drafts(rate: float | None) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        counts = rng.integers(1, 6, rng.integers(1, 6)).tolist()
-        tokens, chances = rng.integers(0, 2, sum(counts)), rng.random(sum(counts))
-        drafts = [rng.integers(-1, 2, count - 1) for count in counts]
-        expected, first = [], 0
-        for count, draft in zip(counts, drafts, strict=True):
-            gained: list[int] = []
-            for row in range(first, first + count):
-                guess = -1 if len(gained) == count - 1 else int(draft[len(gained)])
-                is_right = guess == tokens[row] if rate is None else guess >= 0 and chances[row] < rate
-                gained.append(int(tokens[row]) if rate is None or guess < 0 else guess)
-                if not is_right:
-                    break
-            expected.append(gained)
-            first += count
-        given = (None, 0.0) if rate is None else (chances, rate)
-        assert accepted_tokens(tokens, counts, drafts, *given) == expected

@@ -105,8 +105,12 @@ def test_synthetic_acceptance_leaves_the_decision_to_step_times() -> None:
 
 def test_one_draft_token_does_not_stand_for_all() -> None:
     payoff, drafted = Payoff(), {"r": (4, 0.8)}
-    # A request's last tokens leave room for one.
-    for num_drafts, seconds in ((0, 4.2e-3), (1, 5.6e-3), (0, 4.2e-3), (1, 5.6e-3)):
+    for num_drafts, seconds in (
+        (0, 4.2e-3),
+        (1, 5.6e-3),
+        (0, 4.2e-3),
+        (1, 5.6e-3),
+    ):  # a request's last tokens leave room for one
         payoff.record(1, num_drafts, 1 + num_drafts, seconds, True)
     assert payoff.draft_lengths(1, drafted, 4) == {"r": 4}  # which is not known yet
     for _ in range(2):

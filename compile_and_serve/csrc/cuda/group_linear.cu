@@ -1,0 +1,540 @@
+// A linear over a weight of 4-bit codes for up to 64 tokens, on Hopper's tensor cores.
+//
+// A block of threads computes 128 stored rows of the weight (with SiLU-mul: 64 gates and the 64 up-projections of the same outputs). Its 8
+// warps take 16 rows each: by mma.sync for up to 16 tokens, else by wgmma. A cluster of blocks shares the inputs; each adds up a part of the
+// outputs from the shared memory of all, in order, so that every run has the same bits.
+//
+// A stage in shared memory holds 128 inputs: x, codes, scales and zero points, copied asynchronously some stages ahead. The first codes are
+// asked for before the kernel waits for the one before it.
+//
+// A word has the codes of columns c, c + 32, c + 64 and c + 96. For mma.sync, a lane reads 8 words of a row: the sums may take the inputs in
+// any order, so words 4m … 4m + 3 are the inputs of its fragment of product m, and 16 bytes of x are its fragments of two products. wgmma
+// reads x itself, so a lane reads the words of its columns.
+//
+// OR puts a code into the low bits of 1024 (float16) or 128 (bfloat16); the zero point is subtracted together with that power. Both are
+// exact. Scales multiply the sums of a group in float32.
+#include "group_linear.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+namespace {
+
+constexpr int kThreads = 256, kRows = 128;  // of a block
+constexpr int kTile = 64, kTiles = 2;       // rows per tile of the layout, tiles of a block
+constexpr int kInputs = 128, kParts = 4;    // inputs of a stage, codes per word
+constexpr int kTileBytes = kTile * kInputs / 2, kCodeBytes = kTiles * kTileBytes;
+constexpr int kScaleBytes = kParts * kRows * 2, kZeroBytes = kParts * kRows;
+constexpr int kSumsStride = kRows + 4;
+constexpr int kMaxSplits = 8;   // the largest cluster that every device takes
+constexpr int kStartCost = 8;   // time in which a block starts and ends, in stages
+constexpr int kMaxDevices = 64;
+
+template <int token_tiles_>
+struct Shape {
+    static constexpr int token_tiles = token_tiles_, tokens = 8 * token_tiles;
+    static constexpr bool is_wide = token_tiles > 2;  // by wgmma
+    static constexpr int token_bytes = is_wide ? 128 : kInputs * 2 + 64;  // wide: two halves; else the 64 bytes spread rows over the banks
+    static constexpr int x_bytes = is_wide ? tokens * kInputs * 2 : tokens * token_bytes;
+    static constexpr int stage_bytes = (x_bytes + kCodeBytes + kScaleBytes + kZeroBytes + 1023) / 1024 * 1024;
+    static constexpr int stages = token_tiles == 8 ? 4 : 6;
+    static constexpr int blocks_per_sm = token_tiles == 1 ? 3 : 2;
+    static constexpr int bytes = stages * stage_bytes;
+    static_assert(bytes >= tokens * kSumsStride * 4, "the sums take the place of the stages");
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, int bytes = 16) {  // the rest becomes zero
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+
+__device__ __forceinline__ uint4 load_16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_byte(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ float load_scale(uint32_t at, bool is_half) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return is_half ? __half2float(__ushort_as_half(v)) : __bfloat162float(__ushort_as_bfloat16(v));
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+template <class S>
+__device__ __forceinline__ uint32_t next_stage(uint32_t at, uint32_t first) {
+    at += S::stage_bytes;
+    return at == first + S::stages * S::stage_bytes ? first : at;
+}
+
+// What `numbers` subtracts of a zero point.
+template <bool is_half>
+struct Zeros {
+    uint32_t low, high;  // high: float16's, of codes times 16
+
+    __device__ __forceinline__ void set(uint32_t zero) {
+        low = (zero + (is_half ? 0x6400 : 0x4300)) * 0x10001;
+        high = (zero * 16 + 0xD400) * 0x10001;  // -(64 + zero) in float16
+    }
+};
+
+// Two numbers of codes `part` of two words. float16 takes codes 1 and 3 where they lie, times 16.
+template <bool is_half>
+__device__ __forceinline__ uint32_t numbers(uint32_t words, int part, const Zeros<is_half>& zeros) {
+    uint32_t codes, result;
+    if constexpr (is_half) {
+        words >>= part / 2 * 8;
+        if (part % 2 == 0) {
+            asm("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(codes) : "r"(words));
+            asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(codes), "r"(zeros.low));
+        } else {
+            asm("lop3.b32 %0, %1, 0x00F000F0, 0x64006400, 0xEA;" : "=r"(codes) : "r"(words));
+            asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(codes), "r"(0x2C002C00), "r"(zeros.high));
+        }
+    } else {
+        asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(codes) : "r"(words >> (4 * part)));
+        asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(codes), "r"(zeros.low));
+    }
+    return result;
+}
+
+template <bool is_half>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (is_half) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// d = a xᵀ (adds: d +=) by a warpgroup, asynchronously. x: descriptor of [tokens, 16] in shared memory.
+#define CAS_FLOATS_8(i)                                                                                                             \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define CAS_WGMMA(tokens, type, registers, a0, a1, a2, a3, at, adds_at, ...)                                                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_at ", 0; wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32." type "." type   \
+                 " {" registers "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " at ", p, 1, 1, 0;}"                                          \
+                 : __VA_ARGS__                                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds))
+#define CAS_16_REGISTERS "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define CAS_32_REGISTERS \
+    CAS_16_REGISTERS ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CAS_WGMMA_32(type) \
+    CAS_WGMMA("32", type, CAS_16_REGISTERS, "%16", "%17", "%18", "%19", "%20", "%21", CAS_FLOATS_8(0), CAS_FLOATS_8(8))
+#define CAS_WGMMA_64(type)                                                                                                          \
+    CAS_WGMMA("64", type, CAS_32_REGISTERS, "%32", "%33", "%34", "%35", "%36", "%37", CAS_FLOATS_8(0), CAS_FLOATS_8(8), CAS_FLOATS_8(16), \
+              CAS_FLOATS_8(24))
+
+template <bool is_half>
+__device__ __forceinline__ void multiply_wide(float (&d)[16], const uint32_t (&a)[4], uint64_t x, int adds) {
+    if constexpr (is_half) {
+        CAS_WGMMA_32("f16");
+    } else {
+        CAS_WGMMA_32("bf16");
+    }
+}
+
+template <bool is_half>
+__device__ __forceinline__ void multiply_wide(float (&d)[32], const uint32_t (&a)[4], uint64_t x, int adds) {
+    if constexpr (is_half) {
+        CAS_WGMMA_64("f16");
+    } else {
+        CAS_WGMMA_64("bf16");
+    }
+}
+
+// Rows of 128 bytes, whose 16 bytes are swizzled within 8 rows.
+__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
+    return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (static_cast<uint64_t>(1) << 16) |
+           ((at & 0x3FFFF) >> 4);
+}
+
+__device__ __forceinline__ uint32_t load_4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+template <bool is_half>
+__device__ __forceinline__ float to_float(const void* p, int64_t at) {
+    if constexpr (is_half) {
+        return __half2float(static_cast<const __half*>(p)[at]);
+    } else {
+        return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[at]);
+    }
+}
+
+// group_shift: log2 of the parts of a stage that a group has.
+template <bool is_half, int token_tiles, int group_shift>
+__global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) group_linear_kernel(const CasGroupLinear args) {
+    using S = Shape<token_tiles>;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int thread = threadIdx.x, warp = thread / 32, row = thread % 32 / 4, lane = thread % 4;  // row: also a token of 8
+    const int split = blockIdx.x, first_token = blockIdx.z * S::tokens;
+    const int tokens = min(S::tokens, args.tokens - first_token);
+    const int num_tiles = (args.rows + kTile - 1) / kTile;  // of the layout; with SiLU-mul, as many again
+    auto tile_at = [&](int i) {  // past the last tile: it is computed and not stored
+        if (!args.silu_mul) {
+            return min(static_cast<int>(blockIdx.y) * kTiles + i, num_tiles - 1);
+        }
+        constexpr int half = kTiles / 2;
+        return min(static_cast<int>(blockIdx.y) * half + i % half, num_tiles - 1) + i / half * num_tiles;
+    };
+    const int begin = static_cast<int64_t>(args.num_blocks) * split / gridDim.x;
+    const int count = static_cast<int64_t>(args.num_blocks) * (split + 1) / gridDim.x - begin;
+    const uint32_t base = shared_address(shared);
+
+    // Codes: 16 bytes of each tile.
+    const uint8_t* codes[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        codes[i] = static_cast<const uint8_t*>(args.weight) + (static_cast<int64_t>(tile_at(i)) * args.num_blocks + begin) * kTileBytes +
+                   thread * 16;
+    }
+    // Where a lane reads 4 bytes of 8 rows, their 16 bytes are swizzled.
+    const uint32_t codes_begin = base + S::x_bytes + (S::is_wide ? (thread ^ (thread / 8 % 4)) : thread) * 16;
+    uint32_t codes_to = codes_begin;
+    auto copy_codes = [&]() {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+            copy_16(codes_to + i * kTileBytes, codes[i]);
+            codes[i] += kTileBytes;
+        }
+        codes_to = next_stage<S>(codes_to, codes_begin);
+    };
+    // Scales and zero points: 16 bytes, by the first threads.
+    constexpr int groups_per_block = kParts >> group_shift, scale_chunks = kTile * 2 / 16;
+    const int chunks = scale_chunks + (args.zeros ? kTile / 16 : 0);
+    const int blocks_per_group = max(1, args.group_size / kInputs);
+    const bool copies_scales = thread < kTiles * groups_per_block * chunks;
+    const uint8_t* scales_from = nullptr;
+    int group_bytes = 0;
+    uint32_t scales_begin = base + S::x_bytes + kCodeBytes;
+    int group = begin / blocks_per_group * groups_per_block, blocks_left = blocks_per_group - begin % blocks_per_group;
+    if (copies_scales) {
+        const int chunk = thread % chunks, which = thread / chunks, tile = which % kTiles, place = which * kTile;
+        const int64_t at = static_cast<int64_t>(tile_at(tile)) * args.num_groups * kTile;
+        group += which / kTiles;
+        if (chunk < scale_chunks) {
+            scales_from = static_cast<const uint8_t*>(args.scale) + at * 2 + chunk * 16;
+            group_bytes = kTile * 2;
+            scales_begin += place * 2 + chunk * 16;
+        } else {
+            scales_from = static_cast<const uint8_t*>(args.zeros) + at + (chunk - scale_chunks) * 16;
+            group_bytes = kTile;
+            scales_begin += kScaleBytes + place + (chunk - scale_chunks) * 16;
+        }
+    }
+    uint32_t scales_to = scales_begin;
+    auto copy_scales = [&]() {
+        if (copies_scales) {
+            copy_16(scales_to, scales_from + static_cast<int64_t>(min(group, args.num_groups - 1)) * group_bytes);
+            scales_to = next_stage<S>(scales_to, scales_begin);
+            if (--blocks_left == 0) {
+                blocks_left = blocks_per_group;
+                group += groups_per_block;
+            }
+        }
+    };
+    // x: 16 bytes of every 16th token.
+    const int x_token = thread / 16;
+    int x_column = begin * kInputs + thread % 16 * 8;
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + ((first_token + x_token) * args.x_stride + x_column) * 2;
+    const int chunk_of_half = thread % 8 ^ (x_token % 8);
+    const uint32_t x_begin = base + x_token * S::token_bytes +
+                             (S::is_wide ? thread % 16 / 8 * S::x_bytes / 2 + chunk_of_half * 16 : thread % 16 * 16);
+    uint32_t x_to = x_begin;
+    auto copy_x = [&]() {
+#pragma unroll
+        for (int token = 0; token < S::tokens; token += 16) {
+            if (S::tokens >= 16 || x_token < S::tokens) {
+                const bool is_there = x_token + token < tokens && x_column < args.inputs;
+                copy_16(x_to + token * S::token_bytes, is_there ? x + token * args.x_stride * 2 : args.x, is_there ? 16 : 0);
+            }
+        }
+        x += kInputs * 2;
+        x_column += kInputs;
+        x_to = next_stage<S>(x_to, x_begin);
+    };
+
+    asm volatile("griddepcontrol.launch_dependents;");
+    constexpr int ahead = S::stages - 2;  // so that the products of the stage before may still run when the next copies begin
+    for (int i = 0; i < ahead && i < count; ++i) {
+        copy_codes();
+        copy_scales();
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int i = 0; i < ahead; ++i) {
+        if (i < count) {
+            copy_x();
+        }
+        asm volatile("cp.async.commit_group;");
+    }
+
+    float sums[4 * token_tiles] = {};
+    const int first_row = warp * 16 + row;  // of the lane; the other is 8 below
+    auto wait_for_stage = [&](int i) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(ahead - 1));
+        if constexpr (S::is_wide) {
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what the copies wrote
+        }
+        __syncthreads();
+        if (i + ahead < count) {
+            copy_codes();
+            copy_scales();
+            copy_x();
+        }
+        asm volatile("cp.async.commit_group;");
+    };
+    auto load_scales = [&](uint32_t stage_at, int group, float(&scales)[2], Zeros<is_half>(&zeros)[2]) {
+        const uint32_t scales_at = stage_at + S::x_bytes + kCodeBytes;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int place = group * kRows + first_row + half * 8;
+            scales[half] = load_scale(scales_at + place * 2, args.has_half_scales);
+            zeros[half].set(args.zeros ? load_byte(scales_at + kScaleBytes + place) : 8);
+        }
+    };
+    uint32_t stage_at = base;
+    if constexpr (S::is_wide) {
+        // A unit: some products of one group. A stage has an even number of them.
+        constexpr int units = groups_per_block > 2 ? groups_per_block : 2, slices = 8 / units, units_per_group = units / groups_per_block;
+        uint32_t a[2][slices][4];
+        float products[4 * token_tiles], scales[2][2];
+        auto prepare = [&](uint32_t from, int unit) {
+            Zeros<is_half> zeros[2];
+            load_scales(from, unit / units_per_group, scales[unit % 2], zeros);
+            uint32_t words[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int place = first_row + half * 8;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    words[half][j] = load_4(from + S::x_bytes + place * 64 + (j ^ (place / 2 % 4)) * 16 + lane * 4);
+                }
+            }
+#pragma unroll
+            for (int slice = 0; slice < slices; ++slice) {
+                const int part = (unit * slices + slice) / 2, j = slice % 2 * 2;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    a[unit % 2][slice][k] = numbers<is_half>(words[k % 2][j + k / 2], part, zeros[k % 2]);
+                }
+            }
+        };
+        wait_for_stage(0);
+        prepare(stage_at, 0);
+        for (int i = 0; i < count; ++i) {
+            const uint32_t next = next_stage<S>(stage_at, base);
+#pragma unroll
+            for (int unit = 0; unit < units; ++unit) {
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int slice = 0; slice < slices; ++slice) {
+                    const int at = unit * slices + slice;
+                    const uint64_t x = descriptor(stage_at + at / 4 * (S::x_bytes / 2) + at % 4 * 32);
+                    multiply_wide<is_half>(products, a[unit % 2][slice], x, slice > 0 || unit % units_per_group > 0);
+                }
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                if (unit + 1 < units) {
+                    prepare(stage_at, unit + 1);
+                } else if (i + 1 < count) {
+                    wait_for_stage(i + 1);
+                    prepare(next, 0);
+                }
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+                for (int k = 0; k < 4 * token_tiles; ++k) {
+                    asm volatile("" : "+f"(products[k]));  // nothing reads it before the wait
+                    if ((unit + 1) % units_per_group == 0) {
+                        sums[k] += scales[unit % 2][k % 4 / 2] * products[k];
+                    }
+                }
+            }
+            stage_at = next;
+        }
+    } else {
+        for (int i = 0; i < count; ++i) {
+            wait_for_stage(i);
+            const uint32_t words_at = stage_at + S::x_bytes + first_row * 64 + lane * 16;
+            const uint4 low = load_16(words_at), high = load_16(words_at + 8 * 64);
+            float products[token_tiles][2][4], scales[2];  // two chains, which do not wait for each other
+            Zeros<is_half> zeros[2];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                if (part % (1 << group_shift) == 0) {
+                    load_scales(stage_at, part >> group_shift, scales, zeros);
+#pragma unroll
+                    for (int k = 0; k < token_tiles * 8; ++k) {
+                        products[k / 8][k / 4 % 2][k % 4] = 0.0f;
+                    }
+                }
+                const uint32_t a[2][4] = {
+                    {numbers<is_half>(low.x, part, zeros[0]), numbers<is_half>(high.x, part, zeros[1]),
+                     numbers<is_half>(low.y, part, zeros[0]), numbers<is_half>(high.y, part, zeros[1])},
+                    {numbers<is_half>(low.z, part, zeros[0]), numbers<is_half>(high.z, part, zeros[1]),
+                     numbers<is_half>(low.w, part, zeros[0]), numbers<is_half>(high.w, part, zeros[1])},
+                };
+#pragma unroll
+                for (int tile = 0; tile < token_tiles; ++tile) {
+                    const uint4 b = load_16(stage_at + (tile * 8 + row) * S::token_bytes + lane * 16 + part * 64);
+                    multiply<is_half>(products[tile][0], a[0], b.x, b.y);
+                    multiply<is_half>(products[tile][1], a[1], b.z, b.w);
+                }
+                if ((part + 1) % (1 << group_shift) == 0) {
+#pragma unroll
+                    for (int k = 0; k < token_tiles * 4; ++k) {
+                        sums[k] += scales[k % 4 / 2] * (products[k / 4][0][k % 4] + products[k / 4][1][k % 4]);
+                    }
+                }
+            }
+            stage_at = next_stage<S>(stage_at, base);
+        }
+    }
+
+    asm volatile("cp.async.wait_all;");
+    __syncthreads();
+    float* mine = reinterpret_cast<float*>(shared);  // [tokens, sums_stride]
+#pragma unroll
+    for (int k = 0; k < token_tiles * 4; ++k) {
+        const int token = k / 4 * 8 + lane * 2 + k % 2;
+        mine[token * kSumsStride + first_row + k % 4 / 2 * 8] = sums[k];
+    }
+    cluster_barrier();
+    auto sum = [&](int token, int at) {
+        float total = 0.0f;
+        const uint32_t own = base + (token * kSumsStride + at) * 4;
+        for (unsigned other = 0; other < gridDim.x; ++other) {
+            uint32_t theirs;
+            float value;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(other));
+            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(theirs) : "memory");
+            total += value;
+        }
+        return total;
+    };
+    const int out_rows = args.silu_mul ? kRows / 2 : kRows;
+    for (int i = split * kThreads + thread; i < tokens * out_rows; i += gridDim.x * kThreads) {
+        const int token = i / out_rows, at = i % out_rows, out_row = blockIdx.y * out_rows + at;
+        if (out_row >= args.rows) {
+            continue;
+        }
+        float y = sum(token, at) + (args.bias ? to_float<is_half>(args.bias, out_row) : 0.0f);
+        if (args.silu_mul) {
+            const float up = sum(token, out_rows + at) + (args.bias ? to_float<is_half>(args.bias, args.rows + out_row) : 0.0f);
+            y = y / (1.0f + __expf(-y)) * up;
+        }
+        const int64_t out_token = first_token + token;
+        if (args.residual) {
+            y += to_float<is_half>(args.residual, out_token * args.residual_stride + out_row);
+        }
+        if constexpr (is_half) {
+            static_cast<__half*>(args.out)[out_token * args.rows + out_row] = __float2half_rn(y);
+        } else {
+            static_cast<__nv_bfloat16*>(args.out)[out_token * args.rows + out_row] = __float2bfloat16_rn(y);
+        }
+    }
+    cluster_barrier();  // the others may still read this block's sums
+}
+
+template <bool is_half, int token_tiles, int group_shift>
+cudaError_t launch(const CasGroupLinear& args) {
+    using S = Shape<token_tiles>;
+    const auto kernel = group_linear_kernel<is_half, token_tiles, group_shift>;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    const int rows = args.silu_mul ? kRows / 2 : kRows;
+    const int tiles = (args.rows + rows - 1) / rows, token_blocks = (args.tokens + S::tokens - 1) / S::tokens;
+    cudaLaunchConfig_t config{};
+    config.blockDim = {kThreads, 1, 1};
+    config.dynamicSmemBytes = S::bytes;
+    config.stream = static_cast<cudaStream_t>(args.stream);
+    config.attrs = attributes;
+    auto split = [&](int splits) {
+        attributes[0].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
+        config.gridDim = {static_cast<unsigned>(splits), static_cast<unsigned>(tiles), static_cast<unsigned>(token_blocks)};
+    };
+
+    // How many clusters of each size run at once: a cluster lies within one part of the device, and some sizes leave gaps.
+    static int at_once_of[kMaxDevices][kMaxSplits + 1] = {};
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess || device >= kMaxDevices) {
+        return error != cudaSuccess ? error : cudaErrorInvalidDevice;
+    }
+    int* at_once = at_once_of[device];
+    if (at_once[1] == 0) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
+        for (int splits = kMaxSplits; splits >= 1 && error == cudaSuccess; --splits) {
+            split(splits);
+            config.numAttrs = 1;
+            error = cudaOccupancyMaxActiveClusters(&at_once[splits], kernel, &config);
+        }
+        if (error != cudaSuccess) {
+            at_once[1] = 0;
+            return error;
+        }
+    }
+    const int clusters = tiles * token_blocks;
+    int best = 1, best_cost = 0;
+    for (int splits = 1; splits <= kMaxSplits && splits <= args.num_blocks; ++splits) {
+        if (at_once[splits] > 0) {
+            const int rounds = (clusters + at_once[splits] - 1) / at_once[splits];
+            const int cost = rounds * ((args.num_blocks + splits - 1) / splits + kStartCost);
+            if (best_cost == 0 || cost < best_cost) {
+                best = splits, best_cost = cost;
+            }
+        }
+    }
+    split(best);
+    config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+template <bool is_half, int group_shift>
+cudaError_t launch_for(const CasGroupLinear& args) {
+    return args.tokens <= 8    ? launch<is_half, 1, group_shift>(args)
+           : args.tokens <= 16 ? launch<is_half, 2, group_shift>(args)
+           : args.tokens <= 32 ? launch<is_half, 4, group_shift>(args)
+                               : launch<is_half, 8, group_shift>(args);
+}
+
+}  // namespace
+
+extern "C" {
+
+#if CAS_CONFIG == 0
+#define CAS_NAME cas_group_linear_float16
+constexpr bool kIsHalf = true;
+#elif CAS_CONFIG == 1
+#define CAS_NAME cas_group_linear_bfloat16
+constexpr bool kIsHalf = false;
+#else
+#error "CAS_CONFIG must be the number of a configuration"
+#endif
+
+// Launches the kernel on args->stream. Returns null, or an error message if nothing was launched.
+const char* CAS_NAME(const CasGroupLinear* args) {
+    const cudaError_t error = args->group_size >= kInputs     ? launch_for<kIsHalf, 2>(*args)
+                              : args->group_size == kInputs / 2 ? launch_for<kIsHalf, 1>(*args)
+                                                                : launch_for<kIsHalf, 0>(*args);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // extern "C"

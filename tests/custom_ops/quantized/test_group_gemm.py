@@ -1,0 +1,58 @@
+"""csrc/cuda/group_linear.cu builds without a GPU, and says which linears it does not take."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from compile_and_serve.custom_ops.build.cpp import BuildError
+from compile_and_serve.custom_ops.build.cuda import find_nvcc
+
+pytest.importorskip("triton")
+
+from compile_and_serve.custom_ops.quantized.group_gemm import group_linear_library, unsupported_reason
+
+
+def has_nvcc() -> bool:
+    try:
+        find_nvcc()
+    except BuildError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_nvcc(), reason="nvcc was not found")
+def test_it_builds(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = group_linear_library().build()
+    assert path.is_relative_to(tmp_path)
+    library = ctypes.CDLL(str(path))
+    assert library.cas_group_linear_float16
+    assert library.cas_group_linear_bfloat16
+
+
+def test_what_it_does_not_take() -> None:
+    x, scale = torch.zeros(3, 256, dtype=torch.float16), torch.zeros(2, 2, 64, dtype=torch.float16)
+    zeros = torch.zeros(2, 2, 64, dtype=torch.uint8)
+    taken: dict[str, Any] = {
+        "x_TI": x, "scale": scale, "offset": zeros, "out_features": 128, "bits": 4, "group_size": 128, "silu_mul": False, "table": "",
+    }  # fmt: skip
+    assert unsupported_reason(**taken) is None
+    assert unsupported_reason(**taken | {"offset": None, "group_size": 32}) is None
+    for change, word in [
+        ({"bits": 8}, "4 bits"),
+        ({"table": "nf4"}, "integers"),
+        ({"x_TI": x.float()}, "float16"),
+        ({"offset": scale}, "zero points"),
+        ({"group_size": 96}, "96"),
+        ({"silu_mul": True, "out_features": 192}, "96"),
+        ({"x_TI": torch.zeros(3, 260, dtype=torch.float16)[:, :256]}, "16 bytes"),
+        ({"x_TI": torch.zeros(3, 252, dtype=torch.float16)}, "8 inputs"),
+    ]:
+        reason = unsupported_reason(**taken | change)
+        assert reason is not None
+        assert word in reason
