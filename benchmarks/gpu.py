@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--work", type=lambda text: text.split(","), default=list(DEFAULT_WORKS))
     parser.add_argument("--quantization", help="like the server's flag: fp8, int8, …")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto or fp8")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto, fp8 or int8")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")
     parser.add_argument(

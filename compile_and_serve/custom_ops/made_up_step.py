@@ -110,7 +110,7 @@ def zero_state(
     return {
         name: torch.zeros((num_pages if group.paged else num_slots, *shape), dtype=group.dtype or dtype, device=device)
         for group in groups
-        for name, shape in group.tensor_shapes(tokens_per_page.get(group.name, 1)).items()
+        for name, shape in group.tensor_shapes(tokens_per_page.get(group.name, 1), dtype).items()
     }
 
 

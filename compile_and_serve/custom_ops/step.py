@@ -23,6 +23,7 @@ TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, r
 KV_CACHES = "kv_caches"  # the state group of full attention
 WINDOW_CACHES = "window_caches"  # the state group of attention with a window
 LOGITS = "logits"
+SCALE_BYTES = 4  # of a token's keys or values in a head of an int8 cache
 HIDDEN_STATES = "hidden_states"  # after the last norm: what embeddings are pooled from
 CLASS_LOGITS = "class_logits"  # of a sequence classifier
 
@@ -144,13 +145,16 @@ class LayerState(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of one attention layer: [2, K, P, E] per page."""
+    """Keys and values of one attention layer: [2, K, P, E] per page; in int8 [2, K, P, E + 4], as `int8_cache.py` says."""
 
     num_kv_heads: int
     head_dim: int
 
     def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
         return ((2, self.num_kv_heads, tokens_per_page, self.head_dim),)
+
+    def int8_shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
+        return ((2, self.num_kv_heads, tokens_per_page, self.head_dim + SCALE_BYTES),)
 
     def of_rank(self, tensor_parallel_size: int) -> KVCacheSpec:
         """One rank's share of the heads, or one head that several ranks keep."""
@@ -231,18 +235,24 @@ class StateGroup:
         """What one of the ranks that share the model keeps."""
         return replace(self, layers=tuple(layer.of_rank(tensor_parallel_size) for layer in self.layers))
 
-    def tensor_shapes(self, tokens_per_page: int) -> dict[str, tuple[int, ...]]:
-        """Name of each tensor → its shape for one page or slot, e.g. "kv_caches.3"; "states.3.1" where a layer keeps several."""
+    def tensor_shapes(self, tokens_per_page: int, dtype: torch.dtype | None = None) -> dict[str, tuple[int, ...]]:
+        """Name of each tensor → its shape for one page or slot, e.g. "kv_caches.3"; "states.3.1" where a layer keeps several.
+
+        dtype: of the KV cache; None: any but int8, which has its scales beside the values.
+        """
         shapes = {}
         for index, layer in enumerate(self.layers):
-            parts = layer.shapes(tokens_per_page)
+            if dtype == torch.int8 and isinstance(layer, KVCacheSpec):
+                parts = layer.int8_shapes(tokens_per_page)
+            else:
+                parts = layer.shapes(tokens_per_page)
             for part, shape in enumerate(parts):
                 shapes[f"{self.name}.{index}" if len(parts) == 1 else f"{self.name}.{index}.{part}"] = shape
         return shapes
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in all layers of a paged group. dtype: of the KV cache."""
-        per_token = sum(int(np.prod(shape)) for shape in self.tensor_shapes(1).values())
+        per_token = sum(int(np.prod(shape)) for shape in self.tensor_shapes(1, dtype).values())
         return per_token * (self.dtype or dtype).itemsize
 
     def argument(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:

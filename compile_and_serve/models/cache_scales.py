@@ -4,14 +4,14 @@ The cache holds k / k_scale and v / v_scale. Attention over them is the same if 
 scores are q · k_scale · (k / k_scale). All four factors multiply weights while they are loaded. Scales are first rounded up to powers of
 two: then the products are exact, and float8, which has an exponent, represents the quotients as closely as before. For
 the same reason, the largest of a layer's scales per head is used for all heads. Norms and quantized weights can take one factor, not one
-per head.
+per head. An int8 cache computes its own scales, and a checkpoint's are not used.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,18 +40,25 @@ class UnfoldableScalesError(Exception):
     """Why a checkpoint's cache scales are not used, as a clause."""
 
 
-def wants_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the checkpoint was calibrated for a float8 KV cache with scales per tensor or head."""
+def checkpoint_cache_dtype(config: Mapping[str, Any]) -> Literal["fp8", "int8"] | None:
+    """The 8-bit dtype of the KV cache that a config.json says the checkpoint is made for; None: none.
+
+    fp8: with static scales per tensor or head. int8: with symmetric scales, of a token, a head or the tensor; the cache's own scales are
+    of both a token and a head, so they are no coarser than any of these.
+    """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
-        return False
+        return None
     scheme = quantization.get("kv_cache_scheme")  # compressed-tensors, ModelOpt
     if isinstance(scheme, dict):
-        is_float8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-        return is_float8 and not scheme.get("dynamic") and scheme.get("strategy") in (None, "tensor", "attn_head")
-    if quantization.get("kv_cache_quant_algo") is not None:  # ModelOpt's hf_quant_config.json
-        return quantization["kv_cache_quant_algo"] == "FP8"
-    return bool((quantization.get("export") or {}).get("kv_cache_group"))  # Quark
+        kind, strategy = (scheme.get("num_bits"), scheme.get("type")), scheme.get("strategy")
+        if kind == (8, "int") and strategy in (None, "tensor", "attn_head", "token"):
+            return "int8"
+        is_static = not scheme.get("dynamic") and strategy in (None, "tensor", "attn_head")
+        return "fp8" if kind == (8, "float") and is_static else None
+    if (algorithm := quantization.get("kv_cache_quant_algo")) is not None:  # ModelOpt's hf_quant_config.json
+        return "fp8" if algorithm == "FP8" else "int8" if algorithm == "INT8" else None
+    return "fp8" if (quantization.get("export") or {}).get("kv_cache_group") else None  # Quark
 
 
 def cache_scale_names(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[str | None, str | None]]:

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.speculation.config import SpeculativeConfig
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 RunnerKind = Literal["auto", "generate", "pooling"]
-KVCacheDtype = Literal["auto", "model", "fp8"]
+KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
 MIN_DRAFTED_ROWS = 64  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
 
@@ -55,8 +55,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    dtype: "model" is the model's dtype; "fp8" is float8_e4m3fn, with the checkpoint's scales if it has any; "auto" is "fp8" for a
-        checkpoint that is made for it, else "model".
+    dtype: "model" is the model's dtype; "fp8" is float8_e4m3fn, with the checkpoint's scales if it has any; "int8" has a scale for
+        each token and head; "auto" is "fp8" or "int8" for a checkpoint that is made for it, else "model".
     block_size: tokens per block.
     num_blocks: fixed number of blocks (for tests). memory_bytes: fixed size. If both are None, the size follows from the
     free memory. CUDA: what the model leaves of `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for

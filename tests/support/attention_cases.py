@@ -16,6 +16,8 @@ from compile_and_serve.custom_ops.attention.attention import (
     AttentionMetadata,
     Scores,
 )
+from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
+from compile_and_serve.custom_ops.step import SCALE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,27 @@ def dense_attention(
             total_H = weights_HC.sum(1) + (0.0 if scores.sinks_H is None else (scores.sinks_H.double() - most_H).exp())
             outputs.append(torch.einsum("hc,che->he", weights_HC / total_H[:, None], v_CHE[seen]))
     return torch.stack(outputs)
+
+
+def random_int8_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> torch.Tensor:
+    """An int8 cache of normal values. → [N, 2, K, P, E + 4]"""
+    cache = torch.zeros(num_blocks, 2, num_kv_heads, block_size, head_dim + SCALE_BYTES, dtype=torch.int8)
+    fill_int8_cache(cache)
+    return cache
+
+
+def fill_int8_cache(kv_cache: torch.Tensor) -> None:
+    """Set an int8 cache to normal values."""
+    values, scales = int8_parts(kv_cache)
+    x = torch.randn(values.shape, device=values.device)
+    scales.copy_(x.abs().amax(-1) / 127)
+    values.copy_((x / scales[..., None]).round())
+
+
+def dequantized(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Keys and values of an int8 cache. → float64 [N, 2, K, P, E]"""
+    values, scales = int8_parts(kv_cache)
+    return values.double() * scales.double()[..., None]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

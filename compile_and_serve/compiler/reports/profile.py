@@ -254,7 +254,7 @@ def _state(
     shapes = [
         (name, (pages if group.paged else tokens, *shape), group.dtype or dtype)
         for group in groups
-        for name, shape in group.tensor_shapes(sizes.get(group.name, 1)).items()
+        for name, shape in group.tensor_shapes(sizes.get(group.name, 1), dtype).items()
     ]
     total = sum(torch.Size(shape).numel() * kind.itemsize for _, shape, kind in shapes)
     distinct = max(1, len(shapes) * CACHE_BYTES // max(total, CACHE_BYTES))

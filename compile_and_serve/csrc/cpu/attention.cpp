@@ -160,23 +160,29 @@ void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation)
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
     const int64_t E = a.head_dim, P = a.block_size, K = a.num_kv_heads;
-    C* block = static_cast<C*>(a.kv_cache) + (slot / P) * a.block_stride + (slot % P) * E;
+    C* block = static_cast<C*>(a.kv_cache) + (slot / P) * a.block_stride;
     const T* k = static_cast<const T*>(a.k) + token * a.k_stride;
     const T* v = static_cast<const T*>(a.v) + token * a.v_stride;
     for (int64_t head = 0; head < K; ++head) {
         const T* key = k + head * a.k_head_stride;
         const T* value = v + head * a.v_head_stride;
         const T* norm_weight = static_cast<const T*>(a.k_norm_weight);
-        C *key_to = block + head * P * E, *value_to = block + (K + head) * P * E;
+        C *keys = block + head * page_size<C>(a), *values = keys + K * page_size<C>(a);
+        C *key_to = keys + (slot % P) * E, *value_to = values + (slot % P) * E;
         if constexpr (std::is_same_v<T, C>) {
             prepare_head(a, key, norm_weight, rotation, key_to);
             std::memcpy(value_to, value, E * sizeof(T));
         } else {
             alignas(64) T prepared[kMaxHeadDim];
             prepare_head(a, key, norm_weight, rotation, prepared);
-            for (int64_t e = 0; e < E; e += kLanes) {
-                store16(key_to + e, load16(prepared + e));
-                store16(value_to + e, load16(value + e));
+            if constexpr (std::is_same_v<C, int8>) {
+                scales_of(a, keys)[slot % P] = quantize(prepared, E, key_to);
+                scales_of(a, values)[slot % P] = quantize(value, E, value_to);
+            } else {
+                for (int64_t e = 0; e < E; e += kLanes) {
+                    store16(key_to + e, load16(prepared + e));
+                    store16(value_to + e, load16(value + e));
+                }
             }
         }
     }
@@ -462,9 +468,12 @@ void attention(const CasAttention& a) {
 
 extern "C" void cas_attention(const CasAttention* args) {
     if (args->num_tokens == 0) return;
-    if (args->cache_is_float8) {
+    if (args->cache_dtype == CAS_FLOAT8) {
         if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16, cas::float8>(*args);
         else cas::attention<float, cas::float8>(*args);
+    } else if (args->cache_dtype == CAS_INT8) {
+        if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16, cas::int8>(*args);
+        else cas::attention<float, cas::int8>(*args);
     } else {
         if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16, cas::bf16>(*args);
         else cas::attention<float, float>(*args);

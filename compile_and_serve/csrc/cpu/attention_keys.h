@@ -7,6 +7,7 @@
 #include <array>
 
 #include "float8.h"
+#include "int8_cache.h"
 #include "kernels.h"
 #include "matrix_unit.h"
 #include "multiply.h"
@@ -72,21 +73,26 @@ struct Scratch {
 template <class C>
 struct KeyRows {
     const C* rows[kKeys];
+    const float* scales[std::is_same_v<C, int8> ? kKeys : 1];  // of the keys
     int64_t to_values = 0;
     int count = 0, padded = 0;
 
     // padding: what the number of keys is rounded up to a multiple of
     void locate(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int64_t end, int padding) {
         const int64_t E = a.head_dim, P = a.block_size;
-        const C* cache = static_cast<const C*>(a.kv_cache) + head * P * E;
-        to_values = a.num_kv_heads * P * E;
+        const C* cache = static_cast<const C*>(a.kv_cache) + head * page_size<C>(a);
+        to_values = a.num_kv_heads * page_size<C>(a);
         count = int(std::clamp<int64_t>(end - begin, 0, kKeys));
         padded = (count + padding - 1) / padding * padding;
         const int32_t* block = blocks + begin / P;
         int64_t offset = begin % P;
         for (int c = 0; c < count; ++block, offset = 0) {
-            const C* row = cache + *block * a.block_stride + offset * E;
-            for (; offset < P && c < count; ++offset, row += E) rows[c++] = row;
+            const C* page = cache + *block * a.block_stride;
+            const C* row = page + offset * E;
+            for (; offset < P && c < count; ++offset, row += E) {
+                if constexpr (std::is_same_v<C, int8>) scales[c] = scales_of(a, page) + offset;
+                rows[c++] = row;
+            }
         }
         for (int c = count; c < padded; ++c) rows[c] = rows[count - 1];
     }
@@ -97,8 +103,13 @@ struct KeyRows {
         KeyRows<T> result;
         result.to_values = width, result.count = count, result.padded = padded;
         for (int c = 0; c < count; ++c, to += 2 * width) {
-            widen(rows[c], width, to);
-            widen(rows[c] + to_values, width, to + width);
+            if constexpr (std::is_same_v<C, int8>) {
+                widen(rows[c], *scales[c], width, to);
+                widen(rows[c] + to_values, scales[c][to_values / sizeof(float)], width, to + width);
+            } else {
+                widen(rows[c], width, to);
+                widen(rows[c] + to_values, width, to + width);
+            }
             result.rows[c] = to;
         }
         for (int c = count; c < padded; ++c) result.rows[c] = result.rows[count - 1];

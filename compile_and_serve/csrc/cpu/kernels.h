@@ -7,7 +7,7 @@
 extern "C" {
 #pragma GCC visibility push(default)
 
-enum CasDtype : int32_t { CAS_FLOAT32 = 0, CAS_BFLOAT16 = 1 };
+enum CasDtype : int32_t { CAS_FLOAT32 = 0, CAS_BFLOAT16 = 1, CAS_FLOAT8 = 2, CAS_INT8 = 3 };  // 2, 3: of a KV cache
 
 // Slots with LoRA adapters of a linear that was merged of `num_parts` linears: y[t] += B (A x[t]) with the adapter index[t] - 1; none
 // where index[t] is 0. a: [slots, num_parts * rank, I]; b: [slots, ceil(O / 16), rank, 16], zero-padded; part p has the outputs up to
@@ -126,12 +126,13 @@ void cas_silu_mul(const CasSiluMul* args);
 
 // Writes k and v to the paged cache, then computes out = softmax(scale * q kᵀ + causal mask) v for each sequence; see
 // custom_ops/attention/attention.py. q [T, H, E], k and v [T, K, E], out [T, H * E]; heads and tokens have strides.
-// kv_cache [N, 2, K, P, E]: contiguous, in q's dtype or, with cache_is_float8, float8_e4m3fn.
+// kv_cache [N, 2, K, P, E]: contiguous, in q's dtype, float8_e4m3fn or int8: then [N, 2, K, P, E + 4], the P * E values of a head and
+// their P float scales one after the other.
 // query_start_loc [S + 1], seq_lens [S], block_table [S, M] with a row stride, slot_mapping [T].
 // If q_norm_weight and k_norm_weight [E] are not null, q and k are first normalized (RMSNorm). Then, if cos and sin [T, E]
 // (in rope_dtype) are not null, they are rotated. Rows of out from query_start_loc[S] on become zero.
 struct CasAttention {
-    int32_t dtype, rope_dtype, cache_is_float8;
+    int32_t dtype, rope_dtype, cache_dtype;
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     const void *q, *k, *v;
     int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;

@@ -24,13 +24,16 @@ void fill_step(
     const at::Tensor& block_table, const at::Tensor& slot_mapping, int64_t num_seqs, int64_t window, bool chunked, double soft_cap,
     const at::Tensor& sinks_H, const at::Tensor& alibi_slopes_H, at::Tensor& out
 ) {
-    const int64_t page = kv_cache.size(3) * args.head_dim;
-    args.cache_is_float8 = kv_cache.scalar_type() == at::kFloat8_e4m3fn;
+    const auto type = kv_cache.scalar_type();
+    args.cache_dtype = type == at::kFloat8_e4m3fn ? CAS_FLOAT8 : type == at::kChar ? CAS_INT8 : dtype_code(kv_cache);
+    const int64_t width = args.head_dim + (type == at::kChar ? sizeof(float) : 0);
+    const int64_t page = kv_cache.size(3) * width;
     TORCH_CHECK_VALUE(
-        kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.size(2) == args.num_kv_heads && kv_cache.size(4) == args.head_dim &&
-            kv_cache.stride(4) == 1 && kv_cache.stride(3) == args.head_dim && kv_cache.stride(2) == page &&
-            kv_cache.stride(1) == page * args.num_kv_heads && (args.cache_is_float8 || dtype_code(kv_cache) == args.dtype),
-        "kv_cache must be [N, 2, ", args.num_kv_heads, ", P, ", args.head_dim, "] with contiguous blocks in the dtype of q or float8_e4m3fn, not ",
+        kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.size(2) == args.num_kv_heads && kv_cache.size(4) == width &&
+            kv_cache.stride(4) == 1 && kv_cache.stride(3) == width && kv_cache.stride(2) == page &&
+            kv_cache.stride(1) == page * args.num_kv_heads && (args.cache_dtype >= CAS_FLOAT8 || args.cache_dtype == args.dtype),
+        "kv_cache must be [N, 2, ", args.num_kv_heads, ", P, ", width,
+        "] with contiguous blocks in the dtype of q, float8_e4m3fn or int8, not ",
         kv_cache.sizes(), " in ", kv_cache.scalar_type());
     TORCH_CHECK_VALUE(
         args.head_dim % 16 == 0 && args.head_dim <= 512 && args.num_heads % args.num_kv_heads == 0 &&

@@ -94,9 +94,10 @@ PLAIN_SCORES = Scores()
 class AttentionBackend(Protocol):
     """An implementation of `cas::attention` for some devices.
 
-    All backends use one KV cache layout: [N, 2, K, P, E], keys at [:, 0], values at [:, 1]. Its dtype is q's or float8_e4m3fn. Keys and
-    values are quantized to float8 without a scale (to nearest, ties to even, saturating at ±448). A backend that reads the step's own
-    keys from the cache attends to their quantized values.
+    All backends use one KV cache layout: [N, 2, K, P, E], keys at [:, 0], values at [:, 1]. Its dtype is q's, float8_e4m3fn or int8. Keys
+    and values are quantized to float8 without a scale (to nearest, ties to even, saturating at ±448), to int8 with a scale for each token
+    and head, beside the values: [N, 2, K, P, E + 4], as `int8_cache.py` says. A backend that reads the step's own keys from the cache
+    attends to their quantized values.
     """
 
     name: str
@@ -132,6 +133,18 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. Inputs may be views with a contiguous last dimension. → [T, H, E]"""
         ...
+
+
+def cache_unsupported_reason(
+    dtype: torch.dtype, kv_cache_dtype: torch.dtype, head_dim: int, features: frozenset[AttentionFeature]
+) -> str | None:
+    """Why a model in `dtype` cannot have a cache in `kv_cache_dtype`, in one sentence; None: it can."""
+    if kv_cache_dtype == torch.int8 and "latent" not in features:
+        return None if head_dim % 4 == 0 else f"an int8 cache needs a head size that is a multiple of 4, not {head_dim}"
+    if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+        kind = "latent" if "latent" in features else "KV"
+        return f"the {kind} cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+    return None
 
 
 class _EveryGroup(dict[str, AttentionMetadata]):

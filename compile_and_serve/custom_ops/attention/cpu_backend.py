@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionMetadata,
+    Scores,
+    cache_unsupported_reason,
+)
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import AttentionFeature
@@ -19,7 +24,7 @@ _MAX_GROUP = 96
 class CpuAttention:
     """KV write and paged attention in one kernel call, with head norms and RoPE in `rope_forward`.
 
-    Computes in float32 or bfloat16. The cache has the same dtype or float8_e4m3fn.
+    Computes in float32 or bfloat16. The cache has the same dtype, float8_e4m3fn or int8.
     """
 
     name = "cpu"
@@ -43,8 +48,8 @@ class CpuAttention:
             return "the cpu attention backend has no kernel for latent caches"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the cpu attention backend takes float32 and bfloat16, not {dtype}"
-        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
-            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if reason := cache_unsupported_reason(dtype, kv_cache_dtype, head_dim, features):
+            return reason
         if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
             return f"the cpu attention backend takes head sizes that are multiples of 16 up to {_MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:

@@ -4,8 +4,8 @@ Shape legend: T tokens of the step, S sequences, H query heads, K key/value head
 M block-table columns.
 
 Prompts without a cached prefix attend to the step's own keys and values, which FA3 reads faster than pages. FA3 does not multiply
-bfloat16 queries by float8 pages: with a float8 cache, the keys and values of other prompts are first expanded to the model's dtype. If
-that would take more than EXPANDED_BYTES in a step, Triton's kernel runs the step.
+bfloat16 queries by 8-bit pages: with a float8 or int8 cache, the keys and values of other prompts are first expanded to the model's
+dtype. If that would take more than EXPANDED_BYTES in a step, Triton's kernel runs the step.
 Windows and soft caps have modules of their own; sinks, ALiBi and chunks are left to the backend `triton`.
 On Hopper, FA3 runs long prompts and large steps of prompts, and Triton's kernel the others (it was faster than FA2, but FA2's time
 included its launches). On other GPUs FA2 runs all prompts.
@@ -99,7 +99,7 @@ class FlashInferAttention(TritonAttention):
         self.planned_step: StepPlan | None = None
         self._announced: set[tuple[Variant, bool]] = set()
         self._announced_large = False
-        self._expands = False  # a step had a float8 cache
+        self._expands = False  # a step had an 8-bit cache
 
     def unsupported_reason(
         self,
@@ -290,8 +290,8 @@ class FlashInferAttention(TritonAttention):
         return step.wrappers[shape]
 
     def _choose(self, shape: AttentionShape, device: torch.device, step: StepPlan) -> Variant | None:
-        is_float8 = shape.kv_cache_dtype != shape.dtype
-        self._expands |= is_float8
+        is_8_bit = shape.kv_cache_dtype != shape.dtype
+        self._expands |= is_8_bit
         if not self._uses_modules:
             return None
         features: set[AttentionFeature] = set()
@@ -304,16 +304,16 @@ class FlashInferAttention(TritonAttention):
         is_large = step.is_fresh and step.query_start_loc[-1] >= FA3_MIN_TOKENS
         if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN and not is_large:
             return None
-        if is_float8 and wanted != "fa3":
+        if is_8_bit and wanted != "fa3":
             if not self._announced_large:
                 self._announced_large = True
-                logger.info("prompts use Triton: FlashInfer %s does not read float8 pages here", wanted)
+                logger.info("prompts use Triton: FlashInfer %s does not read 8-bit pages here", wanted)
             return None
-        if is_float8 and not step.is_fresh and _expanded_bytes(shape, step) > EXPANDED_BYTES:
+        if is_8_bit and not step.is_fresh and _expanded_bytes(shape, step) > EXPANDED_BYTES:
             if not self._announced_large:
                 self._announced_large = True
                 logger.info(
-                    "a step's prompts use Triton where their float8 context, expanded for FlashInfer, would take more than %d MiB",
+                    "a step's prompts use Triton where their 8-bit context, expanded for FlashInfer, would take more than %d MiB",
                     EXPANDED_BYTES >> 20,
                 )
             return None

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionMetadata,
+    Scores,
+    cache_unsupported_reason,
+)
+from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
-from compile_and_serve.custom_ops.quantization import round_to_cache
+from compile_and_serve.custom_ops.quantization import quantize_activations, round_to_cache
 from compile_and_serve.custom_ops.step import AttentionFeature
 
 
@@ -19,14 +25,30 @@ def write_kv_cache(
 ) -> None:
     """kv_cache[slot // P, 0, :, slot % P] = k and kv_cache[slot // P, 1, :, slot % P] = v for each token whose slot is not -1.
 
-    k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated), q's dtype or float8_e4m3fn; slot_mapping_T: int64 [T].
+    k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated), q's dtype, float8_e4m3fn or int8 (then as in `int8_cache.py`);
+    slot_mapping_T: int64 [T].
     """
     block_size = kv_cache.shape[3]
     tokens = (slot_mapping_T >= 0).nonzero().squeeze(1)
     slots = slot_mapping_T[tokens]
     blocks, offsets = slots // block_size, slots % block_size
+    if kv_cache.dtype == torch.int8:
+        values, scales = int8_parts(kv_cache)
+        for i, x_TKE in enumerate((k_TKE[tokens], v_TKE[tokens])):
+            quantized, scale = quantize_activations(x_TKE.flatten(0, 1), torch.int8)
+            values[blocks, i, :, offsets] = quantized.view_as(x_TKE)
+            scales[blocks, i, :, offsets] = scale.view(x_TKE.shape[:2]).float()
+        return
     kv_cache[blocks, 0, :, offsets] = round_to_cache(k_TKE[tokens], kv_cache.dtype)
     kv_cache[blocks, 1, :, offsets] = round_to_cache(v_TKE[tokens], kv_cache.dtype)
+
+
+def _read_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cache blocks in `dtype`. → [blocks, 2, K, P, E]"""
+    if kv_cache.dtype != torch.int8:
+        return kv_cache[blocks].to(dtype)
+    values, scales = int8_parts(kv_cache)
+    return values[blocks].to(dtype) * scales[blocks][..., None].to(dtype)
 
 
 class TorchAttention:
@@ -49,8 +71,8 @@ class TorchAttention:
         """As `AttentionBackend.unsupported_reason`."""
         if not dtype.is_floating_point:
             return f"attention needs a floating-point dtype, not {dtype}"
-        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
-            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if reason := cache_unsupported_reason(dtype, kv_cache_dtype, head_dim, features):
+            return reason
         if num_heads % num_kv_heads:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
         return None
@@ -82,7 +104,7 @@ class TorchAttention:
                 continue
             blocks = metadata.block_table[s, : (seq_len + block_size - 1) // block_size].long()
             # [blocks, 2, K, P, E] → [2, K, C, E]
-            kv = kv_cache[blocks].to(math_dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+            kv = _read_blocks(kv_cache, blocks, math_dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
             k_KCE, v_KCE = kv[0], kv[1]
             q_KGLE = q_THE[begin:end].to(math_dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores_KGLC = torch.einsum("kgle,kce->kglc", q_KGLE, k_KCE) * scale

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionMetadata,
+    Scores,
+    cache_unsupported_reason,
+)
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, triton_mla
 from compile_and_serve.custom_ops.platform import platform_of
@@ -57,10 +62,11 @@ class TritonAttention:
             return reason
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
-        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
-            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if reason := cache_unsupported_reason(dtype, kv_cache_dtype, head_dim, features):
+            return reason
         platform = platform_of(device)
-        if kv_cache_dtype != dtype and platform.runs_triton_kernels and not platform.computes_in(kv_cache_dtype):
+        is_float8 = kv_cache_dtype == torch.float8_e4m3fn
+        if is_float8 and platform.runs_triton_kernels and not platform.computes_in(kv_cache_dtype):
             return (
                 f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {platform.name} is older"
             )

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
+from compile_and_serve.custom_ops.attention.triton_int8 import int8_scale, scales_of, to_int8
 from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
 from compile_and_serve.custom_ops.build.triton_launch import launch
@@ -54,7 +55,9 @@ def _decode_kernel(
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
-    TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    is_int8: tl.constexpr = kv_ptr.dtype.element_ty == tl.int8
+    PAGE: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4 if is_int8 else HEAD_DIM)  # keys or values of one head in a block
+    TO_VALUES: tl.constexpr = NUM_KV_HEADS * PAGE
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
     product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
@@ -71,8 +74,9 @@ def _decode_kernel(
     used_splits = tl.cdiv(num_keys, per_split)
     begin = first + split * per_split
     end = tl.minimum(begin + per_split, seq_len - 1)
-    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    if PDL and HEAD_DIM * kv_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
+    base = kv_ptr + kv_head * PAGE
+    value_bits: tl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth
+    if PDL and HEAD_DIM * value_bits % 128 == 0 and PAGE * value_bits % 128 == 0:
         if (query_len == 1) & (begin < end):
             ahead_C = tl.minimum(begin + tl.arange(0, BLOCK_C), end - 1)
             block_C = tl.load(block_table_ptr + seq * table_stride + ahead_C // BLOCK_SIZE).to(tl.int64)
@@ -114,23 +118,32 @@ def _decode_kernel(
         )  # fmt: skip
         v_E = tl.load(v_ptr + token * v_stride + kv_head * HEAD_DIM + cols_E, mask=ok_E, other=0.0)
         # Converted to the cache's dtype, so that this step uses the same key and value as later steps.
+        if is_int8:
+            v_1E = v_E[None, :]
+            k_scale_1, v_scale_1 = int8_scale(k_low_1R, k_high_1R), int8_scale(v_1E, v_1E)
+            k_low_1R, k_high_1R = to_int8(k_low_1R, k_scale_1), to_int8(k_high_1R, k_scale_1)
+            v_E = tl.reshape(to_int8(v_1E, v_scale_1), (BLOCK_E,))
         k_low_1R, k_high_1R, v_E = to_cache(k_low_1R, kv_ptr), to_cache(k_high_1R, kv_ptr), to_cache(v_E, kv_ptr)
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
-            at = (
-                kv_ptr
-                + (slot // BLOCK_SIZE) * block_stride
-                + kv_head * (BLOCK_SIZE * HEAD_DIM)
-                + (slot % BLOCK_SIZE) * HEAD_DIM
-            )
+            page = base + (slot // BLOCK_SIZE) * block_stride
+            at = page + (slot % BLOCK_SIZE) * HEAD_DIM
             tl.store(at + cols_R[None, :], k_low_1R, mask=ok_R[None, :])
             tl.store(at + HALF + cols_R[None, :], k_high_1R, mask=ok_R[None, :])
             tl.store(at + TO_VALUES + cols_E, v_E, mask=ok_E)
+            if is_int8:
+                scale_1 = scales_of(page, BLOCK_SIZE, HEAD_DIM) + slot % BLOCK_SIZE + one
+                tl.store(scale_1, k_scale_1)
+                tl.store(scale_1 + TO_VALUES // 4, v_scale_1)
         dot_G = tl.sum(q_low_GR.to(tl.float32) * k_low_1R.to(tl.float32), 1)
         dot_G += tl.sum(q_high_GR.to(tl.float32) * k_high_1R.to(tl.float32), 1)
+        v_E = v_E.to(tl.float32)
+        if is_int8:
+            dot_G *= k_scale_1
+            v_E *= v_scale_1
         max_G = score_log2(dot_G, 0.0, 0.0, scale_log2, cap_log2, HAS_CAP, False)
         sum_G += 1.0
-        acc_GE += v_E.to(tl.float32)[None, :]
+        acc_GE += v_E[None, :]
         if HAS_SINKS:
             sinks_G = load_head_log2(sinks_ptr, kv_head * GROUP + heads_G, ok_G, HAS_SINKS)
             largest_G = tl.maximum(max_G, sinks_G)
@@ -155,6 +168,11 @@ def _decode_kernel(
         ).to(product)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
+        if is_int8:
+            scale_C = scales_of(base + block_C * block_stride, BLOCK_SIZE, HEAD_DIM) + tokens_C % BLOCK_SIZE
+            scores_GC *= tl.load(scale_C, mask=ok_C, other=0.0)[None, :]
+            v_scale_C = tl.load(scale_C + TO_VALUES // 4, mask=ok_C, other=0.0)
+            v_CE = (v_CE.to(tl.float32) * v_scale_C[:, None]).to(product)
         distance_C = (tokens_C - (seq_len - 1)).to(tl.float32)
         scores_GC = score_log2(scores_GC, distance_C[None, :], slopes_G1, scale_log2, cap_log2, HAS_CAP, HAS_ALIBI)
         scores_GC = tl.where(ok_C[None, :], scores_GC, float("-inf"))
@@ -258,8 +276,8 @@ def decode_attention(
     """out = attention of the sequences with exactly one query token. Rows of other sequences are not written.
 
     q_THE, k_TKE, v_TKE: the step's heads before norm and rope, rows may be strided. cos_TE, sin_TE: [T, E]; None: no rope.
-    kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn; the new tokens are written. A sequence of length 0 is padding: it gets zeros.
-    config: replaces `decode_config`'s. The metadata's tensors are as in `AttentionMetadata`; num_seqs: S of the launch.
+    kv_cache: [N, 2, K, P, E], q's dtype, float8_e4m3fn or int8; the new tokens are written. A sequence of length 0 is padding: it gets
+    zeros. config: replaces `decode_config`'s. The metadata's tensors are as in `AttentionMetadata`; num_seqs: S of the launch.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from compile_and_serve.custom_ops.attention.triton_int8 import scales_of
 from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.step import SCALE_BYTES
 from compile_and_serve.custom_ops.triton_common import next_power_of_2
 
 
@@ -25,12 +27,20 @@ def _expand_pages_kernel(
     count = tl.load(pages_ptr + 2 * num_pages + page)
     tokens_P, cols_E = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E)
     ok_PE = (tokens_P < count)[:, None] & (cols_E < HEAD_DIM)[None, :]
-    at_PE = kv_ptr + block * block_stride + kv_head * (BLOCK_SIZE * HEAD_DIM) + tokens_P[:, None] * HEAD_DIM + cols_E
+    is_int8: tl.constexpr = kv_ptr.dtype.element_ty == tl.int8
+    PAGE: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4 if is_int8 else HEAD_DIM)  # keys or values of one head in a block
+    keys = kv_ptr + block * block_stride + kv_head * PAGE
+    at_PE = keys + tokens_P[:, None] * HEAD_DIM + cols_E
     to_PE = (row + tokens_P)[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + cols_E[None, :]
     dtype = keys_ptr.dtype.element_ty
-    tl.store(keys_ptr + to_PE, tl.load(at_PE, mask=ok_PE).to(tl.float32).to(dtype), mask=ok_PE)
-    at_PE += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    tl.store(values_ptr + to_PE, tl.load(at_PE, mask=ok_PE).to(tl.float32).to(dtype), mask=ok_PE)
+    k_PE = tl.load(at_PE, mask=ok_PE).to(tl.float32)
+    v_PE = tl.load(at_PE + NUM_KV_HEADS * PAGE, mask=ok_PE).to(tl.float32)
+    if is_int8:
+        scale_P = scales_of(keys, BLOCK_SIZE, HEAD_DIM) + tokens_P
+        k_PE *= tl.load(scale_P, mask=tokens_P < count)[:, None]
+        v_PE *= tl.load(scale_P + NUM_KV_HEADS * PAGE // 4, mask=tokens_P < count)[:, None]
+    tl.store(keys_ptr + to_PE, k_PE.to(dtype), mask=ok_PE)
+    tl.store(values_ptr + to_PE, v_PE.to(dtype), mask=ok_PE)
 
 
 def expand_pages(
@@ -38,10 +48,11 @@ def expand_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """→ keys, values: [C, K, E] of `dtype`, contiguous.
 
-    kv_cache: [N, 2, K, P, E], float8_e4m3fn or a wider dtype. pages_3J: int64; for each page its block in the cache, the row of the result
+    kv_cache: [N, 2, K, P, E], 8-bit or a wider dtype. pages_3J: int64; for each page its block in the cache, the row of the result
     where its first token goes, and how many of its tokens are used. num_tokens: C.
     """
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    _, _, num_kv_heads, block_size, width = kv_cache.shape
+    head_dim = width - SCALE_BYTES if kv_cache.dtype == torch.int8 else width
     keys_CKE = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype, device=kv_cache.device)
     values_CKE = torch.empty_like(keys_CKE)
     num_pages = pages_3J.shape[1]

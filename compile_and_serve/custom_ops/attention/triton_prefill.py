@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
+from compile_and_serve.custom_ops.attention.triton_int8 import scales_of
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import next_power_of_2, to_products
@@ -47,6 +48,15 @@ def _attend_tile(
         k_CE = tl.load(at_CE, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
         v_CE = tl.load(at_CE + TO_VALUES, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
     scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee")
+    if base.dtype.element_ty == tl.int8:
+        scale_C = scales_of(base + block_C * block_stride, BLOCK_SIZE, HEAD_DIM) + tokens_C % BLOCK_SIZE
+        if MASKS_BEGIN or MASKS_END:
+            k_scale_C = tl.load(scale_C, mask=ok_C, other=0.0)
+            v_scale_C = tl.load(scale_C + TO_VALUES // 4, mask=ok_C, other=0.0)
+        else:
+            k_scale_C, v_scale_C = tl.load(scale_C), tl.load(scale_C + TO_VALUES // 4)
+        scores_QC *= k_scale_C[None, :]
+        v_CE = (v_CE.to(tl.float32) * v_scale_C[:, None]).to(product)
     if MASKS_BEGIN or MASKS_END or HAS_CAP or HAS_ALIBI:
         distance_QC = (tokens_C[None, :] - positions_Q[:, None]).to(tl.float32)
         scores_QC = score_log2(scores_QC, distance_QC, slope, scale_log2, cap_log2, HAS_CAP, HAS_ALIBI)
@@ -78,7 +88,9 @@ def _prefill_kernel(
     # The last tiles of a sequence attend to the most keys: they start first.
     tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    is_int8: tl.constexpr = kv_ptr.dtype.element_ty == tl.int8
+    PAGE: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4 if is_int8 else HEAD_DIM)  # keys or values of one head in a block
+    TO_VALUES: tl.constexpr = NUM_KV_HEADS * PAGE
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
     product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
@@ -114,7 +126,7 @@ def _prefill_kernel(
     if HAS_SINKS:
         max_Q = load_head_log2(sinks_ptr, head_1, head_1 >= 0, HAS_SINKS) + tl.zeros((BLOCK_Q,), dtype=tl.float32)
         sum_Q += 1.0
-    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    base = kv_ptr + kv_head * PAGE
     table = block_table_ptr + seq * table_stride
     # Every row of the tile attends to the keys from `inner` to `whole`: they need no mask. With a window, no row attends to keys
     # before `outer`, and some do not attend to those before `inner`.
@@ -162,7 +174,7 @@ def prefill_attention(
 ) -> None:
     """out = softmax(scale · q kᵀ + mask) v over the cache, which already holds the step's own keys and values.
 
-    q_THE: contiguous [T, H, E]; kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn; the metadata's tensors as in
+    q_THE: contiguous [T, H, E]; kv_cache: [N, 2, K, P, E], q's dtype, float8_e4m3fn or int8; the metadata's tensors as in
     `AttentionMetadata`. skip_single: skip sequences with one query token, which `decode_attention` runs. window, chunked: as in
     `AttentionMetadata`. config: (query tile, key tile, stages, warps).
     """

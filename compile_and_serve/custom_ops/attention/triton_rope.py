@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compile_and_serve.custom_ops.attention.triton_int8 import int8_scale, scales_of, to_int8
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
@@ -68,6 +69,8 @@ def _rope_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
+    is_int8: tl.constexpr = kv_ptr.dtype.element_ty == tl.int8
+    PAGE: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4 if is_int8 else HEAD_DIM)  # keys or values of one head in a block
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H if WRITE_Q else 0
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cols_R = tl.arange(0, BLOCK_R)
@@ -97,8 +100,8 @@ def _rope_kv_kernel(
                 heads_K * HEAD_DIM, eps, dtype, HEAD_DIM, BLOCK_R, HAS_K_NORM, HAS_ROPE,
             )  # fmt: skip
             ok_KR = ok_K[:, None] & (cols_R < HALF)[None, :]
-            at = kv_ptr + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
-            at_KR = at + heads_K[:, None] * (BLOCK_SIZE * HEAD_DIM) + cols_R[None, :]
+            pages_K = kv_ptr + (slot // BLOCK_SIZE) * block_stride + heads_K * PAGE
+            at_KR = pages_K[:, None] + (slot % BLOCK_SIZE) * HEAD_DIM + cols_R[None, :]
             v_KR = v_ptr + token * v_stride + heads_K[:, None] * HEAD_DIM + cols_R[None, :]
             v_low_KR = tl.load(v_KR, mask=ok_KR, other=0.0)
             v_high_KR = tl.load(v_KR + HALF, mask=ok_KR, other=0.0)
@@ -106,9 +109,16 @@ def _rope_kv_kernel(
                 k_out_KR = k_out_ptr + token * NUM_KV_HEADS * HEAD_DIM + heads_K[:, None] * HEAD_DIM + cols_R[None, :]
                 tl.store(k_out_KR, low_KR, mask=ok_KR)
                 tl.store(k_out_KR + HALF, high_KR, mask=ok_KR)
+            to_values: tl.constexpr = NUM_KV_HEADS * PAGE
+            if is_int8:
+                k_scale_K, v_scale_K = int8_scale(low_KR, high_KR), int8_scale(v_low_KR, v_high_KR)
+                low_KR, high_KR = to_int8(low_KR, k_scale_K), to_int8(high_KR, k_scale_K)
+                v_low_KR, v_high_KR = to_int8(v_low_KR, v_scale_K), to_int8(v_high_KR, v_scale_K)
+                offset = slot % BLOCK_SIZE
+                tl.store(scales_of(pages_K, BLOCK_SIZE, HEAD_DIM) + offset, k_scale_K, mask=ok_K)
+                tl.store(scales_of(pages_K + to_values, BLOCK_SIZE, HEAD_DIM) + offset, v_scale_K, mask=ok_K)
             tl.store(at_KR, to_cache(low_KR, kv_ptr), mask=ok_KR)
             tl.store(at_KR + HALF, to_cache(high_KR, kv_ptr), mask=ok_KR)
-            to_values: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
             tl.store(at_KR + to_values, to_cache(v_low_KR, kv_ptr), mask=ok_KR)
             tl.store(at_KR + to_values + HALF, to_cache(v_high_KR, kv_ptr), mask=ok_KR)
 
@@ -142,7 +152,7 @@ def rope_kv_write(
     """Write rope(norm(k)) and v to the cache at slot_mapping and return rope(norm(q)). Without weights no norm, without cos no rope.
 
     q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E], rows may be strided; cos_TE, sin_TE: [T, E] with equal halves, contiguous rows;
-    kv_cache: [N, 2, K, P, E] (mutated), in q's dtype or float8_e4m3fn; slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: contiguous,
+    kv_cache: [N, 2, K, P, E] (mutated), q's dtype, float8_e4m3fn or int8; slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: contiguous,
     also gets the keys, in q's dtype (not where the slot is -1). write_q: otherwise q is returned unchanged. → [T, H, E]
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)

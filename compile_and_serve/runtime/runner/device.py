@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.models.cache_scales import wants_float8_cache
+from compile_and_serve.models.cache_scales import checkpoint_cache_dtype
 from compile_and_serve.runtime.config import EngineConfig, KVCacheDtype
 
 logger = logging.getLogger(__name__)
@@ -35,24 +35,25 @@ def model_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache of a model in `dtype`: "fp8" is float8_e4m3fn, others the same."""
-    return torch.float8_e4m3fn if name == "fp8" else dtype
+    """The dtype of the KV cache of a model in `dtype`: "fp8" is float8_e4m3fn, "int8" is int8, others the same."""
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(name, dtype)
 
 
 def with_cache_dtype(config: EngineConfig, model_config: Mapping[str, Any], device: torch.device) -> EngineConfig:
-    """The config with its cache's "auto" decided: "fp8" if the config.json asks for it and the device has kernels for it."""
+    """The config with its cache's "auto" decided: "fp8" or "int8" if the config.json asks for it and the device has kernels for it."""
     if config.cache.dtype != "auto":
         return config
     platform = platform_of(device)
-    is_float8 = wants_float8_cache(model_config)
-    if is_float8 and platform.runs_triton_kernels and not platform.computes_in(torch.float8_e4m3fn):
+    wanted = checkpoint_cache_dtype(model_config)
+    if wanted == "fp8" and platform.runs_triton_kernels and not platform.computes_in(torch.float8_e4m3fn):
         logger.warning("The checkpoint is made for a float8 KV cache, which %s does not compute with.", platform.name)
-        is_float8 = False
-    if is_float8:
+        wanted = None
+    if wanted is not None:
         logger.info(
-            "The KV cache is float8, as the checkpoint's quantization_config says (--kv-cache-dtype model: not)."
+            "The KV cache is %s, as the checkpoint's quantization_config says (--kv-cache-dtype model: not).",
+            {"fp8": "float8", "int8": "int8"}[wanted],
         )
-    return replace(config, cache=replace(config.cache, dtype="fp8" if is_float8 else "model"))
+    return replace(config, cache=replace(config.cache, dtype=wanted or "model"))
 
 
 def use_threads(num_threads: int | None, num_processes: int = 1) -> int:

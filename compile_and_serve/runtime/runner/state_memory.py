@@ -132,7 +132,7 @@ def allocate_state(
     for group in paged:
         begin = 0  # bytes: in the pool where there is one group, else in the page
         kind = group.dtype or dtype
-        for name, shape in group.tensor_shapes(layout.tokens_per_page[group.name]).items():
+        for name, shape in group.tensor_shapes(layout.tokens_per_page[group.name], dtype).items():
             size = math.prod(shape)
             stride = size if len(paged) == 1 else layout.page_bytes // kind.itemsize
             tensors[name] = pool.view(kind).as_strided(

@@ -213,7 +213,9 @@ def _cache_scale_factors(
     """Tensor → its factor, from the scales of a KV cache called `names` in the checkpoint; None: they are not used, for a logged reason."""
     try:
         if not is_wanted:
-            raise UnfoldableScalesError("they are for a float8 KV cache without LoRA adapters")
+            raise UnfoldableScalesError(
+                "only a float8 KV cache without LoRA adapters takes them, and an int8 cache has its own"
+            )
         sites = cache_scale_names(spec, names)
         if not sites:
             raise UnfoldableScalesError("no attention module of ours has projections by these names")

@@ -119,9 +119,10 @@ def engine_flags(
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
     kv_cache_dtype: Annotated[
-        Literal["auto", "model", "fp8"],
+        Literal["auto", "model", "fp8", "int8"],
         typer.Option(
-            help="model: the model's dtype. fp8: float8_e4m3, which doubles the tokens in the same memory. auto: the checkpoint's choice.",
+            help="model: the model's dtype. fp8: float8_e4m3, which doubles the tokens in the same memory. int8: with a scale for each "
+            "token and head. auto: the checkpoint's choice.",
             rich_help_panel=CACHE_PANEL,
         ),
     ] = "auto",

@@ -7,6 +7,7 @@ import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention, attention_metadata
 from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
+from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference, rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.step import AttentionFeature
@@ -101,6 +102,56 @@ def test_float8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype
     assert torch.equal(kv_cache[1:].view(torch.uint8), before[1:].view(torch.uint8))
     expected = cases.dense_attention(q, kv_cache.float(), E**-0.5, metadata)
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 48)])
+@pytest.mark.parametrize("case", cases.BATCHES)
+def test_int8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype, backend: AttentionBackend) -> None:
+    require(backend, dtype, torch.int8)
+    batch, (H, K, E) = cases.BATCHES[case], heads
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    tokens = metadata.num_tokens + batch.padding
+    kv_cache = cases.random_int8_cache(num_blocks, K, batch.block_size, E)
+    values, scales = int8_parts(kv_cache)
+    scales[0] = float("nan")  # no sequence's block: must never be read
+    before = kv_cache.clone()
+    q = torch.randn(tokens, H, E, dtype=dtype)
+    kv = torch.randn(tokens, 2, K, E, dtype=dtype)
+    kv[:, 1] *= torch.rand(tokens, K, 1).exp2().pow(8).to(dtype)
+    kv[0, 0, 0] = 0.0
+
+    with attention_metadata(metadata):
+        out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
+
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    exact_values, exact_scales = int8_parts(before)
+    for t in range(metadata.num_tokens):
+        block, offset = divmod(int(metadata.slot_mapping[t]), batch.block_size)
+        scale = (kv[t].float().abs().amax(-1) / 127).clamp_min(1e-12)
+        exact_scales[block, :, :, offset] = scale
+        exact_values[block, :, :, offset] = (kv[t].float() * scale.reciprocal()[..., None]).round().to(torch.int8)
+    assert torch.equal(scales[1:], exact_scales[1:])
+    assert torch.equal(values[1:], exact_values[1:])
+    expected = cases.dense_attention(q, cases.dequantized(kv_cache), E**-0.5, metadata)
+    # The cpu kernel rounds dequantized keys and values to bfloat16 (2^-9 of each), as the tolerance allows of a bfloat16 cache.
+    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+def test_an_int8_cache_keeps_nan(backend: AttentionBackend) -> None:
+    require(backend, torch.float32, torch.int8)
+    metadata, num_blocks = cases.make_metadata(cases.BATCHES["one token"], backend)
+    kv_cache = cases.random_int8_cache(num_blocks, 2, 16, 16)
+    k, v = torch.randn(2, 1, 2, 16)
+    v[0, 1, 3] = torch.nan
+    with attention_metadata(metadata):
+        out = attention(torch.zeros(1, 2, 16), k, v, kv_cache, 0.25)
+    assert out.isnan().all(2).tolist() == [[False, True]]
+    assert out[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)

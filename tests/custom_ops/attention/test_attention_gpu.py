@@ -18,6 +18,7 @@ from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+from compile_and_serve.custom_ops.step import SCALE_BYTES
 from tests.support import attention_cases as cases
 from tests.support.cuda import CUDA, LIMIT, random
 
@@ -25,6 +26,15 @@ from tests.support.cuda import CUDA, LIMIT, random
 def to_cuda(metadata: object) -> None:
     for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
         setattr(metadata, name, getattr(metadata, name).to(CUDA))
+
+
+def random_cache(num_blocks: int, parts: int, K: int, P: int, E: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [N, parts, K, P, E] of normal values; in int8 with their scales."""
+    if dtype != torch.int8:
+        return random(num_blocks, parts, K, P, E).to(dtype)
+    cache = torch.zeros(num_blocks, parts, K, P, E + SCALE_BYTES, dtype=dtype, device=CUDA)
+    cases.fill_int8_cache(cache)
+    return cache
 
 
 def backends() -> list[AttentionBackend]:
@@ -35,7 +45,7 @@ def backends() -> list[AttentionBackend]:
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (8, 1, 96), (4, 4, 256), (6, 2, 80), (16, 8, 128)])
 @pytest.mark.parametrize("case", cases.BATCHES)
 @pytest.mark.parametrize("with_rope", [False, True])
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_attention(
     case: str,
     heads: tuple[int, int, int],
@@ -60,7 +70,7 @@ def test_attention(
     metadata, num_blocks = cases.make_metadata(batch, backend)
     to_cuda(metadata)
     tokens = metadata.num_tokens + batch.padding
-    cache = random(num_blocks, 2, K, batch.block_size, E).to(cache_dtype)
+    cache = random_cache(num_blocks, 2, K, batch.block_size, E, cache_dtype)
     qkv = random(tokens, (H + 2 * K) * E)
     cos, sin = (torch.rand(tokens, E // 2, device=CUDA).repeat(1, 2) for _ in range(2))
     norms = (random(E), random(E)) if H == 16 else (None, None)
@@ -76,13 +86,12 @@ def test_attention(
                 q, k, v = qkv.unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
                 outs.append(attention(q, k, v, caches[-1], E**-0.5))
     count = metadata.num_tokens
-    # FlashInfer attends a fresh prompt with the keys and values of the step, which no float8 has rounded yet.
-    unrounded = cache_dtype == torch.float8_e4m3fn and backend.name == "flashinfer" and "prefill" in case
+    # FlashInfer attends a fresh prompt with the keys and values of the step, which are not quantized yet.
+    unrounded = cache_dtype != torch.bfloat16 and backend.name == "flashinfer" and "prefill" in case
     assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
-    # A key whose last bit of bfloat16 differs may be rounded to the next float8, an eighth away.
-    assert cases.relative_error(caches[0].float(), caches[1].double()) < (
-        1e-3 if cache_dtype == torch.bfloat16 else 5e-3
-    )
+    # A key whose last bit of bfloat16 differs may be rounded to the next float8, an eighth away, or to the next int8.
+    found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.double() for one in caches)
+    assert cases.relative_error(found, expected) < (1e-3 if cache_dtype == torch.bfloat16 else 5e-3)
     assert outs[0].isfinite().all()
 
 
@@ -94,7 +103,7 @@ MASKS = {"full": (None, False), "window": (37, False), "wide": (5000, False), "c
 @pytest.mark.parametrize("case", cases.BATCHES)
 @pytest.mark.parametrize("kind", ["plain", "cap", "sinks", "alibi"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_windows_and_scores(
     case: str, heads: tuple[int, int, int], kind: str, mask: str, cache_dtype: torch.dtype, backend: AttentionBackend,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +123,7 @@ def test_windows_and_scores(
     to_cuda(metadata)
     tokens = metadata.num_tokens + batch.padding
     # A page of several layers: the cache's blocks are not next to each other.
-    cache = random(num_blocks, 4, K, batch.block_size, E).to(cache_dtype)
+    cache = random_cache(num_blocks, 4, K, batch.block_size, E, cache_dtype)
     q, k, v = random(tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
     scores = Scores(
         soft_cap=1.5 if kind == "cap" else 0.0,
@@ -126,7 +135,7 @@ def test_windows_and_scores(
         metadata.backend = one
         one.plan(metadata)
         outs.append(one.forward(q, k, v, cache.clone()[:, 2:], E**-0.5, metadata, scores))
-    unrounded = cache_dtype == torch.float8_e4m3fn and backend.name == "flashinfer" and "prefill" in case
+    unrounded = cache_dtype != torch.bfloat16 and backend.name == "flashinfer" and "prefill" in case
     count = metadata.num_tokens
     assert outs[0].isfinite().all()
     assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)

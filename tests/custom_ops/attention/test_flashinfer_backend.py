@@ -100,7 +100,7 @@ def test_no_step_waits_for_modules_that_are_loading() -> None:
     assert set(choices(("fa3",), torch.bfloat16, is_loading=True).values()) == {None}
 
 
-@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_on_hopper_long_prompts_run_in_fa3(kv_cache_dtype: torch.dtype) -> None:
     assert choices(("fa2", "fa3"), kv_cache_dtype) == {
         "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
@@ -124,7 +124,8 @@ def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.Log
     assert caplog.text.count("would take more than 512 MiB") == 1
 
 
-def test_expanded_pages_are_the_cached_context() -> None:
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_expanded_pages_are_the_cached_context(dtype: torch.dtype) -> None:
     """Sequences of 5, 16 and 1040 tokens in pages of 16."""
     backend = with_modules("fa3")
     lengths = (5, 16, FA3_MIN_QUERY_LEN + 16)
@@ -132,17 +133,21 @@ def test_expanded_pages_are_the_cached_context() -> None:
     metadata, num_blocks = cases.make_metadata(batch, backend)
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(num_blocks, 2, 3, 16, 40, generator=generator).to(torch.float8_e4m3fn)
-    wrapper = backend.planned_wrapper(replace(SHAPE, kv_cache_dtype=torch.float8_e4m3fn), CPU, metadata)
+    expected_cache = cache.float()
+    if dtype == torch.int8:
+        cache = cases.random_int8_cache(num_blocks, 3, 16, 40)
+        expected_cache = cases.dequantized(cache).float()
+    wrapper = backend.planned_wrapper(replace(SHAPE, kv_cache_dtype=dtype), CPU, metadata)
     [(args, _)] = wrapper.planned
     assert args[1].tolist() == [0, *np.cumsum(lengths)]
     assert backend.planned_step is not None
     assert backend.planned_step.pages_3J is not None
-    keys, values = expand_pages(cache, backend.planned_step.pages_3J, sum(lengths), torch.bfloat16)
+    keys, values = expand_pages(cache, backend.planned_step.pages_3J, sum(lengths), torch.float32)
     for part, expanded in enumerate((keys, values)):
-        whole = cache.float()[:, part].transpose(1, 2)  # [N, P, K, E]
+        whole = expected_cache[:, part].transpose(1, 2)  # [N, P, K, E]
         rows = zip(metadata.block_table, lengths, strict=True)
         expected = torch.cat([whole[row.long()].flatten(0, 1)[:n] for row, n in rows])
-        torch.testing.assert_close(expanded.float(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(expanded, expected, rtol=0, atol=0)
 
 
 def test_modules_are_not_used_where_nothing_may_wait_for_them() -> None:
@@ -187,7 +192,7 @@ def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
         assert set(choices(("fa2",), torch.bfloat16).values()) == {"fa2"}
         assert set(choices(("fa2",), torch.float8_e4m3fn).values()) == {None}
-    assert caplog.text.count("prompts use Triton: FlashInfer fa2 does not read float8") == 1
+    assert caplog.text.count("prompts use Triton: FlashInfer fa2 does not read 8-bit") == 1
 
 
 def test_windows_and_caps_are_planned_and_choose_their_modules() -> None:

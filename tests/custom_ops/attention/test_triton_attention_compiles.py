@@ -1,4 +1,4 @@
-"""Attention over float8 and bfloat16 caches, sampling, and what a step of decodes begins and ends with compile for a Hopper GPU
+"""Attention over float8, int8 and bfloat16 caches, sampling, and what a step of decodes begins and ends with compile for a Hopper GPU
 (none is needed).
 """
 
@@ -57,6 +57,12 @@ for num_seqs in (1, 64, 256, 9000):  # so many are not split
     found[f"decode {num_seqs}"] = shared(_decode_kernel, ATTENTION | constants, warps, cache)
 constants = {"BLOCK_Q": 64, "BLOCK_C": 64, "STAGES": 3, "SKIP_SINGLE": False}
 found["prefill"] = shared(_prefill_kernel, ATTENTION | constants, 4, cache)
+int8 = {"kv_ptr": "*i8", "out_ptr": "*bf16"}
+found["write int8"] = shared(_rope_kv_kernel, ATTENTION, 4, int8)
+found["prefill int8"] = shared(_prefill_kernel, ATTENTION | constants, 4, int8)
+tile, splits, stages, warps, min_split = decode_config(64, 8, 132, itemsize=1)
+constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
+found["decode int8"] = shared(_decode_kernel, ATTENTION | constants, warps, int8)
 every = {key: value for key, value in ATTENTION.items() if key not in ("sinks_ptr", "slopes_ptr")}
 every |= {key: value for key, value in GEMMA.items() if value != ""}
 bf16 = {"out_ptr": "*bf16", "slopes_ptr": "*fp32"}
@@ -81,5 +87,5 @@ print(json.dumps(found))
 
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
-    assert len(shared) == 16
+    assert len(shared) == 19
     assert max(shared.values()) <= LARGEST_SHARED

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 from compile_and_serve.custom_ops.attention import triton_decode
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, Scores, attention_metadata
+from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
@@ -86,8 +87,10 @@ BATCHES = [
 @pytest.mark.parametrize("kind", ["plain", "cap", "sinks", "alibi", "cap sinks"])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), [*BATCHES, ([70, 1], [150, 300])])
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (256, 2, 1)])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8])
 def test_windows_and_scores(
-    mask: tuple[int | None, bool], kind: str, query_lens: list[int], seq_lens: list[int], head_dim: int, heads: int, kv_heads: int
+    mask: tuple[int | None, bool], kind: str, query_lens: list[int], seq_lens: list[int], head_dim: int, heads: int, kv_heads: int,
+    cache_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     torch.manual_seed(len(kind) + len(seq_lens))
     num_blocks, total = 170, sum(query_lens)
@@ -96,8 +99,12 @@ def test_windows_and_scores(
     for s, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         first = cases.first_visible(seq_len - query_len, *mask) // BLOCK_SIZE
         reads[metadata.block_table[s, first : (seq_len - 1) // BLOCK_SIZE + 1].long()] = True
-    cache = torch.randn(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
-    cache[~reads] = float("nan")  # freed blocks: must never be read
+    if cache_dtype == torch.int8:
+        cache = cases.random_int8_cache(num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+        int8_parts(cache)[1][~reads] = float("nan")  # freed blocks: must never be read
+    else:
+        cache = torch.randn(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
+        cache[~reads] = float("nan")
     q, kv = torch.randn(total, heads, head_dim), torch.randn(total, 2, kv_heads, head_dim)
     scores = Scores(
         soft_cap=1.5 if "cap" in kind else 0.0,
@@ -116,7 +123,7 @@ def test_windows_and_scores(
     ("head_dim", "heads", "kv_heads", "has_norm"), [(32, 4, 2, True), (24, 6, 2, False), (16, 3, 1, True)]
 )
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
-@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8, torch.int8])
 def test_rope_attention(
     head_dim: int, heads: int, kv_heads: int, has_norm: bool, query_lens: list[int], seq_lens: list[int],
     cache_dtype: torch.dtype,
@@ -128,7 +135,10 @@ def test_rope_attention(
     qkv = torch.randn(total + padding, width + 4)[:, :width]
     cos, sin = (torch.randn(total + padding, head_dim // 2).repeat(1, 2) for _ in range(2))
     norms = [torch.randn(head_dim), torch.randn(head_dim)] if has_norm else [None, None]
-    cache = random_cache(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=cache_dtype)
+    if cache_dtype == torch.int8:
+        cache = cases.random_int8_cache(num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+    else:
+        cache = random_cache(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=cache_dtype)
     results = {}
     for backend in (TritonAttention(), TorchAttention()):
         metadata.backend = backend
@@ -140,8 +150,18 @@ def test_rope_attention(
         with attention_metadata(continue_with):
             out = rope_attention(qkv, cos, sin, own_cache, heads, kv_heads, head_dim**-0.5, *norms)
         results[backend.name] = (out[:total], own_cache, out)
-    caches = [results[name][1].float() for name in ("triton", "torch")]
-    if cache_dtype == FP8:
+    caches = [results[name][1] for name in ("triton", "torch")]
+    caches = [cases.dequantized(one) if cache_dtype == torch.int8 else one.float() for one in caches]
+    if cache_dtype == torch.int8:
+        # A value that is nearly halfway may become the neighbour: one in a thousand at most, by a scale.
+        moved = (caches[0] - caches[1]).abs() > 1e-5
+        assert moved.float().mean() < 1e-3
+        largest = caches[1].abs().amax(-1, keepdim=True)
+        assert ((caches[0] - caches[1]).abs() <= largest / 127 + 1e-5).all()
+        assert torch.allclose(
+            results["triton"][0], results["torch"][0], atol=2e-5 if not moved.any() else 2e-2, rtol=1e-4
+        )
+    elif cache_dtype == FP8:
         # Rotated keys differ in float32's last bits, and one in a thousand or so then rounds to the neighbour.
         moved = caches[0] != caches[1]
         assert moved.float().mean() < 1e-3
@@ -250,6 +270,8 @@ def test_what_it_does_not_run_is_said() -> None:
         ({"num_kv_heads": 3}, "multiple"),
         ({"dtype": torch.float64}, "float64"),
         ({"kv_cache_dtype": torch.float8_e5m2}, "float8_e5m2"),
+        ({"kv_cache_dtype": torch.int8, "head_dim": 62}, "multiple of 4, not 62"),
+        ({"kv_cache_dtype": torch.int8, "features": frozenset({"latent"})}, "latent cache"),
     ):
         reason = backend.unsupported_reason(**fine | change)  # type: ignore[arg-type]
         assert reason is not None

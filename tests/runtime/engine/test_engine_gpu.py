@@ -90,21 +90,22 @@ def test_same_tokens(model_dir: Path, alone: dict[str, list[int]], tmp_path: Pat
         assert stats.num_preemptions > 0
 
 
-def test_a_float8_cache_under_graphs(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8"])
+def test_an_8_bit_cache_under_graphs(model_dir: Path, tmp_path: Path, cache_dtype: str) -> None:
     """The kernels compute the same from quantized keys and values as plain torch."""
     logprobs = []
     for options in (
         {"attention_backend": "torch"},
         {"enforce_eager": False, "async_scheduling": True, "cache_dir": tmp_path, "max_num_batched_tokens": 32},
     ):
-        core = cuda_core(model_dir, kv_cache_dtype="fp8", **options)
+        core = cuda_core(model_dir, kv_cache_dtype=cache_dtype, **options)
         asked = [request(f"r{i}", [(i * 37 + j * 11) % VOCAB_SIZE for j in range(5 + 20 * i)], logprobs=1, max_tokens=1, prompt_logprobs=1)
                  for i in range(5)]  # fmt: skip
         outputs = run_requests(core, asked)
         found = [entry for steps in outputs.values() for step in steps for entry in step.prompt_logprobs or [] if entry]
         logprobs.append(np.array([entry.logprobs[0] for entry in found]))
     assert len(logprobs[0]) == sum(4 + 20 * i for i in range(5))
-    # A difference in the last bit may quantize a key to the neighboring float8, which differs by an eighth.
+    # A difference in the last bit may quantize a key to the neighboring float8, which differs by an eighth, or to the next int8.
     difference = np.abs(logprobs[0] - logprobs[1])
     assert np.quantile(difference, 0.9) < 1e-2
     assert difference.max() < 0.5

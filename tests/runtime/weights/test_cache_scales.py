@@ -18,7 +18,7 @@ from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.models import llama, qwen3
-from compile_and_serve.models.cache_scales import UnfoldableScalesError, wants_float8_cache, weight_factors
+from compile_and_serve.models.cache_scales import UnfoldableScalesError, checkpoint_cache_dtype, weight_factors
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.weights import load_weights, read_config
@@ -204,7 +204,7 @@ def test_what_is_not_used_is_said(
     plain: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, (family, values, fold, reason) in enumerate((
-        ("Llama", (K_SCALE, V_SCALE), False, "they are for a float8 KV cache without LoRA adapters"),
+        ("Llama", (K_SCALE, V_SCALE), False, "only a float8 KV cache without LoRA adapters takes them, and an int8 cache has its own"),
         ("Olmoe", (K_SCALE, V_SCALE), True, "OlmoeAttention is not linear in its projections or norms"),
         ("Gemma2", (K_SCALE, V_SCALE), True, "no attention module of ours has projections by these names"),
     )):  # fmt: skip
@@ -221,25 +221,33 @@ def test_what_is_not_used_is_said(
 
 def test_configs() -> None:
     for quantization, expected in (
-        ({"kv_cache_scheme": SCHEME}, True),
-        ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, True),
-        ({"kv_cache_scheme": SCHEME | {"strategy": "token"}}, False),
-        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, False),
-        ({"kv_cache_scheme": SCHEME | {"dynamic": True}}, False),
-        ({"kv_cache_scheme": None}, False),
-        ({"kv_cache_quant_algo": "FP8"}, True),
-        ({"kv_cache_quant_algo": "NVFP4"}, False),
-        ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, True),
-        (None, False),
+        ({"kv_cache_scheme": SCHEME}, "fp8"),
+        ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "fp8"),
+        ({"kv_cache_scheme": SCHEME | {"strategy": "token"}}, None),
+        ({"kv_cache_scheme": SCHEME | {"dynamic": True}}, None),
+        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, "int8"),
+        ({"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "attn_head"}}, "int8"),
+        ({"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "token", "dynamic": True}}, "int8"),
+        ({"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "channel"}}, None),
+        ({"kv_cache_scheme": SCHEME | {"type": "int", "num_bits": 4}}, None),
+        ({"kv_cache_scheme": None}, None),
+        ({"kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"kv_cache_quant_algo": "INT8"}, "int8"),
+        ({"kv_cache_quant_algo": "NVFP4"}, None),
+        ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "fp8"),
+        (None, None),
     ):
-        assert wants_float8_cache({"quantization_config": quantization}) is expected
+        assert checkpoint_cache_dtype({"quantization_config": quantization}) == expected
 
 
-@pytest.mark.parametrize(("option", "expected"), [("auto", "float8_e4m3fn"), ("model", "float32")])
+@pytest.mark.parametrize(
+    ("option", "kind", "expected"),
+    [("auto", "float", "float8_e4m3fn"), ("auto", "int", "int8"), ("model", "float", "float32")],
+)
 def test_the_engine_takes_the_checkpoint_at_its_word(
-    option: str, expected: str, plain: Callable[[str], Path], tmp_path: Path
+    option: str, kind: str, expected: str, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    scheme = SCHEME | {"strategy": "attn_head"}
+    scheme = SCHEME | {"type": kind, "strategy": "attn_head"}
     config = compressed_tensors_config("float", "channel", "token") | {"kv_cache_scheme": scheme}
     config["config_groups"]["attention"] = {"targets": ["LlamaAttention"], "weights": None, "input_activations": scheme}
     heads = [[[K_SCALE]], [[V_SCALE]]]

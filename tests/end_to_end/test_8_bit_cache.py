@@ -1,8 +1,8 @@
-"""SmolLM2-135M with `kv_cache_dtype="fp8"`: the tokens of transformers' own model with every key and value rounded to float8.
+"""SmolLM2-135M with an 8-bit KV cache: the tokens of transformers' own model with every key and value rounded in the same way.
 
 float32 otherwise. Rounding makes small differences large now and then: a key whose last bit differs may be rounded to the next float8, an
-eighth away. How large depends on the CPU's order of additions, so the bounds are not constants: transformers' model runs again with
-every linear's output moved by what float32 sums of its length may differ by, and its own logits say how far that reaches.
+eighth away, or to the next int8. How large depends on the CPU's order of additions, so the bounds are not constants: transformers' model
+runs again with every linear's output moved by what float32 sums of its length may differ by, and its own logits say how far that reaches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ MARGIN = 2.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+def rounded(x: torch.Tensor, cache_dtype: str) -> torch.Tensor:
+    """x [..., E] as the cache keeps it."""
+    if cache_dtype == "fp8":
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x * scale.reciprocal()).round() * scale
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +37,14 @@ def reference(smollm2_dir: Path) -> Any:
     return load_reference(smollm2_dir, torch.float32)
 
 
-def logits_over_rounded_cache(model: Any, ids: list[int]) -> torch.Tensor:
-    """Logits [T, V] of one pass in which attention sees keys and values as a float8 cache keeps them."""
+def logits_over_rounded_cache(model: Any, ids: list[int], cache_dtype: str) -> torch.Tensor:
+    """Logits [T, V] of one pass in which attention sees keys and values as the cache keeps them."""
     from transformers import DynamicCache
 
     class RoundingCache(DynamicCache):
         def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> Any:
-            return super().update(rounded(keys), rounded(values), *args, **options)
+            keys, values = rounded(keys, cache_dtype), rounded(values, cache_dtype)
+            return super().update(keys, values, *args, **options)
 
     with torch.no_grad():
         return model(torch.tensor([ids]), past_key_values=RoundingCache(), use_cache=True).logits[0]
@@ -58,14 +63,15 @@ def move_last_bits(model: Any, seed: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_greedy_tokens_over_a_float8_cache(
-    smollm2_dir: Path, reference: Any, prompts: list[list[int]], backend: str
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8"])
+def test_greedy_tokens_over_an_8_bit_cache(
+    smollm2_dir: Path, reference: Any, prompts: list[list[int]], backend: str, cache_dtype: str
 ) -> None:
     if backend == "cpu":
         require_cpu_kernels()
     prompts = prompts[::5]
     llm = LLM(
-        str(smollm2_dir), dtype="float32", kv_cache_dtype="fp8", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48,
+        str(smollm2_dir), dtype="float32", kv_cache_dtype=cache_dtype, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48,
         enforce_eager=True, attention_backend=backend, num_threads=1,
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
@@ -79,7 +85,7 @@ def test_greedy_tokens_over_a_float8_cache(
         def answers(logits_TV: torch.Tensor, begin: int = len(prompt) - 1) -> torch.Tensor:
             return logits_TV[begin:-1]
 
-        logits_TV = answers(logits_over_rounded_cache(reference, every))
+        logits_TV = answers(logits_over_rounded_cache(reference, every, cache_dtype))
         expected_TV = logits_TV.log_softmax(-1)
         entries = output.outputs[0].logprobs
         assert entries is not None
@@ -88,7 +94,7 @@ def test_greedy_tokens_over_a_float8_cache(
         ties.append(logits_TV.amax(1, keepdim=True) - logits_TV.gather(1, chosen_T1))
         for seed in range(NUM_MOVED):
             hooks = move_last_bits(reference, seed)
-            other_TV = answers(logits_over_rounded_cache(reference, every))
+            other_TV = answers(logits_over_rounded_cache(reference, every, cache_dtype))
             for hook in hooks:
                 hook.remove()
             moved.append((other_TV.log_softmax(-1) - expected_TV).gather(1, chosen_T1).abs())
