@@ -135,7 +135,9 @@ def run_gpu(args: argparse.Namespace) -> None:
             row = {
                 "benchmark": "speculation gpu", "model": args.model, "method": method, "batch": batch, "draft_tokens": args.tokens,
                 "step_ratio": round(on["step_ms"] / off["step_ms"], 3),
-                "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3), "off": off, "on": on, **device_and_versions(),
+                "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3),
+                "whole_ratio": round(on["whole_tokens_per_second"] / off["whole_tokens_per_second"], 3), "off": off, "on": on,
+                **device_and_versions(),
             }  # fmt: skip
             if "model_ms" in on:
                 row["verify_ratio"] = round(on["model_ms"] / off["model_ms"], 3)
@@ -153,7 +155,9 @@ def _write_eagle3_config(model: Path, folder: Path) -> None:
 
 
 def _measure(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[int, dict[str, float]]:
-    """Batch → figures of decodes of `--max-tokens` tokens, the best of three runs. In a process of its own, which frees all memory."""
+    """Batch → figures of decodes of `--max-tokens` tokens, the best of three runs: while all sequences run, and (whole) until the last has
+    ended. In a process of its own, which frees all memory.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure_here, args, drafts).result()
 
@@ -188,10 +192,13 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
             gaps = [later - earlier for earlier, later in pairwise(steps)]
             new = sum(one.output_tokens for one in traces) - batch
             num_steps = sum(len(one.times) - 1 for one in traces)  # of single sequences
-            rate = new / (max(one.times[-1] for one in traces) - min(one.times[0] for one in traces))
+            whole = new / (max(one.times[-1] for one in traces) - min(one.times[0] for one in traces))
+            chunks = [chunk for one in traces for chunk in zip(one.times, one.chunk_tokens, strict=True)]
+            rate = sum(count for time, count in chunks if start < time <= end) / (end - start)
             if rate > best.get("tokens_per_second", 0.0):
                 best = {
                     "tokens_per_second": round(rate, 1),
+                    "whole_tokens_per_second": round(whole, 1),
                     "step_ms": round(1e3 * statistics.median(gaps), 4),
                     "tokens_per_step": round(new / num_steps, 3),
                     "draft_tokens": round(sum(one.draft_tokens for one in traces) / num_steps, 3),

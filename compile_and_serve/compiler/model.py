@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler.inductor import PieceCallable
-from compile_and_serve.compiler.pieces.plan import ExecutionPlan
+from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
@@ -169,6 +169,12 @@ class CompiledModel:
     def __call__(self, step: Step) -> Outputs:
         assert self._loaded is not None, "the model's weights are not loaded"
         return self._loaded(step)
+
+    @cached_property
+    def writes_state(self) -> LoadedPlan:
+        """The model up to its last op that may write state: what is left to do where nobody reads the outputs."""
+        last = max(i for i, step in enumerate(self.plan.steps) if isinstance(step, OpStep))
+        return LoadedPlan(self, self.plan.cut(last + 1)[0])
 
 
 class LoadedPlan:

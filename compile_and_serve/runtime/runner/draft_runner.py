@@ -8,7 +8,7 @@ preemptions and rejected tokens need nothing here: whatever holds for the target
 
 - `follow`, after each step of the target: the drafter computes the same tokens, so that its cache holds what the target's holds. A head
   reads the hidden state of each token and the token behind it; it keeps the first draft token, and the hidden state to go on from, of the
-  row that the device finds to be the last accepted one.
+  row that the device finds to be the last accepted one. While drafting does not pay, it stops behind the last keys and values.
 - `propose`, before a step with drafts: one pass of the drafter for each further draft token. The drafts stay on the device, by batch slot.
   `put_drafts` copies them into the step's inputs; `known_drafts` brings them to the host.
 
@@ -17,9 +17,9 @@ Only `known_drafts` waits for the device. After steps of decodes alone `follow` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
+from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
@@ -78,23 +79,36 @@ class DraftRunner:
         self._hidden_rows = torch.zeros(num_rows, features, dtype=dtype, device=device)
         self._one_row = torch.zeros(1, dtype=torch.int64, device=device)
 
+    @cached_property
+    def _writes_state(self) -> Callable[[Step], dict[str, torch.Tensor]] | None:
+        """The model as far as it writes state, once it is loaded; None if it has none, or is not compiled."""
+        return self._model.writes_state if self._groups and isinstance(self._model, CompiledModel) else None
+
     def work(self, size: int, steps: Iterable[DecodeStep]) -> Iterator[Work]:
         """What to capture for so many sequences. steps: of decodes, which `follow` follows; each lies in memory until the next is made."""
         self._ask([], [], size)
         yield Work(name=_PROPOSE, run=lambda: self._draft(size, self._num_drafts, None))
         for step in steps:
-            run = partial(self._follow_decodes, step, self._metadata_of(step, keeps_rows=True))
-            yield Work(name=_follow_name(step), run=run, addresses=step.addresses)
+            for keeps_state_only in (
+                (False, True) if step.max_query_len == 1 and self._writes_state is not None else (False,)
+            ):
+                metadata = self._metadata_of(step, keeps_rows=True)
+                run = partial(self._follow_decodes, step, metadata, keeps_state_only=keeps_state_only)
+                yield Work(name=_follow_name(step, keeps_state_only), run=run, addresses=step.addresses)
 
     def follow(
-        self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None
-    ) -> None:
+        self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
+        keeps_state_only: bool = False,
+    ) -> None:  # fmt: skip
         """Compute the tokens of the target's step that was launched last.
 
         layout: of the step; None: it is made up. outputs: of the step. sampled: int64, the token of each sampled row; None: no row is.
+        keeps_state_only: no drafts are wanted after this step, so that only keys and values need be written.
         """
-        if layout is not None and sampled is not None and self._replay_follow(step, layout, outputs, sampled):
-            return
+        if layout is not None and sampled is not None:
+            keeps_state_only = keeps_state_only and self._writes_state is not None and step.max_query_len == 1
+            if self._replay_follow(step, layout, outputs, sampled, keeps_state_only=keeps_state_only):
+                return
         metadata = self._metadata_of(step, layout)
         self._plan(metadata)
         if self._kind == "tokens":
@@ -109,8 +123,8 @@ class DraftRunner:
         self._run_head(step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots)
 
     def _replay_follow(
-        self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor
-    ) -> bool:
+        self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor, *, keeps_state_only: bool
+    ) -> bool:  # fmt: skip
         """Replay the graph of a step of decodes, all of whose tokens are sampled; False where there is none."""
         if (
             self._graphs is None
@@ -125,31 +139,40 @@ class DraftRunner:
                 return False
             self._sampled_rows[: len(sampled)].copy_(sampled)
             self._hidden_rows[:num_rows].copy_(outputs[HIDDEN_STATES])
-        return self._graphs.replay(_follow_name(step), step.padded_seqs, step.addresses)
+        return self._graphs.replay(_follow_name(step, keeps_state_only), step.padded_seqs, step.addresses)
 
-    def _follow_decodes(self, step: DecodeStep, metadata: Mapping[str, AttentionMetadata]) -> None:
+    def _follow_decodes(
+        self, step: DecodeStep, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool
+    ) -> None:
         """`follow` of decodes with as many tokens each, in persistent memory."""
         size, q = step.padded_seqs, step.max_query_len
         for one in metadata.values():
             if one.row_seq_lens is not None:
                 one.fill_rows(q)
         if self._kind == "tokens":
-            self._run_tokens(step, metadata)
+            self._run_tokens(step, metadata, keeps_state_only=keeps_state_only)
             return
         sampled = self._sampled_rows[: size * q]
+        if keeps_state_only:
+            self._run_head(
+                step, metadata, self._hidden_rows[: size * q], sampled, self._one_row, None, keeps_state_only=True
+            )
+            return
         rows = torch.arange(size, device=sampled.device) * q
         if q > 1:
             is_right = sampled.view(size, q)[:, :-1] == self._drafts[step.slots]
             rows += is_right.long().cumprod(dim=1).sum(dim=1)
         self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, rows, step.slots)
 
-    def _run_tokens(self, step: Step, metadata: Mapping[str, AttentionMetadata]) -> None:
-        inputs = {name: step.inputs[name] for name in ("input_ids", "positions")}
-        self._run(step, inputs | {"logits_indices": self._one_row}, metadata, num_rows=1)
+    def _run_tokens(
+        self, step: Step, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool = False
+    ) -> None:
+        inputs = {name: step.inputs[name] for name in ("input_ids", "positions")} | {"logits_indices": self._one_row}
+        self._run(step, inputs, metadata, num_rows=1, keeps_state_only=keeps_state_only)
 
     def _run_head(
         self, step: Step, metadata: Mapping[str, AttentionMetadata], hidden_TD: torch.Tensor, next_T: torch.Tensor, rows: torch.Tensor,
-        slots: torch.Tensor | None,
+        slots: torch.Tensor | None, *, keeps_state_only: bool = False,
     ) -> None:  # fmt: skip
         """The head's pass over a step. next_T: int64, the token behind each of the step's. rows, slots: int64 [S], where each sequence
         goes on; slots is None where none does.
@@ -165,7 +188,7 @@ class DraftRunner:
         inputs = {
             "input_ids": next_T, "positions": step.inputs["positions"], "hidden_states": hidden_TD, "logits_indices": rows,
         }  # fmt: skip
-        given = self._run(step, inputs, metadata, num_rows=rows.shape[0])
+        given = self._run(step, inputs, metadata, num_rows=rows.shape[0], keeps_state_only=keeps_state_only)
         if slots is not None:
             self._hidden.index_copy_(0, slots, given[HIDDEN_STATES])
             self._tokens.index_copy_(0, slots, self._likeliest(given[LOGITS]))
@@ -364,9 +387,12 @@ class DraftRunner:
             backend.plan(metadata[name])
 
     def _run(
-        self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int
-    ) -> dict[str, torch.Tensor]:
-        return self._model(
+        self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int,
+        keeps_state_only: bool = False,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        model = self._writes_state if keeps_state_only else self._model
+        assert model is not None
+        return model(
             Step(
                 inputs=inputs, state=self._state, metadata=metadata, num_tokens=like.num_tokens, num_seqs=like.num_seqs,
                 padded_tokens=like.padded_tokens, padded_seqs=like.padded_seqs, num_rows=num_rows,
@@ -382,8 +408,8 @@ def _aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def _follow_name(step: Step) -> str:
-    return f"follow {step.max_query_len}"
+def _follow_name(step: Step, keeps_state_only: bool) -> str:
+    return f"follow {step.max_query_len}{', state only' if keeps_state_only else ''}"
 
 
 def _step_of(

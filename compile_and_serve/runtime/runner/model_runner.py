@@ -178,7 +178,7 @@ class ModelRunner:
         if num_sampled == 0:
             prompts = self._prompt_results(layout, logits_LV)
             pending = self._pending(scheduled.step, layout, None, None, None, prompts)
-            self._follow(layout, result, None)
+            self._follow(scheduled, layout, result, None)
             return pending
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
         drawn = None
@@ -203,16 +203,20 @@ class ModelRunner:
         pending = self._pending(
             scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
         )
-        self._follow(layout, result, sampled.tokens_S)  # the step's result does not wait for it
+        self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
             self._structured_step = pending
         return pending
 
-    def _follow(self, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None) -> None:
+    def _follow(
+        self, scheduled: SchedulerOutput, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None
+    ) -> None:
         if self.drafter is not None:
             assert self._last_step is not None
-            self.drafter.follow(self._last_step, layout, result.outputs, tokens_S)
+            self.drafter.follow(
+                self._last_step, layout, result.outputs, tokens_S, keeps_state_only=scheduled.is_drafting_off
+            )
 
     def drafted_step(self, size: int) -> DecodeStep:
         """As `decode_step`, where each sequence has the most draft tokens that the scheduler gives."""

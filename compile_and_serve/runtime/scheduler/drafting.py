@@ -17,6 +17,7 @@ class Drafting:
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._to_correct: dict[str, Request] = {}  # of a step with drafts: the runner must be told their true lengths
+        self._is_off = False  # as `is_off` said of the last step
 
     def drafts(
         self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight]
@@ -34,6 +35,8 @@ class Drafting:
             return {}
         if in_flight:
             return None
+        if self._is_off and self._speculator.drafts_on_device:
+            return {}  # the drafter goes on from what it computes after this step
         sequences = {
             request.request_id: (request.token_ids, request.decode_end - request.num_computed_tokens - 1)
             for request in decodes
@@ -45,6 +48,11 @@ class Drafting:
                 end = next((i for i, token in enumerate(draft) if token in request.draft_ends), len(draft))
                 del draft[end:]
         return drafts
+
+    def is_off(self, step: StepInFlight) -> bool:
+        """Whether the step after this one will have no drafts. Call it once the step is complete."""
+        self._is_off = not step.was_drafting and not step.chunks
+        return self._is_off
 
     def last_tokens(self, step: StepInFlight) -> dict[str, tuple[int, int]]:
         """`SchedulerOutput.last_tokens`. Requests that this step does not run are told later."""

@@ -304,6 +304,7 @@ class Scheduler:
             adapter_loads=self.adapter_slots.take_new(),
             drafts=step.drafts,
             last_tokens={} if self._drafting is None else self._drafting.last_tokens(step),
+            is_drafting_off=self._drafting is not None and self._drafting.is_off(step),
         )
 
     def update(

@@ -89,6 +89,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     adapter_loads: (slot, adapter) to copy into the device's slots before the step.
     drafts: draft tokens of decodes, at least one each. last_tokens: number of tokens and last token of every decode in a step with
         drafts, and of every request of the step before if that had drafts: the runner takes back what it computed beyond.
+    is_drafting_off: the next step will have no drafts either.
     """
 
     step: int
@@ -100,6 +101,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     adapter_loads: list[tuple[int, int]] = []
     drafts: dict[str, list[int]] = {}
     last_tokens: dict[str, tuple[int, int]] = {}
+    is_drafting_off: bool = False
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):

@@ -40,10 +40,12 @@ def make_drafter(config: SpeculativeConfig) -> HostDrafter:
 class Speculator:
     """num_drafts: drafts that were checked. num_draft_tokens, num_accepted: their tokens. accepted_at: accepted ones by place.
     max_rows: draft tokens and sequences of one step, at most.
+    drafts_on_device: the drafts' tokens are not known here.
     """
 
     def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
         self.max_tokens = config.num_tokens
+        self.drafts_on_device = config.device_method is not None
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
         self.accepted_at = [0] * config.num_tokens
         self._max_rows = max_rows

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
 from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from compile_and_serve.custom_ops.step import running
@@ -359,14 +360,30 @@ def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], m
 def test_a_compiled_head_drafts_the_same(
     method: str, folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also behind steps of which it only kept the keys and values."""
     check_every_draft(monkeypatch)
-    accepted = []
+    replay, replayed = WorkGraphs.replay, []
+
+    def recorded(self: WorkGraphs, name: str, size: int, addresses: tuple[int, ...] = ()) -> bool:
+        is_found = replay(self, name, size, addresses)
+        replayed.extend([name] * is_found)
+        return is_found
+
+    monkeypatch.setattr(WorkGraphs, "replay", recorded)
+    found = []
     for is_eager in (True, False):
-        core = engine(folders, method, enforce_eager=is_eager, cache_dir=shared_cache_dir)
+        steps = iter(range(10_000))
+        monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
+        made = [] if is_eager else use_fake_graphs(monkeypatch, 3)
+        proposed = record_drafts(monkeypatch)
+        core = engine(folders, method, enforce_eager=is_eager, cache_dir=shared_cache_dir, max_num_seqs=8)
+        for graphs in made:
+            capture_all(graphs)
         outputs = tokens_of(run_requests(core, requests()))
-        accepted.append((outputs, core.stats().spec_decode_num_accepted_tokens_per_pos))
+        found.append((outputs, core.stats().spec_decode_num_accepted_tokens_per_pos, proposed))
         core.shutdown()
-    assert accepted[0] == accepted[1]
+    assert found[0] == found[1]
+    assert replayed.count("follow 1, state only") > 5
 
 
 @pytest.mark.slow

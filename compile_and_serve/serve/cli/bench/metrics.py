@@ -35,11 +35,12 @@ def random_lengths(generator: random.Random, count: int, mean: int, ratio: float
 
 @dataclass(kw_only=True, slots=True)
 class RequestTrace:
-    """One request as its client saw it. times: arrival of each chunk of tokens (time.perf_counter)."""
+    """One request as its client saw it. times: arrival of each chunk of tokens (time.perf_counter). chunk_tokens: of each, where known."""
 
     sent: float
     prompt_tokens: int
     times: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
     output_tokens: int = 0
     draft_tokens: int = 0  # of speculative decoding
     accepted_tokens: int = 0

@@ -114,6 +114,7 @@ def run_requests(
             trace = traces[output.request_id]
             if output.new_token_ids:
                 trace.times.append(now)
+                trace.chunk_tokens.append(len(output.new_token_ids))
                 trace.output_tokens += len(output.new_token_ids)
                 trace.draft_tokens += output.num_draft_tokens
                 trace.accepted_tokens += output.num_accepted_drafts
