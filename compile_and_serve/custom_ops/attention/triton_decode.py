@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
-from compile_and_serve.custom_ops.attention.triton_int8 import int8_scale, scales_of, to_int8
+from compile_and_serve.custom_ops.attention.triton_int8 import (
+    UNIT,
+    from_cache,
+    int8_scale,
+    load_scales,
+    scales_of,
+    to_int8,
+)
 from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
 from compile_and_serve.custom_ops.build.triton_launch import launch
@@ -60,7 +67,7 @@ def _decode_kernel(
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * PAGE
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
-    product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
+    product: tl.constexpr = tl.float16 if (is_float8 or is_int8) and dtype == tl.bfloat16 else dtype
     cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
     let_next_start(PDL)
@@ -140,7 +147,7 @@ def _decode_kernel(
         v_E = v_E.to(tl.float32)
         if is_int8:
             dot_G *= k_scale_1
-            v_E *= v_scale_1
+            v_E *= v_scale_1 * UNIT
         max_G = score_log2(dot_G, 0.0, 0.0, scale_log2, cap_log2, HAS_CAP, False)
         sum_G += 1.0
         acc_GE += v_E[None, :]
@@ -161,18 +168,19 @@ def _decode_kernel(
         rows_C = block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM
         k_CR = base + rows_C[:, None] + cols_R[None, :]
         ok_CR = ok_C[:, None] & ok_R[None, :]
-        k_low_CR = tl.load(k_CR, mask=ok_CR, other=0.0).to(product)
-        k_high_CR = tl.load(k_CR + HALF, mask=ok_CR, other=0.0).to(product)
+        k_low_CR = from_cache(tl.load(k_CR, mask=ok_CR, other=0.0), product)
+        k_high_CR = from_cache(tl.load(k_CR + HALF, mask=ok_CR, other=0.0), product)
         v_CE = tl.load(
             base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0
-        ).to(product)
+        )
+        v_CE = from_cache(v_CE, product)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
         if is_int8:
-            scale_C = scales_of(base + block_C * block_stride, BLOCK_SIZE, HEAD_DIM) + tokens_C % BLOCK_SIZE
-            scores_GC *= tl.load(scale_C, mask=ok_C, other=0.0)[None, :]
-            v_scale_C = tl.load(scale_C + TO_VALUES // 4, mask=ok_C, other=0.0)
-            v_CE = (v_CE.to(tl.float32) * v_scale_C[:, None]).to(product)
+            k_scale_C, v_scale_C = load_scales(
+                base + block_C * block_stride, tokens_C % BLOCK_SIZE, ok_C, TO_VALUES, BLOCK_SIZE, HEAD_DIM
+            )
+            scores_GC *= k_scale_C[None, :]
         distance_C = (tokens_C - (seq_len - 1)).to(tl.float32)
         scores_GC = score_log2(scores_GC, distance_C[None, :], slopes_G1, scale_log2, cap_log2, HAS_CAP, HAS_ALIBI)
         scores_GC = tl.where(ok_C[None, :], scores_GC, float("-inf"))
@@ -180,9 +188,13 @@ def _decode_kernel(
         shrink_G = tl.exp2(max_G - new_max_G)
         probs_GC = tl.exp2(scores_GC - new_max_G[:, None])
         sum_G = sum_G * shrink_G + tl.sum(probs_GC, 1)
+        if is_int8:
+            probs_GC *= v_scale_C[None, :]
         acc_GE = tl.dot(probs_GC.to(product), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
         max_G = new_max_G
 
+    if is_int8:
+        acc_GE /= UNIT
     if used_splits == 1:
         tl.store(out_GE, (acc_GE / sum_G[:, None]).to(dtype), mask=ok_GE)
         return

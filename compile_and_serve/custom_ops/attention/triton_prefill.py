@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
-from compile_and_serve.custom_ops.attention.triton_int8 import scales_of
+from compile_and_serve.custom_ops.attention.triton_int8 import UNIT, from_cache, load_scales
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import next_power_of_2, to_products
@@ -31,32 +31,29 @@ def _attend_tile(
     """
     product: tl.constexpr = q_QE.dtype
     tokens_C = start + tl.arange(0, BLOCK_C)
+    ok_C = (tokens_C >= lower) & (tokens_C < stop)
     if MASKS_BEGIN or MASKS_END:
-        ok_C = (tokens_C >= lower) & (tokens_C < stop)
         block_C = tl.load(table + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(tl.int64)
     else:
         block_C = tl.load(table + tokens_C // BLOCK_SIZE).to(tl.int64)
     at_CE = base + (block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM)[:, None] + cols_E[None, :]
     if MASKS_BEGIN or MASKS_END:
         ok_CE = ok_C[:, None] & (cols_E < HEAD_DIM)[None, :]
-        k_CE = tl.load(at_CE, mask=ok_CE, other=0.0).to(product)
-        v_CE = tl.load(at_CE + TO_VALUES, mask=ok_CE, other=0.0).to(product)
+        k_CE = from_cache(tl.load(at_CE, mask=ok_CE, other=0.0), product)
+        v_CE = from_cache(tl.load(at_CE + TO_VALUES, mask=ok_CE, other=0.0), product)
     elif BLOCK_E == HEAD_DIM:
-        k_CE = tl.load(at_CE).to(product)
-        v_CE = tl.load(at_CE + TO_VALUES).to(product)
+        k_CE = from_cache(tl.load(at_CE), product)
+        v_CE = from_cache(tl.load(at_CE + TO_VALUES), product)
     else:
-        k_CE = tl.load(at_CE, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
-        v_CE = tl.load(at_CE + TO_VALUES, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
+        k_CE = from_cache(tl.load(at_CE, mask=(cols_E < HEAD_DIM)[None, :], other=0.0), product)
+        v_CE = from_cache(tl.load(at_CE + TO_VALUES, mask=(cols_E < HEAD_DIM)[None, :], other=0.0), product)
     scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee")
-    if base.dtype.element_ty == tl.int8:
-        scale_C = scales_of(base + block_C * block_stride, BLOCK_SIZE, HEAD_DIM) + tokens_C % BLOCK_SIZE
-        if MASKS_BEGIN or MASKS_END:
-            k_scale_C = tl.load(scale_C, mask=ok_C, other=0.0)
-            v_scale_C = tl.load(scale_C + TO_VALUES // 4, mask=ok_C, other=0.0)
-        else:
-            k_scale_C, v_scale_C = tl.load(scale_C), tl.load(scale_C + TO_VALUES // 4)
+    is_int8: tl.constexpr = base.dtype.element_ty == tl.int8
+    if is_int8:
+        k_scale_C, v_scale_C = load_scales(
+            base + block_C * block_stride, tokens_C % BLOCK_SIZE, ok_C, TO_VALUES, BLOCK_SIZE, HEAD_DIM
+        )
         scores_QC *= k_scale_C[None, :]
-        v_CE = (v_CE.to(tl.float32) * v_scale_C[:, None]).to(product)
     if MASKS_BEGIN or MASKS_END or HAS_CAP or HAS_ALIBI:
         distance_QC = (tokens_C[None, :] - positions_Q[:, None]).to(tl.float32)
         scores_QC = score_log2(scores_QC, distance_QC, slope, scale_log2, cap_log2, HAS_CAP, HAS_ALIBI)
@@ -73,6 +70,8 @@ def _attend_tile(
         probs_QC = tl.exp2(scores_QC * scale_log2 - new_max_Q[:, None])
     shrink_Q = tl.exp2(max_Q - new_max_Q)
     sum_Q = sum_Q * shrink_Q + tl.sum(probs_QC, 1)
+    if is_int8:
+        probs_QC *= v_scale_C[None, :]
     acc_QE = tl.dot(probs_QC.to(product), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
     return new_max_Q, sum_Q, acc_QE
 
@@ -93,7 +92,7 @@ def _prefill_kernel(
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * PAGE
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
-    product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
+    product: tl.constexpr = tl.float16 if (is_float8 or is_int8) and dtype == tl.bfloat16 else dtype
     # Sequence s starts at tile start_loc[s] // Q + s or before. Find the last s whose first tile is not after this one.
     low, high = 0, num_seqs
     while high - low > 1:
@@ -154,6 +153,8 @@ def _prefill_kernel(
             start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
             cap_log2, BLOCK_SIZE, HEAD_DIM, TO_VALUES, BLOCK_C, BLOCK_E, WINDOW, CHUNKED, HAS_CAP, HAS_ALIBI, WINDOW > 0, True,
         )  # fmt: skip
+    if is_int8:
+        acc_QE /= UNIT
     tl.store(out_ptr + at_QE, (acc_QE / sum_Q[:, None]).to(dtype), mask=ok_QE)
 
 

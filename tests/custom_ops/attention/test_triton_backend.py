@@ -190,6 +190,22 @@ def _padded_decodes(metadata: AttentionMetadata, padding: int) -> AttentionMetad
     )
 
 
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
+def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> None:
+    """Products of float16's smallest scales and small probabilities: values of about 1e-3."""
+    metadata = make_metadata(query_lens, seq_lens, 40)
+    total = sum(query_lens)
+    q, k, v = (torch.randn(total, heads, 32).half() for heads in (4, 2, 2))
+    cache = cases.random_int8_cache(40, 2, BLOCK_SIZE, 32)
+    int8_parts(cache)[1][:, 1] *= 1e-3
+    outs = [
+        backend.forward(q, k, v * 1e-3, cache.clone(), 32**-0.5, metadata).double()
+        for backend in (TritonAttention(), TorchAttention())
+    ]
+    # Queries, probabilities and the result are rounded to float16 (2^-11); below 2^-14 by 2^-25.
+    assert cases.relative_error(outs[0], outs[1]) < 2e-3
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_plain_attention(query_lens: list[int], seq_lens: list[int], cache_dtype: torch.dtype) -> None:
