@@ -58,7 +58,8 @@ def checkpoint_cache_dtype(config: Mapping[str, Any]) -> Literal["fp8", "int8"] 
         return "fp8" if kind == (8, "float") and is_static else None
     if (algorithm := quantization.get("kv_cache_quant_algo")) is not None:  # ModelOpt's hf_quant_config.json
         return "fp8" if algorithm == "FP8" else "int8" if algorithm == "INT8" else None
-    return "fp8" if (quantization.get("export") or {}).get("kv_cache_group") else None  # Quark
+    export = quantization.get("export")  # Quark
+    return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else None
 
 
 def cache_scale_names(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[str | None, str | None]]:

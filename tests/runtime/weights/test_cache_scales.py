@@ -235,6 +235,7 @@ def test_configs() -> None:
         ({"kv_cache_quant_algo": "INT8"}, "int8"),
         ({"kv_cache_quant_algo": "NVFP4"}, None),
         ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "fp8"),
+        ({"export": "fp8"}, None),
         (None, None),
     ):
         assert checkpoint_cache_dtype({"quantization_config": quantization}) == expected
