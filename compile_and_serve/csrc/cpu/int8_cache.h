@@ -45,8 +45,14 @@ inline float quantize(const T* x, int64_t count, int8* to) {
 // Converts `count` values to another type. count: a multiple of 16.
 template <class T>
 inline void widen(const int8* from, float scale, int64_t count, T* to) {
-    for (int64_t i = 0; i < count; i += kLanes)
-        store16(to + i, convert<f32x16>(convert<i32x16>(load_raw<i8x16>(from + i))) * scale);
+    for (int64_t i = 0; i < count; i += kLanes) {
+#if defined(__AVX512F__)  // GCC converts these vectors in halves
+        const i32x16 value = (i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#else
+        const i32x16 value = convert<i32x16>(load_raw<i8x16>(from + i));
+#endif
+        store16(to + i, convert<f32x16>(value) * scale);
+    }
 }
 
 }  // namespace cas

@@ -203,7 +203,7 @@ def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> N
         for backend in (TritonAttention(), TorchAttention())
     ]
     # Queries, probabilities and the result are rounded to float16 (2^-11); below 2^-14 by 2^-25.
-    assert cases.relative_error(outs[0], outs[1]) < 2e-3
+    assert cases.relative_error(outs[0], outs[1]) < 1e-3
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
