@@ -18,16 +18,16 @@ WORDS = tl.constexpr(MX_BLOCK)  # of a row of a block
 COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 NUM_PARTS = tl.constexpr(PARTS)
 # PTX that brings the codes of a part of the two words in $1 to where bfloat16 has sign, exponent and mantissa (`CODE_BITS`).
-_PLACE = (
+PLACE_PTX = (
     "and.b32 m, $1, 0x81C081C0;",
     "shf.r.wrap.b32 m, $1, $1, 6; and.b32 m, m, 0x81C081C0;",
     "shf.r.wrap.b32 m, $1, $1, 3; and.b32 m, m, 0x81C081C0;",
     "and.b32 m, $1, 0x001B001B; mul.lo.u32 m, m, 0x4108; and.b32 m, m, 0x81C081C0;",
 )
 _TO_FLOAT16 = "and.b32 s, m, 0x80008000; shl.b32 m, m, 3; lop3.b32 m, m, 0x0E000E00, s, 0xEA;"
-BFLOAT16_PTX = tl.constexpr(tuple(f"{{.reg .b32 m; {place} mul.rn.bf16x2 $0, m, $2;}}" for place in _PLACE))
+BFLOAT16_PTX = tl.constexpr(tuple(f"{{.reg .b32 m; {place} mul.rn.bf16x2 $0, m, $2;}}" for place in PLACE_PTX))
 FLOAT16_PTX = tl.constexpr(
-    tuple(f"{{.reg .b32 m, s; {place} {_TO_FLOAT16} mul.rn.f16x2 $0, m, $2;}}" for place in _PLACE)
+    tuple(f"{{.reg .b32 m, s; {place} {_TO_FLOAT16} mul.rn.f16x2 $0, m, $2;}}" for place in PLACE_PTX)
 )
 # PTX that makes a byte of $1 the exponent of two bfloat16 numbers.
 FACTOR_PTX = tl.constexpr(

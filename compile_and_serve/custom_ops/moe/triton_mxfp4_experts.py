@@ -1,10 +1,11 @@
 """`cas::experts` on CUDA over MXFP4 weights (the Triton layout of `custom_ops/quantized/mxfp4.py`). The tuner chooses a method:
 
-- "direct …", for few pairs: each pair is a block of its own, so that nothing is sorted;
+- "gemv …", for few pairs, in bfloat16 on Hopper: `triton_mxfp4_gemv`;
+- "direct …", for few pairs else: each pair is a block of its own, so that nothing is sorted;
 - "mxfp4 …": blocks of pairs of one expert, as in `triton_experts`;
 - "expanded …", for many pairs: the weights are dequantized to x's dtype in scratch memory, then `triton_experts`' kernels run.
 
-The first two decode the weights in registers (`triton_mxfp4_decode`), between their load and a product on the tensor cores.
+Direct and mxfp4 decode the weights in registers (`triton_mxfp4_decode`), between their load and a product on the tensor cores.
 
 Shape legend: T tokens, K experts of a token, P = T · K pairs (pair p is of token p // K), X experts, D hidden size, F intermediate size
 of an expert, O output features, C words of a tile's row.
@@ -30,6 +31,7 @@ from compile_and_serve.custom_ops.moe.triton_experts import (
     run_expanded,
 )
 from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import COLUMNS, NUM_PARTS, WORDS, values_of_part
+from compile_and_serve.custom_ops.moe.triton_mxfp4_gemv import GEMV_TILES, run_mxfp4_gemv
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
@@ -40,7 +42,7 @@ from compile_and_serve.custom_ops.triton_common import (
     wait_for_previous,
 )
 
-MAX_DIRECT_PAIRS = 16
+MAX_FEW_PAIRS = 16
 MIN_EXPANDED_PAIRS_EACH = (
     64  # of an expert; writing and reading the expanded weights takes longer: with 32 pairs three times as long
 )
@@ -286,7 +288,9 @@ def dequantize(words: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: to
 
 def mxfp4_methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
-    if operands.num_pairs <= MAX_DIRECT_PAIRS:
+    if operands.num_pairs <= MAX_FEW_PAIRS:
+        if operands.x_TD.dtype == torch.bfloat16 and supports_pdl(operands.x_TD.device):
+            return {tiles.name: functools.partial(run_mxfp4_gemv, tiles, operands) for tiles in GEMV_TILES}
         return {f"direct {tiles.name}": functools.partial(run_mxfp4, tiles, True, operands) for tiles in _DIRECT}
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     num_experts = operands.gate_up.shape[0]

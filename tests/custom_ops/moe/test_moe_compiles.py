@@ -13,10 +13,12 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json
+import re
 import triton.language as tl
 from compile_and_serve.custom_ops.moe import triton_experts as e
 from compile_and_serve.custom_ops.moe import triton_expand_experts as x
 from compile_and_serve.custom_ops.moe import triton_mxfp4_experts as m
+from compile_and_serve.custom_ops.moe import triton_mxfp4_gemv as g
 from compile_and_serve.custom_ops.moe.triton_order import _count_kernel, _order_kernel, _place_kernel
 from compile_and_serve.custom_ops.moe.triton_route import _route_kernel
 from tests.support.hopper import compiled
@@ -32,12 +34,14 @@ def facts(kernel, constants, num_warps):
         if is_8bit and name in ("w_ptr", "scale_ptr"):
             return "*fp8e4nv" if name == "w_ptr" else "*fp32"
         if is_mxfp4 and name in ("w_ptr", "scale_ptr", "experts_ptr"):
-            return "*i16" if name == "w_ptr" else "*i32"
+            return "*i16" if name == "w_ptr" and "gemv" not in kernel.__name__ else "*i32"
         if not name.endswith("_ptr"):
             return "fp32" if name in FLOATS else "i32"
         return "*i32" if name in INT32 else "*fp32" if name in FLOATS else "*bf16"
     made = compiled(kernel, constants | {"PDL": True}, type_of, num_warps)
-    return {"ptx": made.asm["ptx"], "shared": made.metadata.shared}
+    named = dict(re.findall(r"(#\\w+) = #ttg.blocked<[{](.*?)[}]>", made.asm["ttgir"]))
+    used = set(re.findall(r"mma.sync.*-> tensor<.*?, (#\\w+)>", made.asm["ttgir"]))
+    return {"ptx": made.asm["ptx"], "shared": made.metadata.shared, "layouts": [named[one] for one in used]}
 
 # Down takes no more shared memory than gate and up with the same tiles, so it is compiled with the smallest and the largest.
 SOME = (e._FEW[0], e._MANY[-1], m._DIRECT[0], m._FEW[0], m._MANY[-1])
@@ -79,6 +83,12 @@ for scales in (1, 2):
         found[f"8-bit down {scales} {tiles.block_p}"] = facts(
             e._grouped_down_kernel, quantized | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
     found[f"expand {scales}"] = facts(x._dequantize_experts_kernel, dict(SCALES=scales, BLOCK_O=32, BLOCK_I=128), 4)
+for tiles in g.GEMV_TILES:
+    sizes = dict(HAS_BIAS=True, NUM_BLOCKS=23, PTX=True)
+    found[f"pairs gate_up {tiles.gate_up}"] = facts(
+        g._mxfp4_gemv_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCKS=tiles.gate_up), tiles.gate_up)
+    found[f"pairs down {tiles.down}"] = facts(
+        g._mxfp4_gemv_down_kernel, sizes | dict(HAS_RESIDUAL=True, TOP_K=4, BLOCKS=tiles.down), tiles.down)
 found["dequantize"] = facts(m._dequantize_mxfp4_kernel, dict(BLOCK_O=64, DOT=tl.bfloat16, PTX=True), 4)
 found["add"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024, HAS_RESIDUAL=True), 4)
 print(json.dumps(found))
@@ -110,3 +120,13 @@ def test_mxfp4_is_decoded_two_codes_at_a_time(kernels: dict[str, Any]) -> None:
     for name in (*ours, "dequantize"):
         assert "mul.rn.bf16x2" in kernels[name]["ptx"], name
         assert name == "dequantize" or "cp.async" in kernels[name]["ptx"], name
+
+
+def test_products_of_few_pairs_have_the_layout_that_their_instructions_rely_on(kernels: dict[str, Any]) -> None:
+    ours = {name: kernel["layouts"] for name, kernel in kernels.items() if name.startswith("pairs ")}
+    assert ours
+    for name, layouts in ours.items():
+        warps = name.split()[-1]
+        assert layouts == [
+            f"sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{warps}, 1], order = [1, 0]"
+        ], name

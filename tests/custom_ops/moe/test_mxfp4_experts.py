@@ -91,6 +91,17 @@ def test_default_method_by_number_of_tokens(num_tokens: int, prefix: str) -> Non
     assert next(iter(triton_mxfp4_experts.mxfp4_methods(operands))).startswith(prefix)
 
 
+def test_few_pairs_in_bfloat16_have_their_own_method_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mxfp4_experts, "supports_pdl", lambda device: True)
+    for num_tokens, dtype, expected in (
+        (8, torch.bfloat16, True),
+        (9, torch.bfloat16, False),
+        (1, torch.float16, False),
+    ):
+        names = triton_mxfp4_experts.mxfp4_methods(Case(num_tokens, "even", dtype).operands())
+        assert {name.startswith("gemv") for name in names} == {expected}
+
+
 def test_every_code_and_scale() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16)
     for scale in (0, 60, 120, 128):
