@@ -48,6 +48,9 @@ def with_cache_dtype(config: EngineConfig, model_config: Mapping[str, Any], devi
     if wanted == "fp8" and platform.runs_triton_kernels and not platform.computes_in(torch.float8_e4m3fn):
         logger.warning("The checkpoint is made for a float8 KV cache, which %s does not compute with.", platform.name)
         wanted = None
+    if wanted == "int8" and model_config.get("kv_lora_rank"):
+        logger.warning("The checkpoint is made for an int8 KV cache, which latent attention does not have.")
+        wanted = None
     if wanted is not None:
         logger.info(
             "The KV cache is %s, as the checkpoint's quantization_config says (--kv-cache-dtype model: not).",

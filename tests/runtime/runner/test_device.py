@@ -14,7 +14,7 @@ from compile_and_serve.custom_ops.platform import resolve_device
 from compile_and_serve.runtime.child_process import one_device
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.runner import device as devices
-from compile_and_serve.runtime.runner.device import model_dtype, resolve_dtype, use_threads
+from compile_and_serve.runtime.runner.device import model_dtype, resolve_dtype, use_threads, with_cache_dtype
 
 CPU = torch.device("cpu")
 
@@ -105,3 +105,18 @@ def test_gguf_codes_are_multiplied_in_float32_on_the_cpu(
     (tmp_path / "model.gguf").touch()
     config = make_engine_config(str(tmp_path / model), device="cpu", **options)
     assert model_dtype(config, CPU) == (expected or resolve_dtype("auto", CPU))
+
+
+@pytest.mark.parametrize(
+    ("option", "model_config", "expected"),
+    [("auto", {}, "int8"), ("auto", {"kv_lora_rank": 512}, "model"), ("fp8", {}, "fp8")],
+)
+def test_the_dtype_of_the_cache_of_an_int8_checkpoint(
+    option: str, model_config: dict[str, Any], expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = make_engine_config(str(tmp_path), device="cpu", kv_cache_dtype=option)
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"}}
+    found = with_cache_dtype(config, model_config | {"quantization_config": scheme}, CPU)
+    assert found.cache.dtype == expected
+    assert ("latent attention does not have" in caplog.text) == ("kv_lora_rank" in model_config)
