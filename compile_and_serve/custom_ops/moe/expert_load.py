@@ -132,6 +132,17 @@ def count_call(ids_TK: torch.Tensor, down: torch.Tensor) -> None:
 
 
 @contextmanager
+def counting_no_experts() -> Iterator[None]:
+    """Count nothing inside the block: for calls of another model."""
+    global _load, _layers
+    previous, _load, _layers = (_load, _layers), None, None
+    try:
+        yield
+    finally:
+        _load, _layers = previous
+
+
+@contextmanager
 def counting_experts() -> Iterator[dict[int, LayerLoad]]:
     """Count inside the block. → the layers' loads, in the order in which the layers first ran"""
     global _layers

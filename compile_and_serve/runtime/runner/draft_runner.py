@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
 from compile_and_serve.models.drafters import DRAFT_TOKENS
@@ -372,7 +373,8 @@ class DraftRunner:
                 inputs[HIDDEN_STATES] = hidden_SD
             if host is not None:
                 self._plan(metadata)
-            given = self._model(_step_of(num_seqs, inputs, self._state, metadata))
+            with counting_no_experts():
+                given = self._model(_step_of(num_seqs, inputs, self._state, metadata))
             tokens_S, hidden_SD = self._likeliest(given[LOGITS]), given.get(HIDDEN_STATES)
             drafts.append(tokens_S)
         return torch.stack(drafts, dim=1)
@@ -392,13 +394,13 @@ class DraftRunner:
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         model = self._writes_state if keeps_state_only else self._model
         assert model is not None
-        return model(
-            Step(
-                inputs=inputs, state=self._state, metadata=metadata, num_tokens=like.num_tokens, num_seqs=like.num_seqs,
-                padded_tokens=like.padded_tokens, padded_seqs=like.padded_seqs, num_rows=num_rows,
-                max_query_len=like.max_query_len, uses_optional=False,
-            )
+        step = Step(
+            inputs=inputs, state=self._state, metadata=metadata, num_tokens=like.num_tokens, num_seqs=like.num_seqs,
+            padded_tokens=like.padded_tokens, padded_seqs=like.padded_seqs, num_rows=num_rows, max_query_len=like.max_query_len,
+            uses_optional=False,
         )  # fmt: skip
+        with counting_no_experts():
+            return model(step)
 
     def _upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
         return self._platform.upload(np.ascontiguousarray(array), through_pinned=through_pinned)

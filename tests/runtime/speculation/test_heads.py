@@ -300,6 +300,15 @@ def test_no_token_changes(method: str, folders: dict[str, Path], monkeypatch: py
     core.shutdown()
 
 
+def test_the_experts_of_a_head_are_not_counted(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_draft(monkeypatch)
+    core = engine(folders, "mtp", expert_metrics=True)
+    run_requests(core, requests()[:2])
+    assert core.stats().spec_decode_num_draft_tokens > 0
+    assert core.executor.worker._expert_load.num_layers == 1  # type: ignore[attr-defined]
+    core.shutdown()
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_a_device_with_memory_of_its_own_drafts_the_same(
     method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
