@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 
 import torch
 
@@ -18,6 +19,8 @@ from compile_and_serve.custom_ops.build.sources import CSRC
 from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS, TILE_WORDS, tile_columns
+
+log = logging.getLogger(__name__)
 
 _ENTRIES = {torch.float16: "cas_group_linear_float16", torch.bfloat16: "cas_group_linear_bfloat16"}  # as CAS_CONFIG
 
@@ -54,11 +57,20 @@ def group_linear_library() -> NvccLibrary:
 
 @functools.cache
 def load_group_linear(device: torch.device) -> ctypes.CDLL | None:
-    """The library, which is built first if necessary; None with the reason in the log if it cannot be."""
+    """The library, which is built first if necessary; None with the reason in the log if it cannot be, or does not run here."""
     library = load_or_build(device, "CUDA kernels of 4-bit linears", group_linear_library, is_quick=True)
-    if library is not None:
-        for entry in _ENTRIES.values():
-            getattr(library, entry).restype = ctypes.c_char_p
+    if library is None:
+        return None
+    for entry in _ENTRIES.values():
+        getattr(library, entry).restype = ctypes.c_char_p
+    x_TI = torch.zeros(1, 128, dtype=torch.float16, device=device)
+    packed = torch.zeros(1, 1, TILE_OUTPUTS, TILE_WORDS, dtype=torch.int16, device=device)
+    scale = torch.zeros(1, 1, TILE_OUTPUTS, dtype=torch.float16, device=device)
+    try:  # nvcc may be newer than the driver
+        _launch(library, x_TI.new_empty(1, TILE_OUTPUTS), x_TI, packed, scale, None, 128, None, False, None)
+    except RuntimeError as error:
+        log.warning("Triton's kernels of 4-bit linears are in use: %s", error)
+        return None
     return library
 
 
@@ -91,11 +103,17 @@ def run_group_linear(
 
     The operands have to satisfy `unsupported_reason`. packed, scale, offset: in the Triton layout. bias_O, residual_TO: of x's dtype.
     """
-    num_tokens, inputs = x_TI.shape
-    rows = out_features // 2 if silu_mul else out_features
-    out_TR = x_TI.new_empty(num_tokens, rows)
-    if is_compiling_ahead():
-        return out_TR
+    out_TR = x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
+    if not is_compiling_ahead():
+        _launch(library, out_TR, x_TI, packed, scale, offset, group_size, bias_O, silu_mul, residual_TO)
+    return out_TR
+
+
+def _launch(
+    library: ctypes.CDLL, out_TR: torch.Tensor, x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor,
+    offset: torch.Tensor | None, group_size: int, bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None,
+) -> None:  # fmt: skip
+    (num_tokens, inputs), rows = x_TI.shape, out_TR.shape[1]
     args = _Arguments(
         out=out_TR.data_ptr(), x=x_TI.data_ptr(), weight=packed.data_ptr(), scale=scale.data_ptr(), zeros=_pointer(offset),
         bias=_pointer(bias_O), residual=_pointer(residual_TO), x_stride=x_TI.stride(0),
@@ -105,11 +123,8 @@ def run_group_linear(
     )  # fmt: skip
     error = getattr(library, _ENTRIES[x_TI.dtype])(ctypes.byref(args))
     if error is not None:
-        shape = f"[{out_features}, {inputs}]"
-        raise RuntimeError(
-            f"The CUDA kernel of 4-bit linears could not multiply {list(x_TI.shape)} by {shape}: {error.decode()}"
-        )
-    return out_TR
+        shape = f"{rows} {'pairs of rows' if silu_mul else 'rows'} of {inputs} inputs"
+        raise RuntimeError(f"CUDA kernels of 4-bit linears: {list(x_TI.shape)} by {shape}: {error.decode()}")
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

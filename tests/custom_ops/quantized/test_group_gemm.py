@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from compile_and_serve.custom_ops.build.cuda import find_nvcc
 
 pytest.importorskip("triton")
 
+from compile_and_serve.custom_ops.quantized import group_gemm
 from compile_and_serve.custom_ops.quantized.group_gemm import group_linear_library, unsupported_reason
 
 
@@ -33,6 +35,25 @@ def test_it_builds(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     library = ctypes.CDLL(str(path))
     assert library.cas_group_linear_float16
     assert library.cas_group_linear_bfloat16
+
+
+def test_a_library_that_does_not_run_here_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error: bytes | None = b"CUDA driver version is insufficient for CUDA runtime version"
+
+    class Entry:
+        def __call__(self, arguments: object) -> bytes | None:
+            return error
+
+    library = SimpleNamespace(cas_group_linear_float16=Entry(), cas_group_linear_bfloat16=Entry())
+    monkeypatch.setattr(group_gemm, "load_or_build", lambda *args, **options: library)
+    load = group_gemm.load_group_linear.__wrapped__
+    with caplog.at_level("WARNING"):
+        assert load(torch.device("cpu")) is None
+    assert "driver version is insufficient" in caplog.text
+    error = None
+    assert load(torch.device("cpu")) is library
 
 
 def test_what_it_does_not_take() -> None:
