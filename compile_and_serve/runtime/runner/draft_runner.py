@@ -106,22 +106,24 @@ class DraftRunner:
         layout: of the step; None: it is made up. outputs: of the step. sampled: int64, the token of each sampled row; None: no row is.
         keeps_state_only: no drafts are wanted after this step, so that only keys and values need be written.
         """
-        if layout is not None and sampled is not None:
-            keeps_state_only = keeps_state_only and self._writes_state is not None and step.max_query_len == 1
+        keeps_state_only = keeps_state_only and self._writes_state is not None and step.max_query_len == 1
+        if layout is not None and sampled is not None:  # noqa: SIM102
             if self._replay_follow(step, layout, outputs, sampled, keeps_state_only=keeps_state_only):
                 return
         metadata = self._metadata_of(step, layout)
         self._plan(metadata)
         if self._kind == "tokens":
-            self._run_tokens(step, metadata)
+            self._run_tokens(step, metadata, keeps_state_only=keeps_state_only)
             return
         rows, slots = step.inputs["logits_indices"][: step.num_seqs], None
         if layout is not None:
             rows = self._one_row
-            if sampled is not None:
+            if sampled is not None and not keeps_state_only:
                 rows, slots = self._accepted_rows(step, layout, sampled), self._upload(layout.sampled_slots)
         tokens_T = self._one_row if self._kind == "heads" else self._next_tokens(step, layout, sampled)
-        self._run_head(step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots)
+        self._run_head(
+            step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, keeps_state_only=keeps_state_only
+        )
 
     def _replay_follow(
         self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor, *, keeps_state_only: bool
