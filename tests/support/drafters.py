@@ -67,8 +67,10 @@ def use_oracle(
     return drafter
 
 
-def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, num_drafts: int) -> list[GraphRunners]:
-    """Engines of up to 8 sequences that are made from now on have stand-ins for CUDA graphs, which are returned. `capture_all` them."""
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, num_drafts: int, max_drafted_seqs: int = 8) -> list[GraphRunners]:
+    """Engines of up to 8 sequences that are made from now on have stand-ins for CUDA graphs, which are returned. `capture_all` them.
+    max_drafted_seqs: of steps with drafts.
+    """
     made: list[GraphRunners] = []
 
     def graph_runners(
@@ -76,11 +78,13 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, num_drafts: int) -> list[Gr
     ) -> GraphRunners:
         stats, fake, sizes = GraphStats(), FakeDevice(), (1, 2, 4, 8)
         given: dict[str, Any] = {
-            "mode": "full", "max_num_seqs": 8, "backends": [], "device": fake, "decode_head": begin_step, "stats": stats,
+            "mode": "full", "backends": [], "device": fake, "decode_head": begin_step, "stats": stats,
         }  # fmt: skip
         # Sampling stays outside: Triton's kernels would run in the interpreter.
-        runner = CudaGraphRunner(plans[0], sizes=(8,), **given)
-        drafted = CudaGraphRunner(plans[0], sizes=sizes, query_len=1 + num_drafts, **given)
+        runner = CudaGraphRunner(plans[0], sizes=(8,), max_num_seqs=8, **given)
+        drafted = CudaGraphRunner(
+            plans[0], sizes=sizes, max_num_seqs=max_drafted_seqs, query_len=1 + num_drafts, **given
+        )
         drafter = None if drafter_backends is None else WorkGraphs(sizes, fake, stats, "draft")
         made.append(GraphRunners([runner], drafted, drafter))
         return made[-1]

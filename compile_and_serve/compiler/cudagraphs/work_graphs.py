@@ -92,7 +92,7 @@ class WorkGraphs:
         """As `CudaGraphRunner.estimate_parts`: what the work frees is less than what the model's steps free."""
         if self._work_of is None or not self.sizes:
             return 0, 0
-        return 0, len(self.sizes) * sum(1 for _ in self._work_of(self.sizes[0])) * self._device.bytes_per_graph
+        return 0, sum(1 for size in self.sizes for _ in self._work_of(size)) * self._device.bytes_per_graph
 
     @property
     def largest_loss(self) -> float:

@@ -66,7 +66,7 @@ def make_graph_runners(
     if drafted is not None and drafter_backends is not None:
         others = [name for name, one in drafter_backends.items() if not getattr(one, "drafts_capturable", False)]
         if not others:
-            drafter = WorkGraphs(drafted.sizes, graphs, stats, "draft")
+            drafter = WorkGraphs(runners[-1].sizes, graphs, stats, "draft")
         elif logs:
             logger.info(
                 "The drafter runs without CUDA graphs: its attention of %s cannot be captured.", ", ".join(others)

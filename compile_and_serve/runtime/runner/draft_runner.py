@@ -17,7 +17,7 @@ Only `known_drafts` waits for the device. After steps of decodes alone `follow` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -73,7 +73,7 @@ class DraftRunner:
         fields = ("slots", "positions", "counts", "last_tokens")
         self._asked = StagedArrays({name: (np.int64, _aligned(num_slots)) for name in fields}, device)
         # What a captured `follow` reads of the step.
-        num_rows = 0 if graphs is None or not graphs.sizes else graphs.sizes[-1] * (1 + num_drafts)
+        num_rows = 0 if graphs is None else batch.max_sampled
         self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
         given = next((one for one in compiled.drafter.target.outputs if one.name == HIDDEN_STATES), None)
         features = 0 if given is None else int(given.dims[1])
@@ -85,17 +85,26 @@ class DraftRunner:
         """The model as far as it writes state, once it is loaded; None if it has none, or is not compiled."""
         return self._model.writes_state if self._groups and isinstance(self._model, CompiledModel) else None
 
-    def work(self, size: int, steps: Iterable[DecodeStep]) -> Iterator[Work]:
-        """What to capture for so many sequences. steps: of decodes, which `follow` follows; each lies in memory until the next is made."""
-        self._ask([], [], size)
-        yield Work(name=_PROPOSE, run=lambda: self._draft(size, self._num_drafts, None))
-        for step in steps:
-            for keeps_state_only in (
-                (False, True) if step.max_query_len == 1 and self._writes_state is not None else (False,)
-            ):
-                metadata = self._metadata_of(step, keeps_rows=True)
-                run = partial(self._follow_decodes, step, metadata, keeps_state_only=keeps_state_only)
-                yield Work(name=_follow_name(step, keeps_state_only), run=run, addresses=step.addresses)
+    def work(
+        self, size: int, plain_step: Callable[[int], DecodeStep], drafted_step: Callable[[int], DecodeStep] | None
+    ) -> Iterator[Work]:
+        """What to capture for so many sequences. plain_step, drafted_step: of decodes, which `follow` follows; each lies in memory until
+        the next is made. drafted_step: None: no step of so many has drafts.
+        """
+        step = plain_step(size)
+        if self._writes_state is not None:
+            yield self._follow_work(step, keeps_state_only=True)
+        if self._writes_state is None or drafted_step is not None:
+            yield self._follow_work(step, keeps_state_only=False)
+        if drafted_step is not None:
+            self._ask([], [], size)
+            yield Work(name=_PROPOSE, run=lambda: self._draft(size, self._num_drafts, None))
+            yield self._follow_work(drafted_step(size), keeps_state_only=False)
+
+    def _follow_work(self, step: DecodeStep, *, keeps_state_only: bool) -> Work:
+        metadata = self._metadata_of(step, keeps_rows=True)
+        run = partial(self._follow_decodes, step, metadata, keeps_state_only=keeps_state_only)
+        return Work(name=_follow_name(step, keeps_state_only), run=run, addresses=step.addresses)
 
     def follow(
         self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
@@ -121,9 +130,7 @@ class DraftRunner:
             if sampled is not None and not keeps_state_only:
                 rows, slots = self._accepted_rows(step, layout, sampled), self._upload(layout.sampled_slots)
         tokens_T = self._one_row if self._kind == "heads" else self._next_tokens(step, layout, sampled)
-        self._run_head(
-            step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, keeps_state_only=keeps_state_only
-        )
+        self._run_head(step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, keeps_state_only=keeps_state_only)
 
     def _replay_follow(
         self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor, *, keeps_state_only: bool

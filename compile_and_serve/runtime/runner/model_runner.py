@@ -92,6 +92,8 @@ class ModelRunner:
         self._steps_of_layout = steps  # what runs the batch's present layout
         self._drafted_graph_steps: list[DecodeStep] = []  # graphs read and write tensors that only these steps hold
         self._drafted_len = 1 + (0 if config.speculative is None else config.speculative.num_tokens)
+        # Decodes of one step that have a graph with drafts.
+        self._max_drafted_seqs = 0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len
         self.backends = dict(backends)
         self.device = device
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
@@ -110,7 +112,7 @@ class ModelRunner:
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
             max_host_drafts=0 if config.speculative is None else config.speculative.num_tokens,
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
-            max_padded_drafts=0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len,
+            max_padded_drafts=self._max_drafted_seqs,
         )  # fmt: skip
         self.drafter = None
         if drafter is not None:
@@ -256,9 +258,9 @@ class ModelRunner:
         )  # fmt: skip
 
     def drafter_work(self, size: int) -> Iterator[Work]:
-        """What the drafter does for `size` decodes, without and with drafts: what graphs are captured of."""
+        """What the drafter does for `size` decodes: what graphs are captured of."""
         assert self.drafter is not None
-        return self.drafter.work(size, (make(size) for make in (self.decode_step, self.drafted_step)))
+        return self.drafter.work(size, self.decode_step, self.drafted_step if size <= self._max_drafted_seqs else None)
 
     def _take_in(self, scheduled: SchedulerOutput) -> None:
         batch, sampler = self.batch, self.sampler

@@ -369,30 +369,39 @@ def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], m
 def test_a_compiled_head_drafts_the_same(
     method: str, folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind steps of which it only kept the keys and values."""
+    """Also behind steps of which it only kept the keys and values: with graphs and without, and for more sequences than get drafts."""
     check_every_draft(monkeypatch)
     replay, replayed = WorkGraphs.replay, []
+    run, kept_state_only = DraftRunner._run, []
 
     def recorded(self: WorkGraphs, name: str, size: int, addresses: tuple[int, ...] = ()) -> bool:
         is_found = replay(self, name, size, addresses)
-        replayed.extend([name] * is_found)
+        replayed.extend([(name, size)] * is_found)
         return is_found
 
+    def counted(self: DraftRunner, *given: Any, keeps_state_only: bool = False, **options: Any) -> Any:
+        kept_state_only.append(keeps_state_only)
+        return run(self, *given, keeps_state_only=keeps_state_only, **options)
+
     monkeypatch.setattr(WorkGraphs, "replay", recorded)
-    found = []
-    for is_eager in (True, False):
+    monkeypatch.setattr(DraftRunner, "_run", counted)
+    found, num_kept = [], []
+    for mode in ("eager", "compiled", "captured"):
         steps = iter(range(10_000))
         monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
-        made = [] if is_eager else use_fake_graphs(monkeypatch, 3)
+        made = use_fake_graphs(monkeypatch, 3, max_drafted_seqs=2) if mode == "captured" else []
         proposed = record_drafts(monkeypatch)
-        core = engine(folders, method, enforce_eager=is_eager, cache_dir=shared_cache_dir, max_num_seqs=8)
+        core = engine(folders, method, enforce_eager=mode == "eager", cache_dir=shared_cache_dir, max_num_seqs=8)
         for graphs in made:
             capture_all(graphs)
+        kept_state_only.clear()
         outputs = tokens_of(run_requests(core, requests()))
         found.append((outputs, core.stats().spec_decode_num_accepted_tokens_per_pos, proposed))
+        num_kept.append(sum(kept_state_only))
         core.shutdown()
-    assert found[0] == found[1]
-    assert replayed.count("follow 1, state only") > 5
+    assert found[0] == found[1] == found[2]
+    assert num_kept[0] == 0 < num_kept[1]
+    assert ("follow 1, state only", 8) in replayed
 
 
 @pytest.mark.slow
