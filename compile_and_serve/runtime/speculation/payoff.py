@@ -23,7 +23,7 @@ _FIRST_TRIAL, _LAST_TRIAL = 64, 8192  # steps between two trials of the other mo
 _SETTLING_STEPS = 2  # at a change of mode, which belong to neither
 _HYSTERESIS = 1.02
 _SAMPLES = 2  # measurements that make a time known
-_STALE_STEPS = 1024  # after which a time is measured again
+_STALE_STEPS = 64  # after which a time is measured again; twice as many each time, up to _LAST_TRIAL
 _PRIOR = 0.7  # acceptance that is assumed of a new request
 _PRIOR_WEIGHT = 2.0
 _MEMORY = 0.9  # per step, of a request's own acceptance
@@ -74,6 +74,20 @@ class _StepTime:
     num_drafts: Mean = field(default_factory=Mean)
     seconds: Mean = field(default_factory=Mean)
     last_step: int = 0
+    stale_steps: int = _STALE_STEPS
+
+    def add(self, num_drafts: int, seconds: float, step: int) -> None:
+        """The least of the first times counts: the others may include what is done once, such as loading a kernel."""
+        if 0 < self.seconds.count < _SAMPLES:
+            self.seconds.value = seconds = min(seconds, self.seconds.value)
+        self.num_drafts.add(num_drafts)
+        self.seconds.add(seconds)
+        self.last_step = step
+
+    def forget_if_stale(self, step: int) -> None:
+        if self.seconds.count and step > self.last_step + self.stale_steps:
+            self.num_drafts, self.seconds = Mean(), Mean()
+            self.stale_steps = min(2 * self.stale_steps, _LAST_TRIAL)
 
 
 @dataclass(slots=True)
@@ -112,10 +126,8 @@ class _BatchSizeStats:
             self.rates[not self.is_on] = Mean()
 
     def record_time(self, num_drafts: int, seconds: float) -> None:
-        time = self.times.setdefault(_range_of(num_drafts), _StepTime())
-        time.num_drafts.add(num_drafts)
-        time.seconds.add(seconds)
-        time.last_step = self.num_steps = self.num_steps + 1
+        self.num_steps += 1
+        self.times.setdefault(_range_of(num_drafts), _StepTime()).add(num_drafts, seconds, self.num_steps)
 
     def is_known(self, num_drafts: int) -> bool:
         """Whether steps with about as many draft tokens have been measured."""
@@ -124,8 +136,8 @@ class _BatchSizeStats:
 
     def known_times(self) -> list[tuple[float, float]]:
         """Numbers of draft tokens, ascending, and their seconds. Forgets stale ones."""
-        oldest = self.num_steps - _STALE_STEPS
-        self.times = {key: time for key, time in self.times.items() if time.last_step >= oldest}
+        for time in self.times.values():
+            time.forget_if_stale(self.num_steps)
         known = [time for _, time in sorted(self.times.items()) if time.seconds.count >= _SAMPLES]
         return [(time.num_drafts.value, time.seconds.value) for time in known]
 

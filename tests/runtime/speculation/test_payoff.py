@@ -121,6 +121,32 @@ def test_one_draft_token_does_not_stand_for_all() -> None:
     assert payoff.draft_lengths(1, drafted, 4) == {"r": 1}
 
 
+def test_a_slow_start_does_not_stand_for_all_steps() -> None:
+    """The first steps with drafts may load kernels, or run before their graphs are captured."""
+    drafted = {"r": (4, 0.8)}
+
+    def started(*slow: float) -> Payoff:
+        payoff = Payoff()
+        for _ in range(2):
+            payoff.record(1, 0, 1, 4.2e-3, True)
+            payoff.record(1, 1, 2, 5.6e-3, True)
+        for seconds in slow:
+            payoff.record(1, 4, 4, seconds, True)
+        return payoff
+
+    assert started(60e-3, 5.6e-3).draft_lengths(1, drafted, 4) == {"r": 4}
+    payoff, asked = started(60e-3, 60e-3), []
+    for step in range(500):
+        count = sum(payoff.draft_lengths(1, drafted, 4).values())
+        asked += [step] * (count == 4)
+        payoff.record(1, count, 1 + count, {0: 4.2e-3, 1: 5.6e-3, 4: 60e-3}[count], True)
+    assert 4 <= len(asked) <= 8  # twice, less and less often
+    for _ in range(1000):
+        count = sum(payoff.draft_lengths(1, drafted, 4).values())
+        payoff.record(1, count, 1 + count, 5.6e-3 if count else 4.2e-3, True)
+    assert payoff.draft_lengths(1, drafted, 4) == {"r": 4}
+
+
 def test_only_draft_tokens_that_pay_are_computed() -> None:
     payoff = Payoff()
     for _ in range(5):
