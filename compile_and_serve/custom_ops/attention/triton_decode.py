@@ -48,6 +48,44 @@ MAX_SPLITS = 16
 UNROLL = tl.constexpr(4)  # splits that are combined at once
 
 
+@triton.jit
+def unpack_pairs(pairs, IS_INT8: tl.constexpr, PDL: tl.constexpr):
+    """Pairs of 8-bit values in int16 → the low bytes' values and the high bytes' values, both in float16.
+
+    PDL stands for a Hopper or newer device, which can run the assembly below.
+    """
+    if PDL and IS_INT8:  # 1024 + (x + 128) has the bits 0x6400 + (x + 128)
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 biased, base;
+            xor.b32 biased, $2, 0x80808080;
+            mov.b32 base, 0x64806480;
+            prmt.b32 $0, biased, 0x64646464, 0x4240;
+            prmt.b32 $1, biased, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, $0, base;
+            sub.rn.f16x2 $1, $1, base;
+            }""",
+            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PDL:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 lows, highs;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lows, highs}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lows;
+            cvt.rn.f16x2.e4m3x2 $1, highs;
+            }""",
+            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        value: tl.constexpr = tl.int8 if IS_INT8 else tl.float8e4nv
+        low = (pairs & 0xFF).to(tl.int8).to(value, bitcast=True).to(tl.float16)
+        high = ((pairs >> 8) & 0xFF).to(tl.int8).to(value, bitcast=True).to(tl.float16)
+    return low, high
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr,
@@ -67,7 +105,11 @@ def _decode_kernel(
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * PAGE
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+    HALVES: tl.constexpr = BLOCK_E // 2
     product: tl.constexpr = tl.float16 if (is_float8 or is_int8) and dtype == tl.bfloat16 else dtype
+    # The values are the second operand of a product, so they are transposed on their way out of shared memory. One instruction does that
+    # for many elements, but only for elements of 16 bits. So 8-bit values are loaded in pairs: even and odd columns have sums of their own.
+    is_paired: tl.constexpr = (is_float8 or is_int8) and product == tl.float16 and BLOCK_E >= 32
     cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
     let_next_start(PDL)
@@ -159,6 +201,9 @@ def _decode_kernel(
             acc_GE *= shrink_G[:, None]
             max_G = largest_G
 
+    if is_paired:
+        pairs_H = tl.arange(0, HALVES)
+        even_GH, odd_GH = tl.split(tl.reshape(acc_GE, (BLOCK_G, HALVES, 2)))
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         tokens_C = start + tl.arange(0, BLOCK_C)
         ok_C = tokens_C < end
@@ -170,10 +215,15 @@ def _decode_kernel(
         ok_CR = ok_C[:, None] & ok_R[None, :]
         k_low_CR = from_cache(tl.load(k_CR, mask=ok_CR, other=0.0), product)
         k_high_CR = from_cache(tl.load(k_CR + HALF, mask=ok_CR, other=0.0), product)
-        v_CE = tl.load(
-            base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0
-        )
-        v_CE = from_cache(v_CE, product)
+        v_rows_C = base + TO_VALUES + rows_C
+        if is_paired:
+            pairs_CH = tl.load(
+                v_rows_C[:, None].to(tl.pointer_type(tl.int16)) + pairs_H[None, :],
+                mask=ok_C[:, None] & (pairs_H < HALF)[None, :], other=0,
+            )  # fmt: skip
+        else:
+            v_CE = tl.load(v_rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0)
+            v_CE = from_cache(v_CE, product)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
         if is_int8:
@@ -190,8 +240,15 @@ def _decode_kernel(
         sum_G = sum_G * shrink_G + tl.sum(probs_GC, 1)
         if is_int8:
             probs_GC *= v_scale_C[None, :]
-        acc_GE = tl.dot(probs_GC.to(product), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
+        if is_paired:
+            v_even_CH, v_odd_CH = unpack_pairs(pairs_CH, is_int8, PDL)
+            even_GH = tl.dot(probs_GC.to(product), v_even_CH, even_GH * shrink_G[:, None])
+            odd_GH = tl.dot(probs_GC.to(product), v_odd_CH, odd_GH * shrink_G[:, None])
+        else:
+            acc_GE = tl.dot(probs_GC.to(product), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
         max_G = new_max_G
+    if is_paired:
+        acc_GE = tl.interleave(even_GH, odd_GH)
 
     if is_int8:
         acc_GE /= UNIT

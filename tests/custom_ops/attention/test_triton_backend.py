@@ -206,6 +206,24 @@ def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> N
     assert cases.relative_error(outs[0], outs[1]) < 1e-3
 
 
+@pytest.mark.parametrize("cache_dtype", [FP8, torch.int8])
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (64, 4, 4)])
+def test_bfloat16_decodes_over_8_bit_caches(cache_dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
+    """Of one tile and of several; heads that fill their block and that don't. Products are float16's there."""
+    metadata = make_metadata([1, 1, 1], [1, 70, 300], 120)
+    q, k, v = (torch.randn(3, n, head_dim).bfloat16() for n in (heads, kv_heads, kv_heads))
+    cache = (
+        cases.random_int8_cache(120, kv_heads, BLOCK_SIZE, head_dim)
+        if cache_dtype == torch.int8
+        else random_cache(120, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=cache_dtype)
+    )
+    outs = [
+        backend.forward(q, k, v, cache.clone(), head_dim**-0.5, metadata).double()
+        for backend in (TritonAttention(), TorchAttention())
+    ]
+    assert cases.relative_error(outs[0], outs[1]) < 2**-7  # a unit of bfloat16 from each of the two
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_plain_attention(query_lens: list[int], seq_lens: list[int], cache_dtype: torch.dtype) -> None:
