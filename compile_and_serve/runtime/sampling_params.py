@@ -71,6 +71,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether the likeliest token is always chosen."""
         return self.temperature < 1e-5
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen, for some tokens of the output at least."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        lists = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids)
+        return penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0 or any(lists) or self.structured_outputs is not None
+
     def verify(self) -> None:
         """Raise `SamplingParamsError`, a `ValueError`, that names the first parameter out of range, its limits and its value."""
         _check(self.n >= 1, "n", "at least 1", self.n)

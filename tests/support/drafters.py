@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
+from compile_and_serve.custom_ops.step import LOGITS, Step
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.runner.decode_step import begin_step
+from compile_and_serve.runtime.runner.decode_step import DecodeStep, begin_step, keep_gained
 from compile_and_serve.runtime.speculation import speculator
 from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.support.fake_graphs import FakeDevice
@@ -67,9 +69,11 @@ def use_oracle(
     return drafter
 
 
-def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, num_drafts: int, max_drafted_seqs: int = 8) -> list[GraphRunners]:
+def use_fake_graphs(
+    monkeypatch: pytest.MonkeyPatch, num_drafts: int, max_drafted_seqs: int = 8, *, samples_greedily: bool = False
+) -> list[GraphRunners]:
     """Engines of up to 8 sequences that are made from now on have stand-ins for CUDA graphs, which are returned. `capture_all` them.
-    max_drafted_seqs: of steps with drafts.
+    max_drafted_seqs: of steps with drafts. samples_greedily: these sample in the graph, whatever the requests ask for.
     """
     made: list[GraphRunners] = []
 
@@ -83,14 +87,24 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, num_drafts: int, max_drafte
         # Sampling stays outside: Triton's kernels would run in the interpreter.
         runner = CudaGraphRunner(plans[0], sizes=(8,), max_num_seqs=8, **given)
         drafted = CudaGraphRunner(
-            plans[0], sizes=sizes, max_num_seqs=max_drafted_seqs, query_len=1 + num_drafts, **given
-        )
+            plans[0], sizes=sizes, max_num_seqs=max_drafted_seqs, query_len=1 + num_drafts,
+            decode_tail=_take_likeliest if samples_greedily else None, **given,
+        )  # fmt: skip
         drafter = None if drafter_backends is None else WorkGraphs(sizes, fake, stats, "draft")
         made.append(GraphRunners([runner], drafted, drafter))
         return made[-1]
 
     monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
     return made
+
+
+def _take_likeliest(outputs: dict[str, torch.Tensor], step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """`end_step` without Triton's kernels, which would run in the interpreter."""
+    assert isinstance(step, DecodeStep)
+    best_T, tokens_T = outputs[LOGITS].float().max(dim=1)
+    if step.drafts is not None:
+        keep_gained(tokens_T, step)
+    return tokens_T, best_T
 
 
 def capture_all(graphs: GraphRunners) -> None:

@@ -55,6 +55,10 @@ class WorkGraphs:
         index = bisect.bisect_left(self._captured, num_seqs)
         return self._captured[index] if index < len(self._captured) else None
 
+    def holds(self, name: str, size: int) -> bool:
+        """Whether there is a graph of this work for `size` sequences."""
+        return (name, size) in self._graphs
+
     def replay(self, name: str, size: int, addresses: tuple[int, ...] = ()) -> bool:
         """Replay captured work; False where there is no graph of it."""
         found = self._graphs.get((name, size))

@@ -68,9 +68,10 @@ class DraftRunner:
         num_slots, size = batch.num_slots, compiled.drafter.hidden_size
         self._tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_slots + 1, size, dtype=dtype, device=device)
-        self._drafts = torch.full((num_slots + 1, num_drafts), -1, dtype=torch.int64, device=device)
-        # What `propose` is asked for, of each sequence: batch slot, position of the last token, number of drafts, last token.
-        fields = ("slots", "positions", "counts", "last_tokens")
+        self.drafts = torch.full((num_slots + 1, num_drafts), -1, dtype=torch.int64, device=device)
+        # What `propose` is asked for, of each sequence: batch slot, position of the last token, number of drafts, last token; whether the
+        # device adds what the slot's sequence has gained since.
+        fields = ("slots", "positions", "counts", "last_tokens", "is_ahead")
         self._asked = StagedArrays({name: (np.int64, _aligned(num_slots)) for name in fields}, device)
         # What a captured `follow` reads of the step.
         num_rows = 0 if graphs is None else batch.max_sampled
@@ -104,7 +105,7 @@ class DraftRunner:
     def _follow_work(self, step: DecodeStep, *, keeps_state_only: bool) -> Work:
         metadata = self._metadata_of(step, keeps_rows=True)
         run = partial(self._follow_decodes, step, metadata, keeps_state_only=keeps_state_only)
-        return Work(name=_follow_name(step, keeps_state_only), run=run, addresses=step.addresses)
+        return Work(name=_follow_name(step.max_query_len, keeps_state_only), run=run, addresses=step.addresses)
 
     def follow(
         self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
@@ -149,7 +150,7 @@ class DraftRunner:
                 return False
             self._sampled_rows[: len(sampled)].copy_(sampled)
             self._hidden_rows[:num_rows].copy_(outputs[HIDDEN_STATES])
-        return self._graphs.replay(_follow_name(step, keeps_state_only), step.padded_seqs, step.addresses)
+        return self._graphs.replay(_follow_name(step.max_query_len, keeps_state_only), step.padded_seqs, step.addresses)
 
     def _follow_decodes(
         self, step: DecodeStep, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool
@@ -170,7 +171,7 @@ class DraftRunner:
             return
         rows = torch.arange(size, device=sampled.device) * q
         if q > 1:
-            is_right = sampled.view(size, q)[:, :-1] == self._drafts[step.slots]
+            is_right = sampled.view(size, q)[:, :-1] == self.drafts[step.slots]
             rows += is_right.long().cumprod(dim=1).sum(dim=1)
         self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, rows, step.slots)
 
@@ -251,32 +252,46 @@ class DraftRunner:
             row[: len(draft)] = draft >= 0
         firsts_S = np.cumsum(counts) - counts
         places_SK = np.minimum(firsts_S[:, None] + np.arange(self._num_drafts), len(sampled) - 1)
-        drafts_SK = self._drafts[self._upload(layout.sampled_slots)]
+        drafts_SK = self.drafts[self._upload(layout.sampled_slots)]
         is_right = (sampled[self._upload(places_SK)] == drafts_SK) & self._upload(is_draft_SK)
         return indices[self._upload(firsts_S) + is_right.long().cumprod(dim=1).sum(dim=1)]
 
-    def propose(self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]]) -> None:
+    def can_run_ahead(self, num_drafted: int, size: int, query_len: int) -> bool:
+        """Whether `propose` for `num_drafted` sequences, and `follow` after a step of `size` with padding, replay graphs."""
+        graphs = self._graphs
+        if graphs is None or (padded := graphs.padded_size(num_drafted)) is None:
+            return False
+        return graphs.holds(_PROPOSE, padded) and graphs.holds(_follow_name(query_len, False), size)
+
+    def propose(
+        self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]], *, is_ahead: bool = False
+    ) -> None:
         """Draft tokens of sequences, from their last tokens on. last_tokens: of `SchedulerOutput`; those that are not wanted get no drafts.
-        wanted: sequence → as many entries as tokens are wanted.
+        wanted: sequence → as many entries as tokens are wanted. is_ahead: the device adds what the sequences have gained since.
         """
         names = [*wanted, *(name for name in last_tokens if name not in wanted)]
         slots = [self._batch.slot_of(name) for name in names]
         size = None if self._graphs is None else self._graphs.padded_size(len(wanted))
         counts = [len(draft) for draft in wanted.values()]
-        self._ask(slots, [(*last_tokens[name], count) for name, count in zip(names, counts, strict=False)], size or 0)
+        asked = [(*last_tokens[name], count) for name, count in zip(names, counts, strict=False)]
+        self._ask(slots, asked, size or 0, is_ahead=is_ahead)
         for source in self._compiled.borrowed.values():
             self._batch.tables[source].commit()
         if size is None or self._graphs is None or not self._graphs.replay(_PROPOSE, size):
+            assert not is_ahead, "`can_run_ahead` found a graph"
             self._draft(len(wanted), max(counts), self._asked.host)
         if len(names) > len(wanted):
-            self._drafts.index_fill_(0, self._asked.device["slots"][len(wanted) : len(names)], -1)
+            self.drafts.index_fill_(0, self._asked.device["slots"][len(wanted) : len(names)], -1)
 
-    def _ask(self, slots: Sequence[int], asked: Sequence[tuple[int, int, int]], size: int) -> None:
+    def _ask(
+        self, slots: Sequence[int], asked: Sequence[tuple[int, int, int]], size: int, *, is_ahead: bool = False
+    ) -> None:
         """Fill and upload `_asked`, with padding up to `size` sequences. asked: known tokens, the last of them, number of drafts."""
         host, num_seqs = self._asked.rotate(), len(asked)
         end = _aligned(max(len(slots), size))
         host["slots"][: len(slots)] = slots
         host["slots"][len(slots) : end] = self._batch.num_slots
+        host["is_ahead"][:end] = is_ahead
         for index, (known, token, count) in enumerate(asked):
             host["positions"][index], host["last_tokens"][index], host["counts"][index] = known - 1, token, count
         for name in ("positions", "last_tokens", "counts"):
@@ -290,7 +305,9 @@ class DraftRunner:
         asked = self._asked.device
         slots_S, counts_S = asked["slots"][:num_seqs], asked["counts"][:num_seqs]
         if self._kind == "tokens":
-            drafts_SK = self._chain(num_seqs, num_drafts, 0, host, asked["last_tokens"][:num_seqs], None)
+            known_S, sampled_S = asked["last_tokens"][:num_seqs], self._batch.last_tokens[slots_S]
+            last_S = torch.where(asked["is_ahead"][:num_seqs] > 0, sampled_S, known_S)
+            drafts_SK = self._chain(num_seqs, num_drafts, 0, host, last_S, None)
         elif self._kind == "heads":
             drafts_SK = self._heads(self._hidden[slots_S])[:, :num_drafts]
         else:
@@ -299,7 +316,7 @@ class DraftRunner:
             drafts_SK = torch.cat((first_S[:, None], more_SK), dim=1)
         is_wanted = torch.arange(num_drafts, device=slots_S.device) < counts_S[:, None]
         drafts_SK = drafts_SK.masked_fill(~is_wanted, -1)
-        self._drafts.index_copy_(0, slots_S, F.pad(drafts_SK, (0, self._num_drafts - num_drafts), value=-1))
+        self.drafts.index_copy_(0, slots_S, F.pad(drafts_SK, (0, self._num_drafts - num_drafts), value=-1))
 
     def put_drafts(self, step: Step, layout: BatchLayout) -> None:
         """Copy the drafts into a step's inputs. In `layout.sampled_drafts` they are 0; -1 stands for padding."""
@@ -308,16 +325,16 @@ class DraftRunner:
         rows = [starts[row] + 1 + place for row, place in enumerate(places)]
         sources = [slot * self._num_drafts + place for slot, place in zip(layout.slots_S, places, strict=False)]
         packed = self._upload(np.stack((np.concatenate(rows), np.concatenate(sources))), through_pinned=True)
-        step.inputs["input_ids"].index_copy_(0, packed[0], self._drafts.view(-1)[packed[1]])
+        step.inputs["input_ids"].index_copy_(0, packed[0], self.drafts.view(-1)[packed[1]])
 
     def download(self) -> torch.Tensor:
         """int64 [R + 1, K]: the drafts by batch slot, on the host: see `Platform.download`. -1 where there is none."""
-        return self._platform.download(self._drafts)
+        return self._platform.download(self.drafts)
 
     def known_drafts(self, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
         """The drafts of the last `propose`, once the device has made them. Behind a token where a draft has to end there are only -1."""
         slots = [self._batch.slot_of(name) for name in wanted]
-        given, drafts, are_changed = self._drafts.cpu().numpy(), {}, False
+        given, drafts, are_changed = self.drafts.cpu().numpy(), {}, False
         for (name, asked), slot in zip(wanted.items(), slots, strict=True):
             draft, ends = given[slot, : len(asked)].tolist(), self._batch.draft_ends(name)
             end = next((i for i, token in enumerate(draft) if token in ends), len(draft))
@@ -326,7 +343,7 @@ class DraftRunner:
                 given[slot, end:] = -1
                 are_changed = True
         if are_changed and not self._platform.shares_host_memory:
-            self._drafts.copy_(self._upload(given))
+            self.drafts.copy_(self._upload(given))
         return drafts
 
     def _heads(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -348,7 +365,8 @@ class DraftRunner:
         place_P1 = torch.arange(passes, device=tokens_S.device)[:, None]
         needed = asked["counts"] - num_known
         # Each row begins at a multiple of 16 bytes: compiled kernels take that for granted.
-        positions = (asked["positions"] + torch.minimum(place_P1, needed - 1)).clamp_(min=0)
+        known = asked["positions"] + asked["is_ahead"] * self._batch.gained[asked["slots"]]
+        positions = (known + torch.minimum(place_P1, needed - 1)).clamp_(min=0)
         lens = (positions + 1).masked_fill(asked["counts"] == 0, 0).to(torch.int32)
         lens_cpu = starts_cpu = None
         if host is not None:
@@ -419,8 +437,8 @@ def _aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def _follow_name(step: Step, keeps_state_only: bool) -> str:
-    return f"follow {step.max_query_len}{', state only' if keeps_state_only else ''}"
+def _follow_name(query_len: int, keeps_state_only: bool) -> str:
+    return f"follow {query_len}{', state only' if keeps_state_only else ''}"
 
 
 def _step_of(

@@ -104,7 +104,8 @@ class BatchLayout:
 class InputBatch:
     """`add`, `remove` and `append_blocks` as the scheduler says, then `prepare` the step.
 
-    `last_tokens`: int64 [R] on the device, the last sampled token of each slot.
+    On the device, by batch slot, with an element for padding: `last_tokens`: int64 [R + 1], sampled last. `gained`: int64 [R + 1], tokens
+    that the last step with drafts has given the slot's sequence.
     """
 
     def __init__(
@@ -121,10 +122,11 @@ class InputBatch:
         self._max_len = max_model_len
         self._max_padded_drafts = max_padded_drafts
         self.max_sampled = max(num_slots * self.query_len, max_drafted_rows)
-        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.gained = torch.zeros_like(self.last_tokens)
         # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
         shares_memory = platform_of(device).shares_host_memory
-        self.host_last_tokens = self.last_tokens.numpy() if shares_memory else np.zeros(num_slots, dtype=np.int64)
+        self.host_last_tokens = self.last_tokens.numpy() if shares_memory else np.zeros(num_slots + 1, dtype=np.int64)
         self.tables = {
             name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device)
             for name, size in tokens_per_page.items()
@@ -220,9 +222,11 @@ class InputBatch:
                 table.write(request.slot, request.num_blocks[index], ids)
                 request.num_blocks[index] += len(ids)
 
-    def prepare(self, scheduled: SchedulerOutput) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
+    def prepare(
+        self, scheduled: SchedulerOutput, *, is_ahead: bool = False
+    ) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
         """Lay out a step and move the requests on; the buffers that it goes to and its tokens. The tokens are None where the
-        device makes the step's inputs.
+        device makes the step's inputs. is_ahead: `can_run_ahead` said so, and the device moves the step's inputs on.
         """
         num_scheduled, drafts = scheduled.num_scheduled_tokens, scheduled.drafts
         layout = self.layout
@@ -250,7 +254,7 @@ class InputBatch:
             and int(self._computed[layout.slots_S].max()) + layout.query_len <= self._max_len
         ):
             self.decode_buffers.rotate()
-            return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers)
+            return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers, is_ahead=is_ahead)
 
         rows = [self._requests[request_id] for request_id in num_scheduled]
         slots_S = np.array([request.slot for request in rows], dtype=np.int64)
@@ -291,10 +295,19 @@ class InputBatch:
             layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, layout.num_tokens
             layout.sampled_counts = [query_len] * len(rows)
             self.decode_buffers.rotate()
-            return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers)
+            return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers, is_ahead=is_ahead)
+        assert not is_ahead, "a step that runs ahead is no padded step of decodes"
         buffers = self.decode_buffers if layout.is_decode_only else self._mixed_buffers
         buffers.rotate()
         return layout, buffers, self._lay_mixed(layout, rows, counts_S, buffers)
+
+    def can_run_ahead(self, last_tokens: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether a step of these decodes is padded to as many draft tokens each, whatever the step before it gains. last_tokens: of
+        `SchedulerOutput`.
+        """
+        longest = max(num_tokens for num_tokens, _ in last_tokens.values())
+        steps_len = 2 * (1 + self._drafts.shape[1])
+        return len(last_tokens) <= self._max_padded_drafts and longest - 1 + steps_len <= self._max_len
 
     def correct(self, slot: int, num_tokens: int, last_token: int, draft: Sequence[int]) -> None:
         """A slot's sequence has `num_tokens` tokens, of which only the last is not computed. draft: guesses behind it."""
@@ -333,8 +346,10 @@ class InputBatch:
             step_data=layout.step_data,
         )
 
-    def _lay_drafted(self, layout: BatchLayout, buffers: StepBuffers) -> TokenBatch:
-        """`query_len` tokens of each sequence: the one sampled last, and guesses behind it, padded with -1."""
+    def _lay_drafted(self, layout: BatchLayout, buffers: StepBuffers, *, is_ahead: bool) -> TokenBatch:
+        """`query_len` tokens of each sequence: the one sampled last, and guesses behind it, padded with -1. is_ahead: they are filled in
+        as if the step before had gained nothing.
+        """
         slots_S, num_seqs, q, host = layout.slots_S, len(layout.slots_S), layout.query_len, buffers.host
         computed_S, drafts_SK = self._computed[slots_S], self._drafts[slots_S]
         token_ids_T = np.concatenate((self._last_tokens[slots_S, None], drafts_SK), axis=1).ravel()
@@ -343,8 +358,9 @@ class InputBatch:
         self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
         host["seq_lens"][:num_seqs] = computed_S + q
         self._computed[slots_S] += q
-        layout.max_seq_len = int(computed_S.max()) + q
+        layout.max_seq_len = int(computed_S.max()) + q * (1 + is_ahead)
         layout.sampled_drafts = list(drafts_SK)
+        host["has_run"][:num_seqs] = is_ahead
         if buffers.needs(layout.version):
             host["query_start_loc"][: num_seqs + 1] = np.arange(num_seqs + 1) * q
             host["slots"][:num_seqs] = slots_S

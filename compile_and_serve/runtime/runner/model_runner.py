@@ -4,7 +4,7 @@ Shape legend: T tokens of the step (with padding), S sequences, L rows of logits
 
 `launch` never waits for the device: a decode takes its input token from the device, where the step before left it.
 `PendingStep.result` waits. At most one step may be launched before the result of the one before it is taken. On the
-CPU `launch` computes at once.
+CPU `launch` computes at once. A step that runs ahead of one with drafts waits for its tokens where no graphs can do without them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 import torch
 
-from compile_and_serve.compiler.cudagraphs.runner import StepResult
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepResult
 from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device
+from compile_and_serve.runtime.runner.decode_step import ACCEPT, REJECT, DecodeStep, advances_on_device
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
@@ -36,6 +36,7 @@ from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+from compile_and_serve.runtime.speculation.acceptance import chances_of
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
 from compile_and_serve.runtime.structured.masks import GrammarSequence, MaskedRows, TokenMasks
 from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
@@ -75,7 +76,7 @@ class ModelRunner:
         *,
         max_model_len: int | None = None,
         plain_steps: StepRunner | None = None,
-        drafted_steps: StepRunner | None = None,
+        drafted_steps: CudaGraphRunner | None = None,
         drafter: CompiledDrafter | None = None,
         drafter_graphs: WorkGraphs | None = None,
     ) -> None:
@@ -121,6 +122,9 @@ class ModelRunner:
                 drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs
             )
         self._drafts_on_device = False  # the step's drafts are not known to the host yet
+        self._runs_ahead = False  # so is what the step before gained
+        self._last_drafted: PendingStep | None = None  # the last step with drafts
+        self._is_gained_on_device = False  # the device has compared its tokens with the drafts
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(
@@ -161,7 +165,7 @@ class ModelRunner:
         plan = self._plan
         if plan is None or plan.valid_steps <= 0:
             batch.forget_advanced()  # what it is sampled with is new
-        layout, buffers, tokens = batch.prepare(scheduled)
+        layout, buffers, tokens = batch.prepare(scheduled, is_ahead=self._runs_ahead)
         structured = self._structured_rows(layout) if self._sequences else []
         if layout.has_drafts and batch.query_len == 1:
             self._drafted |= dict(zip(layout.sampled_slots.tolist(), layout.sampled_drafts, strict=True))
@@ -174,6 +178,10 @@ class ModelRunner:
         else:
             for name, values in sampler.inputs(plan).items():
                 buffers.host[name][: len(values)] = values
+            if self._acceptance_rate is not None and layout.has_drafts:
+                chances = chances_of(scheduled.step, sum(layout.sampled_counts))
+                verdicts = np.where(chances < self._acceptance_rate, ACCEPT, REJECT)
+                buffers.host["verdicts"][: len(verdicts)] = verdicts
             result = self._run(layout, buffers, tokens, with_sampling=not structured)
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
@@ -188,6 +196,7 @@ class ModelRunner:
             drawn = result.sampled[0][:num_sampled], result.sampled[1][:num_sampled]
             if self._advances_on_device and not layout.has_drafts:
                 batch.will_advance_on_device()
+        assert drawn is not None or not self._runs_ahead, "a step that runs ahead ran without its graph"
         self.captures_due += result.is_capture_due
         exclude = self._fill_masks(layout, structured) if structured else None
         sampled = sampler.sample(logits_SV, plan, buffers.device, drawn, exclude)
@@ -205,6 +214,9 @@ class ModelRunner:
         pending = self._pending(
             scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
         )
+        if layout.has_drafts and batch.query_len == 1:
+            self._last_drafted = pending
+            self._is_gained_on_device = drawn is not None and sampled.tokens_S is drawn[0] and self.drafter is not None
         self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
@@ -254,7 +266,8 @@ class ModelRunner:
             padded_tokens=size * q, padded_seqs=size, num_rows=size * q, max_query_len=q, declared=self.spec.inputs,
             sampling=tuple(device[name][: size * q] for name in SAMPLING_FIELDS), slots=device["slots"][:size],
             last_tokens=batch.last_tokens, has_run=device["has_run"][:size], seq_lens=device["seq_lens"][:size],
-            scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page,
+            scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page, gained=batch.gained,
+            drafts=None if self.drafter is None else self.drafter.drafts, verdicts=device["verdicts"][: size * q],
         )  # fmt: skip
 
     def drafter_work(self, size: int) -> Iterator[Work]:
@@ -292,29 +305,59 @@ class ModelRunner:
                 sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
-        if scheduled.last_tokens:
+        self._runs_ahead = scheduled.is_ahead and self._can_run_ahead(scheduled)
+        if scheduled.is_ahead and not self._runs_ahead:
+            assert self._last_drafted is not None
+            gained = self._last_drafted.tokens_of()  # waits
+            told = scheduled.last_tokens.items()
+            last_tokens = {name: (count + len(gained[name]), gained[name][-1]) for name, (count, _) in told}
+            self._correct(last_tokens, scheduled.drafts)
+        elif scheduled.last_tokens:
             self._correct(scheduled.last_tokens, scheduled.drafts)
 
+    def _can_run_ahead(self, scheduled: SchedulerOutput) -> bool:
+        """Whether graphs can compute the step without the host knowing what the step before gained."""
+        steps, drafter, q = self._drafted_steps, self.drafter, self._drafted_len
+        num_seqs = len(scheduled.last_tokens)
+        if not (
+            self._is_gained_on_device
+            and advances_on_device(self.spec.inputs)
+            and self.batch.can_run_ahead(scheduled.last_tokens)
+        ):
+            return False
+        assert steps is not None
+        assert drafter is not None
+        size = steps.padded_size(num_seqs * q, num_seqs, q)
+        return (
+            size is not None
+            and steps.captured_graph(num_seqs) is not None
+            and drafter.can_run_ahead(len(scheduled.drafts), size // q, q)
+        )
+
     def _correct(self, last_tokens: Mapping[str, tuple[int, int]], new_drafts: Mapping[str, list[int]]) -> None:
-        """Go on from the tokens that were accepted. last_tokens, new_drafts: of `SchedulerOutput`."""
+        """Go on from the tokens that were accepted. last_tokens, new_drafts: of `SchedulerOutput`. In a step that runs ahead the device
+        adds what the step before gained.
+        """
         slots = [self.batch.slot_of(request_id) for request_id in last_tokens]
         self._drafts_on_device = False
         if self.drafter is not None and new_drafts:
-            self.drafter.propose(last_tokens, new_drafts)
+            self.drafter.propose(last_tokens, new_drafts, is_ahead=self._runs_ahead)
             if not self._sequences.keys().isdisjoint(slots) or self.sampler.needs_history(slots):
+                assert not self._runs_ahead, "a step that runs ahead has logits that depend on earlier tokens"
                 new_drafts = self.drafter.known_drafts(new_drafts)
             else:
                 self._drafts_on_device = True
                 new_drafts = {name: [0] * len(draft) for name, draft in new_drafts.items()}
+        num_outputs: dict[int, int] = {}
         gained: dict[int, list[int]] = {}
         for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):
             self.batch.correct(slot, num_tokens, token, new_drafts.get(request_id, ()))
+            num_outputs[slot] = num_tokens - self.batch.num_prompt_tokens(request_id)
             drafts = self._drafted.pop(slot, None)
-            if drafts is not None:
-                num_gained = num_tokens - self.batch.num_prompt_tokens(request_id) - int(self.sampler.num_outputs[slot])
+            if drafts is not None and not self._runs_ahead:
+                num_gained = num_outputs[slot] - int(self.sampler.num_outputs[slot])
                 gained[slot] = [*drafts[: num_gained - 1].tolist(), token]
-        if gained:
-            self.sampler.take(gained)
+        self.sampler.take(num_outputs, gained)
         if new_drafts:
             return  # the step's inputs come from the host, and the next step is told the last tokens again
         tokens = np.array([token for _, token in last_tokens.values()], dtype=np.int64)
@@ -408,9 +451,10 @@ class ModelRunner:
             slots = device["slots"][: layout.num_decodes]
             for name in self._sampled_inputs:
                 torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
-        if self._drafts_on_device and layout.has_drafts:
+        if self._drafts_on_device and layout.has_drafts and not self._runs_ahead:
             assert self.drafter is not None
             self.drafter.put_drafts(step, layout)
+        self.steps_on_device += self._runs_ahead
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
         return steps.run(step, with_sampling=with_sampling)

@@ -15,7 +15,7 @@ from compile_and_serve.runtime.runner.input_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
 from compile_and_serve.runtime.sampling.sampler import SamplingPlan
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, ModelRunnerOutput
-from compile_and_serve.runtime.speculation.acceptance import accepted_tokens
+from compile_and_serve.runtime.speculation.acceptance import accepted_tokens, chances_of
 from compile_and_serve.runtime.structured.masks import GrammarSequence
 
 NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
@@ -57,6 +57,7 @@ class PendingStep:
         """
         self.step = step
         self._layout = layout
+        self._sampled_drafts = layout.sampled_drafts  # the layout may be another step's by the time of the result
         self._errors = errors
         self._tokens = tokens
         self._best = best
@@ -85,6 +86,12 @@ class PendingStep:
             grammars, self._grammars = self._grammars, []
             for index, grammar in grammars:
                 grammar.advance(accepted[index])
+
+    def tokens_of(self) -> dict[str, list[int]]:
+        """Wait for the device; request → the tokens that it gained."""
+        if self._event is not None:
+            self._event.synchronize()
+        return dict(zip(self._layout.sampled_ids, self._accepted[0], strict=True))
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the device; what the step sampled."""
@@ -130,14 +137,12 @@ class PendingStep:
         if not counts:
             return self._tokens[:, None].tolist(), range(len(self._tokens))
         if self._drafts is not None:
-            for slot, draft in zip(self._layout.sampled_slots, self._layout.sampled_drafts, strict=True):
+            for slot, draft in zip(self._layout.sampled_slots, self._sampled_drafts, strict=True):
                 np.copyto(draft, self._drafts[slot, : len(draft)], where=draft >= 0)
         chances = None
-        if self._acceptance_rate is not None:  # the same on all ranks
-            chances = np.random.default_rng(self.step).random(len(self._tokens))
-        accepted = accepted_tokens(
-            self._tokens, counts, self._layout.sampled_drafts, chances, self._acceptance_rate or 0.0
-        )
+        if self._acceptance_rate is not None:
+            chances = chances_of(self.step, len(self._tokens))
+        accepted = accepted_tokens(self._tokens, counts, self._sampled_drafts, chances, self._acceptance_rate or 0.0)
         return accepted, np.cumsum([0, *counts[:-1]]).tolist()
 
 

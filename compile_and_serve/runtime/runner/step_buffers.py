@@ -45,6 +45,7 @@ class StepBuffers(StagedArrays):
             "query_start_loc": (np.int32, max_tokens + 1),
             "seq_lens": (np.int32, max_tokens),
             "has_run": (np.int32, max_seqs),
+            "verdicts": (np.int32, max_sampled),
             "uniforms": (np.float32, max_sampled),
             **{name: (dtype, max_sampled) for name, dtype in SAMPLING_FIELDS.items()},
         }

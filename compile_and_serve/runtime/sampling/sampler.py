@@ -132,10 +132,10 @@ class Sampler:
         """
         return self._processors.plan(slots, self.num_outputs[slots]) is not None
 
-    def take(self, tokens_of: dict[int, list[int]]) -> None:
-        """Tokens that requests, by slot, have gained in a step with drafts."""
-        for slot, tokens in tokens_of.items():
-            self.num_outputs[slot] += len(tokens)
+    def take(self, num_outputs_of: dict[int, int], tokens_of: dict[int, list[int]]) -> None:
+        """By slot, the tokens that requests have generated, and those of them that they gained in a step with drafts."""
+        for slot, count in num_outputs_of.items():
+            self.num_outputs[slot] = count
         self._processors.extend(tokens_of)
 
     def plan(

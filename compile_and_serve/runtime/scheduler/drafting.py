@@ -20,20 +20,23 @@ class Drafting:
         self._is_off = False  # as `is_off` said of the last step
 
     def drafts(
-        self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight]
+        self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight], *, may_admit: bool
     ) -> dict[str, list[int]] | None:
         """Drafts of the decodes, as many as the step has room for. None: the step must wait for the tokens of the steps in flight.
+        may_admit: waiting requests may start in this step.
 
-        Sets `step.was_drafting`.
+        Sets `step.was_drafting` and `step.is_ahead`.
         """
-        if in_flight and in_flight[-1].drafts:
-            return None  # how many of its drafts were accepted is not known
+        before = in_flight[-1] if in_flight else None
         decodes = [request for request in running if request.num_computed_tokens >= request.prefill_end]
+        step.is_ahead = before is not None and bool(before.drafts)
+        if before is not None and step.is_ahead and (may_admit or not self._can_run_ahead(running, decodes, before)):
+            return None  # how many of its drafts were accepted is not known
         can_draft = any(request.can_draft for request in decodes)
-        step.was_drafting = can_draft and self._speculator.waits_for_tokens(len(decodes))
+        step.was_drafting = can_draft and self._speculator.is_on(len(decodes))
         if not step.was_drafting:
-            return {}
-        if in_flight:
+            return None if step.is_ahead else {}
+        if in_flight and not step.is_ahead:
             return None
         if self._is_off and self._speculator.drafts_on_device:
             return {}  # the drafter goes on from what it computes after this step
@@ -43,11 +46,20 @@ class Drafting:
             if request.can_draft and request.decode_end > request.num_computed_tokens + 1
         }
         drafts = self._speculator.drafts(sequences, len(decodes))
+        if step.is_ahead and not drafts:
+            return None
         for request in decodes:
             if request.draft_ends and (draft := drafts.get(request.request_id)):
                 end = next((i for i, token in enumerate(draft) if token in request.draft_ends), len(draft))
                 del draft[end:]
         return drafts
+
+    def _can_run_ahead(self, running: Sequence[Request], decodes: Sequence[Request], before: StepInFlight) -> bool:
+        """Whether the runner can go on from the drafts of the step before on its own: see `SchedulerOutput.is_ahead`."""
+        if not self._speculator.drafts_on_device or before.chunks or len(decodes) < len(running):
+            return False
+        known = set(map(id, before.decodes))
+        return all(id(request) in known and not request.changes_logits for request in decodes)
 
     def is_off(self, step: StepInFlight) -> bool:
         """Whether the step after this one will have no drafts. Call it once the step is complete."""

@@ -54,11 +54,12 @@ class Request:
         tokens are known.
     grammar: of structured output. The request cannot start before it is done.
     can_draft: whether the request takes part in speculative decoding. draft_ends: tokens at which its drafts end, themselves excluded.
+    changes_logits: of its sampling parameters.
     adapter, adapter_load: the number of its LoRA adapter, and the reading of it, which must be done too.
     """
 
     __slots__ = (
-        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "decode_end", "draft_ends", "end_ids", "fast_until",
+        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "decode_end", "draft_ends", "end_ids", "fast_until",
         "finish_reason",
         "first_scheduled_time",
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
@@ -97,6 +98,7 @@ class Request:
         structured = params.structured_outputs
         # Where a grammar begins only the runner knows, so no draft goes beyond the end of a marker.
         self.draft_ends = frozenset() if structured is None else structured.draft_ends
+        self.changes_logits = params.changes_logits
         self.can_draft = params.speculate and (structured is None or structured.thinking_token_budget is None)
 
         self.status = RequestStatus.WAITING

@@ -18,7 +18,8 @@ This has consequences:
   freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
 - A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
 
-A `Speculator` drafts from the tokens that are known here, so while it is on, at most one step with decodes is in flight.
+A `Speculator` that drafts from the tokens that are known here waits for them, so while it is on, at most one step with decodes is in flight.
+Where a model drafts, a step with drafts may be in flight when the next one is scheduled (`SchedulerOutput.is_ahead`).
 """
 
 from __future__ import annotations
@@ -237,7 +238,8 @@ class Scheduler:
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
         if self._drafting is not None:
-            proposed = self._drafting.drafts(step, self._running, self._in_flight)
+            may_admit = bool(self._admission.waiting) and len(self._running) < self.max_num_seqs
+            proposed = self._drafting.drafts(step, self._running, self._in_flight, may_admit=may_admit)
             if proposed is None:
                 return None
             drafts = proposed
@@ -286,7 +288,7 @@ class Scheduler:
         admission = self._admission
         if not admission.waiting:
             admission.free_slots.was_full = False
-        elif budget > 0:
+        elif budget > 0 and not step.is_ahead:
             budget = admission.admit(self._running, budget, step, scheduled, new_requests)
         if not scheduled:
             return None
@@ -305,6 +307,7 @@ class Scheduler:
             drafts=step.drafts,
             last_tokens={} if self._drafting is None else self._drafting.last_tokens(step),
             is_drafting_off=self._drafting is not None and self._drafting.is_off(step),
+            is_ahead=step.is_ahead,
         )
 
     def update(
@@ -368,11 +371,12 @@ class Scheduler:
         requests where none are free. False if it cannot run in this step.
         """
         # With drafts in flight, the tokens that it has computed may be fewer than num_computed_tokens.
-        first_read = len(request.token_ids) - 1 if self.num_draft_tokens else request.num_computed_tokens
+        has_drafts = self.num_draft_tokens > 0 or self._drafting is not None
+        first_read = len(request.token_ids) - 1 if has_drafts else request.num_computed_tokens
         while (new_ids := self.manager.grow(request, num_tokens, first_read)) is None:
             if len(self._running) == 1:
                 # `max_len` sees to it that a request alone has room for all its tokens, once it is known which were rejected.
-                assert self.num_draft_tokens, request.request_id
+                assert has_drafts, request.request_id
                 assert self._in_flight, request.request_id
                 return False
             victim = self._running.pop()

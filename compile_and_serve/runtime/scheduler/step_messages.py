@@ -8,8 +8,8 @@ a step in which the same sequences decode says almost nothing:
 - Every later step of the request is a decode. It computes 1 + d tokens: the last sampled token and d draft tokens. It
   accepts 0 to d of the drafts and samples one more token, so it returns 1 to 1 + d tokens, and the number of computed
   tokens grows by as many. Either the runner drafts: d is `WorkerInfo.num_draft_tokens`, or fewer close to the length limit.
-  Or the scheduler does: the drafts are `SchedulerOutput.drafts`, and d is 0 for other requests. Before and after a step with
-  such drafts nothing is in flight, and `last_tokens` says where its sequences are.
+  Or the scheduler does: the drafts are `SchedulerOutput.drafts`, and d is 0 for other requests. `last_tokens` says where the
+  sequences of such a step are. Before and after it nothing is in flight, except that it may run ahead of the step before (`is_ahead`).
 - The scheduler may schedule a step before it knows how many tokens the steps before it returned. It then counts all
   1 + d of each, and gives blocks for that upper bound. Only the runner knows the true positions.
 - Steps run on the device in the order of `step`. With async scheduling, step k+1 arrives before the tokens of step k
@@ -90,6 +90,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     drafts: draft tokens of decodes, at least one each. last_tokens: number of tokens and last token of every decode in a step with
         drafts, and of every request of the step before if that had drafts: the runner takes back what it computed beyond.
     is_drafting_off: the next step will have no drafts either.
+    is_ahead: the step before has drafts too, and its tokens are not known here yet: `last_tokens` are those before that step. All
+        requests are decodes of the step before, whose logits depend on no tokens but the model's input.
     """
 
     step: int
@@ -102,6 +104,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     drafts: dict[str, list[int]] = {}
     last_tokens: dict[str, tuple[int, int]] = {}
     is_drafting_off: bool = False
+    is_ahead: bool = False
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):

@@ -25,7 +25,7 @@ class Chunk:
 @dataclass(slots=True)
 class StepInFlight:
     """Holds requests, not their ids: an id may belong to another request by the time the step is over. was_drafting: whether the step
-    waited for all tokens before it, so that it could have drafts. prompt_rows_left: how many more prompt logprobs it may compute.
+    could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute.
     """
 
     step: int
@@ -34,6 +34,7 @@ class StepInFlight:
     chunks: list[Chunk] = field(default_factory=list)
     drafts: dict[str, list[int]] = field(default_factory=dict)
     was_drafting: bool = False
+    is_ahead: bool = False
 
     def has_rows(self, request: Request) -> bool:
         """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""

@@ -16,6 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def chances_of(step: int, num_rows: int) -> np.ndarray:
+    """float64 [num_rows] in [0, 1): what decides about the drafts of a step under synthetic acceptance, on all ranks alike."""
+    return np.random.default_rng(step).random(num_rows)
+
+
 def accepted_tokens(
     tokens_L: np.ndarray, counts: Sequence[int], drafts: Sequence[np.ndarray], chances_L: np.ndarray | None = None, rate: float = 0.0
 ) -> list[list[int]]:  # fmt: skip

@@ -1,7 +1,7 @@
 """`Speculator`: drafts of a step's sequences from their token histories. The scheduler owns it.
 
-The scheduler asks `waits_for_tokens`: a step with drafts needs the tokens of all steps before it. Then `drafts` gives each sequence its
-tokens, as many as pay (payoff.py), and `observe` learns from what was accepted.
+The scheduler asks `is_on`. Then `drafts` gives each sequence its tokens, as many as pay (payoff.py), and `observe` learns from what was
+accepted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Speculator:
         self._acceptance: dict[str, Acceptance] = {}
         self._logged = (time.monotonic(), 0, 0, 0)
 
-    def waits_for_tokens(self, num_decodes: int) -> bool:
+    def is_on(self, num_decodes: int) -> bool:
         """Whether the next step, of `num_decodes` decodes, should have drafts."""
         return self._payoff.is_on(num_decodes)
 

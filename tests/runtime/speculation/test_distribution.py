@@ -70,7 +70,8 @@ def draw(params: SamplingParams, accept: Accept, *, shares_randomness: bool = Fa
         gained = dict(zip(short, accept(tokens, counts, drafts), strict=True))
         for slot, new in gained.items():
             sequences[slot] += new
-        sampler.take(gained)
+        num_outputs = {slot: int(sampler.num_outputs[slot]) + len(new) for slot, new in gained.items()}
+        sampler.take(num_outputs, gained)
     return np.array([sequence[1 : 1 + LENGTH] for sequence in sequences])
 
 

@@ -68,9 +68,9 @@ def test_steps_of_the_same_sequences_reuse_their_layout(tmp_path: Path, monkeypa
     laid: list[int] = []
     lay = InputBatch._lay_drafted
 
-    def lay_drafted(self: InputBatch, layout: BatchLayout, buffers: StepBuffers) -> TokenBatch:
+    def lay_drafted(self: InputBatch, layout: BatchLayout, buffers: StepBuffers, *, is_ahead: bool) -> TokenBatch:
         laid.append(layout.version)
-        return lay(self, layout, buffers)
+        return lay(self, layout, buffers, is_ahead=is_ahead)
 
     monkeypatch.setattr(InputBatch, "_lay_drafted", lay_drafted)
     assert tokens_of(run_requests(core, requests)) == expected

@@ -253,8 +253,8 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[
     """Drafts made from now on: the request, its tokens so far, the draft."""
     proposed: list[tuple[str, int, list[int]]] = []
 
-    def recorded(self: DraftRunner, last_tokens: Any, wanted: Any) -> None:
-        _propose(self, last_tokens, wanted)
+    def recorded(self: DraftRunner, last_tokens: Any, wanted: Any, *, is_ahead: bool) -> None:
+        _propose(self, last_tokens, wanted, is_ahead=is_ahead)
         drafts = self.known_drafts(wanted)
         proposed.extend((name, last_tokens[name][0], draft) for name, draft in drafts.items())
 

@@ -87,7 +87,7 @@ def test_synthetic_acceptance_leaves_the_decision_to_step_times() -> None:
     speculator, rng, tokens, clock = Speculator(config, max_rows=256), random.Random(0), 0, 0.0
     sequences = {f"r{i}": ([1], 100) for i in range(64)}
     for step in range(2000):
-        is_on = speculator.waits_for_tokens(64)
+        is_on = speculator.is_on(64)
         drafts = speculator.drafts(sequences, 64) if is_on else {}
         accepted = dict.fromkeys(drafts, 0)
         for name, draft in drafts.items():
