@@ -65,7 +65,7 @@ def use_oracle(
     check_every_draft(monkeypatch)
     drafter = OracleDrafter(answers, vocab_size)
     drafter.prompt_lengths = {name: len(one.prompt_token_ids) for one in requests for name in one.request_ids}
-    monkeypatch.setattr(speculator, "make_drafter", lambda config: drafter)
+    monkeypatch.setattr(speculator, "make_drafter", lambda config, **_: drafter)
     return drafter
 
 

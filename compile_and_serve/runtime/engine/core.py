@@ -69,7 +69,7 @@ class EngineCore:
             cache = replace(cache, enable_prefix_caching=False)
         speculative, speculator = self.config.speculative, None
         if speculative is not None:
-            speculator = Speculator(speculative, self.config.max_drafted_rows)
+            speculator = Speculator(speculative, self.config.max_drafted_rows, is_asynchronous=found.is_asynchronous)
             if speculative.synthetic_acceptance_rate is not None:
                 logger.warning(
                     "synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless."

@@ -140,12 +140,11 @@ def keep_gained(tokens_T: torch.Tensor, step: DecodeStep) -> None:
 
     tokens_T: int64, the token of each row.
     """
+    assert step.drafts is not None
     q, slots_S = step.max_query_len, step.slots
-    tokens_Sq, verdicts_SK = tokens_T.view(-1, q), step.verdicts.view(-1, q)[:, :-1]
-    inputs_Sq = next(step.inputs[one.name] for one in step.declared if one.advance == "sampled").view(-1, q)
-    mapped_Sq = step.metadata[next(iter(step.block_sizes))].slot_mapping.view(-1, q)
-    is_right_SK = torch.where(verdicts_SK == COMPARE, tokens_Sq[:, :-1] == inputs_Sq[:, 1:], verdicts_SK == ACCEPT)
-    is_right_SK &= mapped_Sq[:, 1:] >= 0  # others are padding
+    tokens_Sq, verdicts_SK, drafts_SK = tokens_T.view(-1, q), step.verdicts.view(-1, q)[:, :-1], step.drafts[slots_S]
+    is_right_SK = torch.where(verdicts_SK == COMPARE, tokens_Sq[:, :-1] == drafts_SK, verdicts_SK == ACCEPT)
+    is_right_SK &= drafts_SK >= 0
     gained_S = 1 + is_right_SK.long().cumprod(dim=1).sum(dim=1)
     step.last_tokens.index_copy_(0, slots_S, tokens_Sq.gather(1, gained_S[:, None] - 1)[:, 0])
     step.gained.index_copy_(0, slots_S, gained_S.masked_fill(step.seq_lens == 0, 0))

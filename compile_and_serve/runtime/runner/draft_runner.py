@@ -9,15 +9,14 @@ preemptions and rejected tokens need nothing here: whatever holds for the target
 - `follow`, after each step of the target: the drafter computes the same tokens, so that its cache holds what the target's holds. A head
   reads the hidden state of each token and the token behind it; it keeps the first draft token, and the hidden state to go on from, of the
   row that the device finds to be the last accepted one. While drafting does not pay, it stops behind the last keys and values.
-- `propose`, before a step with drafts: one pass of the drafter for each further draft token. The drafts stay on the device, by batch slot.
-  `put_drafts` copies them into the step's inputs; `known_drafts` brings them to the host.
+- `propose`, before a step with drafts: one pass of the drafter for each further draft token.
 
-Only `known_drafts` waits for the device. After steps of decodes alone `follow` is one CUDA graph, and so is `propose`.
+After steps of decodes alone `follow` is one CUDA graph, and so is `propose`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,34 +29,31 @@ from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
-from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
 from compile_and_serve.models.drafters import DRAFT_TOKENS
 from compile_and_serve.runtime.runner.decode_step import DecodeStep
+from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts, StepOf, aligned
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
-from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.sampling.ops import argmax_rows
 
 _PROPOSE = "propose"
 
 
-class DraftRunner:
-    """Call `follow` after each step of the target, and `propose` before steps with drafts."""
+class DraftRunner(DeviceDrafts):
+    """The drafts of a compiled model."""
 
     def __init__(
         self, compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device, dtype: torch.dtype, num_drafts: int,
         graphs: WorkGraphs | None,
     ) -> None:  # fmt: skip
         """num_pages: of the target. dtype: of hidden states. num_drafts: of a sequence, at most. graphs: None: nothing is captured."""
+        super().__init__(batch, device, num_drafts)
         self._compiled = compiled
         self._model = compiled.model
         self._groups = {group.name: group for group in compiled.drafter.spec.state}
-        self._batch = batch
-        self._num_drafts = num_drafts
         self._graphs = graphs
-        self._platform = platform_of(device)
         self._state: dict[str, torch.Tensor] = {}
         for group in self._groups.values():
             size = batch.tokens_per_page[compiled.borrowed[group.name]]
@@ -68,11 +64,6 @@ class DraftRunner:
         num_slots, size = batch.num_slots, compiled.drafter.hidden_size
         self._tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_slots + 1, size, dtype=dtype, device=device)
-        self.drafts = torch.full((num_slots + 1, num_drafts), -1, dtype=torch.int64, device=device)
-        # What `propose` is asked for, of each sequence: batch slot, position of the last token, number of drafts, last token; whether the
-        # device adds what the slot's sequence has gained since.
-        fields = ("slots", "positions", "counts", "last_tokens", "is_ahead")
-        self._asked = StagedArrays({name: (np.int64, _aligned(num_slots)) for name in fields}, device)
         # What a captured `follow` reads of the step.
         num_rows = 0 if graphs is None else batch.max_sampled
         self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -86,12 +77,8 @@ class DraftRunner:
         """The model as far as it writes state, once it is loaded; None if it has none, or is not compiled."""
         return self._model.writes_state if self._groups and isinstance(self._model, CompiledModel) else None
 
-    def work(
-        self, size: int, plain_step: Callable[[int], DecodeStep], drafted_step: Callable[[int], DecodeStep] | None
-    ) -> Iterator[Work]:
-        """What to capture for so many sequences. plain_step, drafted_step: of decodes, which `follow` follows; each lies in memory until
-        the next is made. drafted_step: None: no step of so many has drafts.
-        """
+    def work(self, size: int, plain_step: StepOf, drafted_step: StepOf | None) -> Iterator[Work]:
+        """See `DeviceDrafts.work`."""
         step = plain_step(size)
         if self._writes_state is not None:
             yield self._follow_work(step, keeps_state_only=True)
@@ -111,11 +98,7 @@ class DraftRunner:
         self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
         keeps_state_only: bool = False,
     ) -> None:  # fmt: skip
-        """Compute the tokens of the target's step that was launched last.
-
-        layout: of the step; None: it is made up. outputs: of the step. sampled: int64, the token of each sampled row; None: no row is.
-        keeps_state_only: no drafts are wanted after this step, so that only keys and values need be written.
-        """
+        """See `DeviceDrafts.follow`. keeps_state_only: only keys and values need be written."""
         keeps_state_only = keeps_state_only and self._writes_state is not None and step.max_query_len == 1
         if layout is not None and sampled is not None:  # noqa: SIM102
             if self._replay_follow(step, layout, outputs, sampled, keeps_state_only=keeps_state_only):
@@ -257,46 +240,22 @@ class DraftRunner:
         return indices[self._upload(firsts_S) + is_right.long().cumprod(dim=1).sum(dim=1)]
 
     def can_run_ahead(self, num_drafted: int, size: int, query_len: int) -> bool:
-        """Whether `propose` for `num_drafted` sequences, and `follow` after a step of `size` with padding, replay graphs."""
-        graphs = self._graphs
-        if graphs is None or (padded := graphs.padded_size(num_drafted)) is None:
+        """Whether there are graphs of `propose` and `follow`, which read lengths from the device."""
+        graphs, padded = self._graphs, self._padded_size(num_drafted)
+        if graphs is None or not padded:
             return False
         return graphs.holds(_PROPOSE, padded) and graphs.holds(_follow_name(query_len, False), size)
 
-    def propose(
-        self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]], *, is_ahead: bool = False
-    ) -> None:
-        """Draft tokens of sequences, from their last tokens on. last_tokens: of `SchedulerOutput`; those that are not wanted get no drafts.
-        wanted: sequence → as many entries as tokens are wanted. is_ahead: the device adds what the sequences have gained since.
-        """
-        names = [*wanted, *(name for name in last_tokens if name not in wanted)]
-        slots = [self._batch.slot_of(name) for name in names]
-        size = None if self._graphs is None else self._graphs.padded_size(len(wanted))
-        counts = [len(draft) for draft in wanted.values()]
-        asked = [(*last_tokens[name], count) for name, count in zip(names, counts, strict=False)]
-        self._ask(slots, asked, size or 0, is_ahead=is_ahead)
+    def _padded_size(self, num_drafted: int) -> int:
+        return 0 if self._graphs is None else self._graphs.padded_size(num_drafted) or 0
+
+    def _make_drafts(self, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
         for source in self._compiled.borrowed.values():
             self._batch.tables[source].commit()
-        if size is None or self._graphs is None or not self._graphs.replay(_PROPOSE, size):
-            assert not is_ahead, "`can_run_ahead` found a graph"
-            self._draft(len(wanted), max(counts), self._asked.host)
-        if len(names) > len(wanted):
-            self.drafts.index_fill_(0, self._asked.device["slots"][len(wanted) : len(names)], -1)
-
-    def _ask(
-        self, slots: Sequence[int], asked: Sequence[tuple[int, int, int]], size: int, *, is_ahead: bool = False
-    ) -> None:
-        """Fill and upload `_asked`, with padding up to `size` sequences. asked: known tokens, the last of them, number of drafts."""
-        host, num_seqs = self._asked.rotate(), len(asked)
-        end = _aligned(max(len(slots), size))
-        host["slots"][: len(slots)] = slots
-        host["slots"][len(slots) : end] = self._batch.num_slots
-        host["is_ahead"][:end] = is_ahead
-        for index, (known, token, count) in enumerate(asked):
-            host["positions"][index], host["last_tokens"][index], host["counts"][index] = known - 1, token, count
-        for name in ("positions", "last_tokens", "counts"):
-            host[name][num_seqs:end] = 0
-        self._asked.upload()
+        if size and self._graphs is not None and self._graphs.replay(_PROPOSE, size):
+            return
+        assert not is_ahead, "`can_run_ahead` found a graph"
+        self._draft(num_seqs, num_drafts, self._asked.host)
 
     def _draft(self, num_seqs: int, num_drafts: int, host: Mapping[str, np.ndarray] | None) -> None:
         """Write `_drafts` of the first `num_seqs` sequences that were asked for, up to `num_drafts` each, and -1 behind as many as were.
@@ -318,34 +277,6 @@ class DraftRunner:
         drafts_SK = drafts_SK.masked_fill(~is_wanted, -1)
         self.drafts.index_copy_(0, slots_S, F.pad(drafts_SK, (0, self._num_drafts - num_drafts), value=-1))
 
-    def put_drafts(self, step: Step, layout: BatchLayout) -> None:
-        """Copy the drafts into a step's inputs. In `layout.sampled_drafts` they are 0; -1 stands for padding."""
-        starts = next(iter(step.metadata.values())).query_start_loc_cpu
-        places = [np.flatnonzero(draft >= 0) for draft in layout.sampled_drafts[: layout.num_decodes]]
-        rows = [starts[row] + 1 + place for row, place in enumerate(places)]
-        sources = [slot * self._num_drafts + place for slot, place in zip(layout.slots_S, places, strict=False)]
-        packed = self._upload(np.stack((np.concatenate(rows), np.concatenate(sources))), through_pinned=True)
-        step.inputs["input_ids"].index_copy_(0, packed[0], self.drafts.view(-1)[packed[1]])
-
-    def download(self) -> torch.Tensor:
-        """int64 [R + 1, K]: the drafts by batch slot, on the host: see `Platform.download`. -1 where there is none."""
-        return self._platform.download(self.drafts)
-
-    def known_drafts(self, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """The drafts of the last `propose`, once the device has made them. Behind a token where a draft has to end there are only -1."""
-        slots = [self._batch.slot_of(name) for name in wanted]
-        given, drafts, are_changed = self.drafts.cpu().numpy(), {}, False
-        for (name, asked), slot in zip(wanted.items(), slots, strict=True):
-            draft, ends = given[slot, : len(asked)].tolist(), self._batch.draft_ends(name)
-            end = next((i for i, token in enumerate(draft) if token in ends), len(draft))
-            drafts[name] = draft[:end] + [-1] * (len(draft) - end)
-            if end < len(draft):
-                given[slot, end:] = -1
-                are_changed = True
-        if are_changed and not self._platform.shares_host_memory:
-            self.drafts.copy_(self._upload(given))
-        return drafts
-
     def _heads(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """int64 [S, number of heads]: the drafts of Medusa heads."""
         return self._model(_step_of(len(hidden_SD), {HIDDEN_STATES: hidden_SD}, {}, {}))[DRAFT_TOKENS]
@@ -361,11 +292,11 @@ class DraftRunner:
         """
         if passes <= 0:
             return tokens_S.new_empty(num_seqs, 0)
-        asked = {name: values[: _aligned(num_seqs)] for name, values in self._asked.device.items()}
+        asked = {name: values[: aligned(num_seqs)] for name, values in self._asked.device.items()}
         place_P1 = torch.arange(passes, device=tokens_S.device)[:, None]
         needed = asked["counts"] - num_known
         # Each row begins at a multiple of 16 bytes: compiled kernels take that for granted.
-        known = asked["positions"] + asked["is_ahead"] * self._batch.gained[asked["slots"]]
+        known = self._known_positions()[: aligned(num_seqs)]
         positions = (known + torch.minimum(place_P1, needed - 1)).clamp_(min=0)
         lens = (positions + 1).masked_fill(asked["counts"] == 0, 0).to(torch.int32)
         lens_cpu = starts_cpu = None
@@ -428,13 +359,6 @@ class DraftRunner:
         )  # fmt: skip
         with counting_no_experts():
             return model(step)
-
-    def _upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
-        return self._platform.upload(np.ascontiguousarray(array), through_pinned=through_pinned)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // 4) * 4
 
 
 def _follow_name(query_len: int, keeps_state_only: bool) -> str:

@@ -25,9 +25,11 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.decode_step import ACCEPT, REJECT, DecodeStep, advances_on_device
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores
+from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
+from compile_and_serve.runtime.runner.ngram_runner import NgramRunner
 from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
@@ -115,12 +117,18 @@ class ModelRunner:
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=self._max_drafted_seqs,
         )  # fmt: skip
-        self.drafter = None
+        self.drafter: DeviceDrafts | None = None
+        speculative, is_asynchronous = config.speculative, platform_of(device).is_asynchronous
         if drafter is not None:
             hidden_dtype = model_dtype(config, device)
             self.drafter = DraftRunner(
                 drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs
             )
+        elif speculative is not None and speculative.drafts_on_device(is_asynchronous=is_asynchronous):
+            self.drafter = NgramRunner(
+                self.batch, device, speculative.num_tokens, self.max_model_len, speculative.ngram_lengths,
+                repeats=speculative.synthetic_acceptance_rate is not None,
+            )  # fmt: skip
         self._drafts_on_device = False  # the step's drafts are not known to the host yet
         self._runs_ahead = False  # so is what the step before gained
         self._last_drafted: PendingStep | None = None  # the last step with drafts
@@ -285,6 +293,8 @@ class ModelRunner:
                 self._drafted.pop(gone.slot, None)
         for data in scheduled.new_requests:
             request = batch.add(data)
+            if self.drafter is not None:
+                self.drafter.add(request.slot, request.token_ids)
             tokens, num_prompt = request.token_ids, data.num_prompt_tokens
             params, structured = request.params, request.params.structured_outputs
             try:

@@ -68,6 +68,7 @@ class PendingStep:
         self._on_accepted = on_accepted
         self._acceptance_rate = acceptance_rate
         self._drafts = drafts
+        self._missing_drafts: dict[str, int] = {}
         self._grammars: list[tuple[int, GrammarSequence]] = []
         self._lock = threading.Lock()  # of _grammars: a thread may take the result while the next step is launched
 
@@ -109,6 +110,7 @@ class PendingStep:
             prompt_logprobs={},
             errors=self._errors,
             expert_tokens=list(self.expert_tokens),
+            missing_drafts=self._missing_drafts,
         )
         if self._logprobs is not None:
             assert self._plan is not None
@@ -137,8 +139,12 @@ class PendingStep:
         if not counts:
             return self._tokens[:, None].tolist(), range(len(self._tokens))
         if self._drafts is not None:
-            for slot, draft in zip(self._layout.sampled_slots, self._sampled_drafts, strict=True):
-                np.copyto(draft, self._drafts[slot, : len(draft)], where=draft >= 0)
+            rows = zip(self._layout.sampled_ids, self._layout.sampled_slots, self._sampled_drafts, strict=True)
+            for request_id, slot, draft in rows:
+                is_wanted = draft >= 0
+                np.copyto(draft, self._drafts[slot, : len(draft)], where=is_wanted)
+                if missing := int((draft[is_wanted] < 0).sum()):
+                    self._missing_drafts[request_id] = missing
         chances = None
         if self._acceptance_rate is not None:
             chances = chances_of(self.step, len(self._tokens))

@@ -84,7 +84,7 @@ class Drafting:
         if step.drafts:
             unfinished = [one.request_id for one in step.decodes if one.status is not RequestStatus.FINISHED]
             accepted = {name: len(sampled[name]) - 1 for name in unfinished if name in step.drafts}
-            speculator.observe(step.drafts, accepted)
+            speculator.observe(step.drafts, accepted, result.missing_drafts)
         if not step.chunks:
             num_drafts = sum(map(len, step.drafts.values()))
             num_tokens = sum(map(len, sampled.values()))

@@ -59,8 +59,8 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "decode_end", "draft_ends", "end_ids", "fast_until",
-        "finish_reason",
+        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "decode_end",
+        "draft_ends", "end_ids", "fast_until", "finish_reason",
         "first_scheduled_time",
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",

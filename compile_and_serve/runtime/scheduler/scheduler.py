@@ -18,8 +18,8 @@ This has consequences:
   freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
 - A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
 
-A `Speculator` that drafts from the tokens that are known here waits for them, so while it is on, at most one step with decodes is in flight.
-Where a model drafts, a step with drafts may be in flight when the next one is scheduled (`SchedulerOutput.is_ahead`).
+A `Speculator` that drafts from the tokens that are known here waits for them: while it is on, at most one step with decodes is
+in flight. Where the runner drafts, a step with drafts may be in flight when the next one is scheduled (`SchedulerOutput.is_ahead`).
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class Scheduler:
             if logprobs and request_id in logprobs:
                 output.new_logprobs = logprobs[request_id][: len(output.new_token_ids)]
             if drafts and request_id in drafts:
-                output.num_draft_tokens = len(drafts[request_id])
+                output.num_draft_tokens = len(drafts[request_id]) - result.missing_drafts.get(request_id, 0)
                 output.num_accepted_drafts = min(len(new_ids) - 1, len(output.new_token_ids))
             if status is not running:
                 request.num_pending_steps -= 1

@@ -120,6 +120,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     errors: request → sentence. The request ends with finish_reason "error" and needs no other entry. `is_users_mistake` tells
         whose fault it is.
     expert_tokens: see `EngineStats`.
+    missing_drafts: request → draft tokens that the runner was asked for and had no guess for.
     """
 
     step: int
@@ -129,6 +130,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     errors: dict[str, str]
     pooled: dict[str, Pooled] = {}
     expert_tokens: list[list[int]] = []
+    missing_drafts: dict[str, int] = {}
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

@@ -62,6 +62,10 @@ class SpeculativeConfig:
         """The method, if the runner drafts with a model; None: the scheduler drafts from token histories."""
         return None if self.method in get_args(HostMethod) else cast(DeviceMethod, self.method)
 
+    def drafts_on_device(self, *, is_asynchronous: bool) -> bool:
+        """Whether the runner drafts. is_asynchronous: of the device. Where it is not, n-grams are looked up on the host."""
+        return self.device_method is not None or (self.method == "ngram" and is_asynchronous)
+
     @property
     def ngram_lengths(self) -> tuple[int, int]:
         """Shortest and longest suffix that ngram looks up."""

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0
 
 
-def make_drafter(config: SpeculativeConfig) -> HostDrafter:
-    """The drafter of a config's method."""
-    if config.device_method is not None:
+def make_drafter(config: SpeculativeConfig, *, is_asynchronous: bool) -> HostDrafter:
+    """The drafter of a config's method. is_asynchronous: of the device."""
+    if config.drafts_on_device(is_asynchronous=is_asynchronous):
         return Placeholders()
     if config.synthetic_acceptance_rate is not None:
         return RepeatDrafter()
@@ -40,16 +40,16 @@ def make_drafter(config: SpeculativeConfig) -> HostDrafter:
 class Speculator:
     """num_drafts: drafts that were checked. num_draft_tokens, num_accepted: their tokens. accepted_at: accepted ones by place.
     max_rows: draft tokens and sequences of one step, at most.
-    drafts_on_device: the drafts' tokens are not known here.
+    drafts_on_device: the drafts' tokens are not known here. is_asynchronous: of the device.
     """
 
-    def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
+    def __init__(self, config: SpeculativeConfig, max_rows: int, *, is_asynchronous: bool) -> None:
         self.max_tokens = config.num_tokens
-        self.drafts_on_device = config.device_method is not None
+        self.drafts_on_device = config.drafts_on_device(is_asynchronous=is_asynchronous)
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
         self.accepted_at = [0] * config.num_tokens
         self._max_rows = max_rows
-        self._drafter = make_drafter(config)
+        self._drafter = make_drafter(config, is_asynchronous=is_asynchronous)
         self._payoff = Payoff(config.disable_by_batch_size)
         self._acceptance: dict[str, Acceptance] = {}
         self._logged = (time.monotonic(), 0, 0, 0)
@@ -74,12 +74,17 @@ class Speculator:
                 self._of(name).forget()
         return {name: drafts[name][:count] for name, count in lengths.items()}
 
-    def observe(self, drafts: Mapping[str, Sequence[int]], accepted: Mapping[str, int]) -> None:
-        """What became of a step's drafts. accepted: sequence → draft tokens that were accepted."""
+    def observe(
+        self, drafts: Mapping[str, Sequence[int]], accepted: Mapping[str, int], missing: Mapping[str, int]
+    ) -> None:
+        """What became of a step's drafts. accepted: sequence → draft tokens that were accepted. missing: sequence → tokens that the runner
+        had no guess for; they count as wrong when the next drafts are chosen.
+        """
         for request_id, count in accepted.items():
             drafted = len(drafts[request_id])
-            self.num_drafts += 1
-            self.num_draft_tokens += drafted
+            made = drafted - missing.get(request_id, 0)
+            self.num_drafts += made > 0
+            self.num_draft_tokens += made
             self.num_accepted += count
             for place in range(count):
                 self.accepted_at[place] += 1

@@ -59,7 +59,8 @@ def test_a_step_has_no_more_sequences_than_it_has_room_for_drafts() -> None:
 
 def test_only_decodes_that_take_drafts_wait_for_the_step_in_flight() -> None:
     speculators = [
-        Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), max_rows=32) for _ in range(3)
+        Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), max_rows=32, is_asynchronous=False)
+        for _ in range(3)
     ]
     for speculator, flags in zip(speculators, [(False, False), (True, False), (True, True)], strict=True):
         driver = Driver(make_scheduler(speculator=speculator), depth=0)

@@ -141,10 +141,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def engine(
-    folders: Mapping[str, Path], method: str, num_tokens: int = 3, *, drafts: bool = True, **options: Any
-) -> EngineCore:
-    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": num_tokens}
-    if method != "mtp":
+    folders: Mapping[str, Path], method: str, num_tokens: int = 3, *, drafts: bool = True, speculation: Mapping[str, Any] = {},
+    **options: Any,
+) -> EngineCore:  # fmt: skip
+    """speculation: more of its config."""
+    speculation = {"method": method, "num_speculative_tokens": num_tokens, **speculation}
+    if method in folders:
         speculation["model"] = str(folders[method])
     given: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 64} | options
     if method == "mtp":

@@ -84,7 +84,7 @@ def test_drafting_comes_back_where_few_drafts_cost_as_much_as_many() -> None:
 
 def test_synthetic_acceptance_leaves_the_decision_to_step_times() -> None:
     config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=4, synthetic_acceptance_rate=0.8)
-    speculator, rng, tokens, clock = Speculator(config, max_rows=256), random.Random(0), 0, 0.0
+    speculator, rng, tokens, clock = Speculator(config, max_rows=256, is_asynchronous=False), random.Random(0), 0, 0.0
     sequences = {f"r{i}": ([1], 100) for i in range(64)}
     for step in range(2000):
         is_on = speculator.is_on(64)
@@ -93,7 +93,7 @@ def test_synthetic_acceptance_leaves_the_decision_to_step_times() -> None:
         for name, draft in drafts.items():
             while accepted[name] < len(draft) and rng.random() < 0.8:
                 accepted[name] += 1
-        speculator.observe(drafts, accepted)
+        speculator.observe(drafts, accepted, {})
         num_drafts, gained = sum(map(len, drafts.values())), 64 + sum(accepted.values())
         # An H200 with llama-8b: 5.2 ms without drafts, 15.9 ms with three for each of 64 sequences.
         seconds = 0.0052 + (0.0004 if is_on else 0.0) + (0.0027 + 0.0076 * num_drafts / 192 if num_drafts else 0.0)
@@ -162,7 +162,7 @@ def test_only_draft_tokens_that_pay_are_computed() -> None:
 
 def test_a_step_has_no_more_rows_than_there_is_room_for() -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=5, synthetic_acceptance_rate=0.5)
-    speculator = Speculator(config, max_rows=10)
+    speculator = Speculator(config, max_rows=10, is_asynchronous=False)
     for num_decodes in (1, 4, 8):  # their plain steps are known
         for _ in range(2):
             speculator.record_step(num_decodes, 0, num_decodes, 0.01, was_on=True)

@@ -14,8 +14,10 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.runner.ngram_runner import NgramRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+from compile_and_serve.runtime.speculation.ngram import NgramDrafter
 from tests.runtime.speculation.test_heads import METHODS, engine, folders
 from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs
 from tests.support.engines import prompt_of, request, run_requests, tokens_of
@@ -58,7 +60,7 @@ def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 def perfect_drafts(
     monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, Sequence[int]], requests: Sequence[EngineRequest]
 ) -> None:
-    """The drafter of engines from now on says the answers, with an error at every fifth position, from the lengths that the device knows."""
+    """The drafter of engines from now on says the answers, with an error at every fifth position. It uses the lengths on the device."""
     draft = DraftRunner._draft
     texts = {one.request_id: [*one.prompt_token_ids, *answers[one.request_id], *[0] * K] for one in requests}
 
@@ -81,7 +83,7 @@ def perfect_drafts(
 
 def both(
     folders: Mapping[str, Path], method: str, monkeypatch: pytest.MonkeyPatch, given: list[EngineRequest],
-    prepare: Callable[[dict[str, list[int]]], None] = lambda answers: None, **options: Any,
+    prepare: Callable[[dict[str, list[int]]], None] = lambda answers: None, *, speculation: Mapping[str, Any] = {}, **options: Any,
 ) -> tuple[EngineCore, dict[str, list[int]], dict[str, list[int]]]:  # fmt: skip
     """An engine that runs ahead, its tokens, and those of an engine without drafts."""
     plain = engine(folders, method, drafts=False, max_num_seqs=8)
@@ -90,7 +92,7 @@ def both(
     check_every_draft(monkeypatch)
     made = use_fake_graphs(monkeypatch, K, samples_greedily=True)
     prepare(expected)
-    core = engine(folders, method, K, max_num_seqs=8, async_scheduling=True, **options)
+    core = engine(folders, method, K, max_num_seqs=8, async_scheduling=True, speculation=speculation, **options)
     capture_all(made[0])
     return core, tokens_of(run_requests(core, given)), expected
 
@@ -109,6 +111,35 @@ def test_tokens_are_those_without_drafts(
     assert 0.4 < stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens < 0.95
     assert stats.num_free_blocks == stats.num_total_blocks
     assert (False, True) not in launched
+    assert launched.count((True, True)) > 0.6 * len(launched) > 10
+    core.shutdown()
+
+
+def test_ngrams_are_looked_up_on_the_device(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their drafts are those of the host's drafter."""
+    given = given_requests()
+    launched, found_drafts = record_steps(monkeypatch), []
+    make_drafts = NgramRunner._make_drafts
+
+    def recorded(self: NgramRunner, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
+        make_drafts(self, num_seqs, num_drafts, size, is_ahead=is_ahead)
+        asked = self._asked.device
+        lengths = self._known_positions() + 1
+        for row in range(num_seqs):
+            slot, count = int(asked["slots"][row]), int(asked["counts"][row])
+            tokens = self._history_RW[slot, : int(lengths[row])].tolist()
+            expected = NgramDrafter(1, 3).propose("r", tokens, count)
+            found_drafts.append(expected)
+            assert self.drafts[slot].tolist() == expected + [-1] * (K - len(expected))
+
+    monkeypatch.setattr(NgramRunner, "_make_drafts", recorded)
+    core, found, expected = both(
+        folders, "ngram", monkeypatch, given, speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    )
+    assert found == expected
+    stats = core.stats()
+    assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens <= sum(map(len, found_drafts))
+    assert [] in found_drafts
     assert launched.count((True, True)) > 0.6 * len(launched) > 10
     core.shutdown()
 

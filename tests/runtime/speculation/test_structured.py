@@ -73,7 +73,7 @@ def test_grammars_markers_and_stop_strings_hold(
     check_every_draft(monkeypatch)
     config: dict[str, object] = {"method": method, "num_speculative_tokens": 4}
     if method == "ngram":
-        monkeypatch.setattr(speculator, "make_drafter", lambda config: Continuations(sequences, vocab_size))
+        monkeypatch.setattr(speculator, "make_drafter", lambda config, **_: Continuations(sequences, vocab_size))
     else:
         config["model"] = str(tiny_llama_dir)
     for is_asynchronous in (False, True):

@@ -1,0 +1,70 @@
+"""`NgramRunner`: drafts what followed the last tokens earlier in the same sequence, on the device.
+
+Shape legend: R batch slots, W tokens of the longest sequence and of drafts behind it, S sequences that get drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.sampling.ngram_drafts import append_tokens, find_drafts
+from compile_and_serve.custom_ops.step import LOGITS_INDICES, POSITIONS, Step
+from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts
+from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
+
+
+class NgramRunner(DeviceDrafts):
+    """`follow` writes the tokens of each step behind the histories. Tokens behind a wrong draft are overwritten by the steps after."""
+
+    def __init__(
+        self, batch: InputBatch, device: torch.device, num_drafts: int, max_len: int, lengths: tuple[int, int], *, repeats: bool
+    ) -> None:  # fmt: skip
+        """max_len: of a sequence, in tokens. lengths: the shortest and the longest suffix that is looked up. repeats: where nothing is
+        found, the draft repeats the last token.
+        """
+        super().__init__(batch, device, num_drafts)
+        self._lengths, self._repeats = lengths, repeats
+        width = max_len + num_drafts + 1
+        self._history_RW = torch.zeros(batch.num_slots + 1, width, dtype=torch.int32, device=device)
+        self._rows_version = -1
+        self._row_slots = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # of each sampled row of the layout with this version
+
+    def add(self, slot: int, token_ids: np.ndarray) -> None:
+        """See `DeviceDrafts.add`."""
+        self._history_RW[slot, : len(token_ids)] = self._upload(token_ids.astype(np.int32), through_pinned=True)
+
+    def follow(
+        self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
+        keeps_state_only: bool = False,
+    ) -> None:  # fmt: skip
+        """Append the sampled tokens. Arguments: `DeviceDrafts.follow`."""
+        if layout is None:  # a warm-up
+            self._make_drafts(1, self._num_drafts, 0, is_ahead=False)
+            return
+        if sampled is None:
+            return
+        if self._rows_version != layout.version:
+            counts = layout.sampled_counts or [1] * len(layout.sampled_ids)
+            self._row_slots = self._upload(np.repeat(layout.sampled_slots, counts), through_pinned=True)
+            self._rows_version = layout.version
+        positions_T = step.inputs[POSITIONS.name]
+        if positions_T.dim() > 1:
+            positions_T = positions_T[0]
+        rows_L = step.inputs[LOGITS_INDICES.name][: sampled.shape[0]]
+        append_tokens(self._history_RW, self._row_slots, positions_T[rows_L] + 1, sampled)
+
+    def _make_drafts(self, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
+        asked = self._asked.device
+        slots_S, counts_S = asked["slots"][:num_seqs], asked["counts"][:num_seqs]
+        lengths_S = self._known_positions()[:num_seqs] + 1
+        drafts_SK = find_drafts(self._history_RW, slots_S, lengths_S, counts_S, self._num_drafts, *self._lengths)
+        if self._repeats:
+            last_S1 = self._history_RW[slots_S, lengths_S - 1].long()[:, None]
+            is_wanted_SK = torch.arange(self._num_drafts, device=slots_S.device) < counts_S[:, None]
+            drafts_SK = torch.where((drafts_SK < 0) & is_wanted_SK, last_S1, drafts_SK)
+        self.drafts.index_copy_(0, slots_S, drafts_SK)
