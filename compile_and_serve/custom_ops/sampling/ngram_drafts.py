@@ -29,7 +29,8 @@ def find_drafts(
     """What followed the longest match of the last `shortest` to `longest` tokens, the latest of equal ones. → int64 [S, K], K = num_drafts
 
     Behind the end of the history, a draft goes on with itself, as a repeating text does. -1 stands where a sequence has no match, and
-    behind the first counts[s] tokens. history_RW: int32. slots_S, lengths_S, counts_S: int64; lengths are those of the histories, 0 for padding.
+    behind the first counts[s] tokens. history_RW: int32. slots_S, lengths_S, counts_S: int64; lengths are those of the histories, 0 for
+    padding.
     """
     if platform_of(history_RW.device).runs_triton_kernels:
         from compile_and_serve.custom_ops.sampling.triton_ngram_drafts import find_matches

@@ -38,7 +38,7 @@ class DeviceDrafts(ABC):
         fields = ("slots", "positions", "counts", "last_tokens", "is_ahead")
         self._asked = StagedArrays({name: (np.int64, aligned(batch.num_slots)) for name in fields}, device)
 
-    def add(self, slot: int, token_ids: np.ndarray) -> None:  # noqa: B027: most drafters need not know
+    def add(self, slot: int, token_ids: np.ndarray) -> None:  # noqa: B027 (most drafters need not know)
         """A request has begun in a batch slot, with these tokens (int64)."""
 
     @abstractmethod
