@@ -1,6 +1,7 @@
 """Prompt look-up on the device (Saxena 2023): a draft is what followed the latest earlier occurrence of the sequence's last n tokens.
 
-Shape legend: R batch slots, S sequences, W tokens that a slot has room for, K draft tokens of a sequence at most, T tokens to append.
+Shape legend: R batch slots, W tokens that a slot has room for, S sequences, K draft tokens of a sequence at most, T tokens of a step,
+L of its rows that are sampled.
 
 `append_tokens` keeps the histories, `find_drafts` reads them. Neither waits for the device.
 """
@@ -13,45 +14,52 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 
 def append_tokens(
-    history_RW: torch.Tensor, slots_T: torch.Tensor, positions_T: torch.Tensor, tokens_T: torch.Tensor
-) -> None:
-    """history[slot, position] = token. Pairs of slot and position that are equal hold any of their tokens afterwards.
+    history_RW: torch.Tensor, slots_L: torch.Tensor, rows_L: torch.Tensor, positions_T: torch.Tensor, tokens_L: torch.Tensor
+) -> None:  # fmt: skip
+    """history[slot, positions[row] + 1] = token: what was sampled at a step's rows. Equal places hold any of their tokens afterwards.
 
-    history_RW: int32, contiguous. slots_T, positions_T, tokens_T: int64; positions are less than W.
+    history_RW: int32, contiguous. All others are int64; positions are less than W - 1.
     """
-    history_RW.view(-1).index_copy_(0, slots_T * history_RW.shape[1] + positions_T, tokens_T.to(torch.int32))
+    if platform_of(history_RW.device).runs_triton_kernels:
+        from compile_and_serve.custom_ops.sampling import triton_ngram_drafts
+
+        triton_ngram_drafts.append_tokens(history_RW, slots_L, rows_L, positions_T, tokens_L)
+        return
+    places_L = slots_L * history_RW.shape[1] + positions_T[rows_L] + 1
+    history_RW.view(-1).index_copy_(0, places_L, tokens_L.to(torch.int32))
 
 
 def find_drafts(
-    history_RW: torch.Tensor, slots_S: torch.Tensor, lengths_S: torch.Tensor, counts_S: torch.Tensor, num_drafts: int, shortest: int,
-    longest: int,
-) -> torch.Tensor:  # fmt: skip
-    """What followed the longest match of the last `shortest` to `longest` tokens, the latest of equal ones. → int64 [S, K], K = num_drafts
+    history_RW: torch.Tensor, slots_S: torch.Tensor, lengths_S: torch.Tensor, counts_S: torch.Tensor, drafts_RK: torch.Tensor,
+    shortest: int, longest: int, *, repeats: bool = False,
+) -> None:  # fmt: skip
+    """drafts[slot] = what followed the longest match of the last `shortest` to `longest` tokens, the latest of equal ones.
 
     Behind the end of the history, a draft goes on with itself, as a repeating text does. -1 stands where a sequence has no match, and
-    behind the first counts[s] tokens. history_RW: int32. slots_S, lengths_S, counts_S: int64; lengths are those of the histories, 0 for
-    padding.
+    behind the first counts[s] tokens. history_RW: int32, contiguous. slots_S, lengths_S, counts_S: int64; lengths are those of the
+    histories, 0 for padding; counts are at most K. drafts_RK: int64, contiguous. repeats: where there is no match, the last token is repeated.
     """
     if platform_of(history_RW.device).runs_triton_kernels:
-        from compile_and_serve.custom_ops.sampling.triton_ngram_drafts import find_matches
+        from compile_and_serve.custom_ops.sampling import triton_ngram_drafts
 
-        matches_S = find_matches(history_RW, slots_S, lengths_S, shortest, longest)
-    else:
-        matches_S = _find_matches(history_RW, slots_S, lengths_S, shortest, longest)
-    places_SK = torch.arange(num_drafts, device=slots_S.device).expand(len(slots_S), -1)
-    period_S1 = (lengths_S - matches_S).clamp(min=1)[:, None]
-    columns_SK = matches_S[:, None] + places_SK % period_S1
-    tokens_SK = history_RW.view(-1)[slots_S[:, None] * history_RW.shape[1] + columns_SK].long()
-    return torch.where((matches_S[:, None] > 0) & (places_SK < counts_S[:, None]), tokens_SK, -1)
+        triton_ngram_drafts.find_drafts(
+            history_RW, slots_S, lengths_S, counts_S, drafts_RK, shortest, longest, repeats=repeats
+        )
+        return
+    matches_S = _find_matches(history_RW[slots_S], lengths_S, shortest, longest)
+    if repeats:
+        matches_S = torch.where((matches_S == 0) & (lengths_S > 0), lengths_S - 1, matches_S)
+    places_K = torch.arange(drafts_RK.shape[1], device=slots_S.device)
+    columns_SK = matches_S[:, None] + places_K % (lengths_S - matches_S).clamp(min=1)[:, None]
+    is_draft_SK = (matches_S[:, None] > 0) & (places_K < counts_S[:, None])
+    drafts_SK = torch.where(is_draft_SK, history_RW[slots_S[:, None], columns_SK].long(), -1)
+    drafts_RK.index_copy_(0, slots_S, drafts_SK)
 
 
-def _find_matches(
-    history_RW: torch.Tensor, slots_S: torch.Tensor, lengths_S: torch.Tensor, shortest: int, longest: int
-) -> torch.Tensor:
+def _find_matches(tokens_SW: torch.Tensor, lengths_S: torch.Tensor, shortest: int, longest: int) -> torch.Tensor:
     """int64 [S]: the position behind the best match; 0 where there is none."""
-    tokens_SW = history_RW[slots_S]
     width = tokens_SW.shape[1]
-    ends_W = torch.arange(width, device=slots_S.device)
+    ends_W = torch.arange(width, device=tokens_SW.device)
     is_equal_SW = torch.ones_like(tokens_SW, dtype=torch.bool)
     match_len_SW = torch.zeros_like(tokens_SW, dtype=torch.int64)
     for n in range(1, longest + 1):

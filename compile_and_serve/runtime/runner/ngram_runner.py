@@ -44,7 +44,10 @@ class NgramRunner(DeviceDrafts):
     ) -> None:  # fmt: skip
         """Append the sampled tokens. Arguments: `DeviceDrafts.follow`."""
         if layout is None:  # a warm-up
+            self._ask([], [], 1)
             self._make_drafts(1, self._num_drafts, 0, is_ahead=False)
+            row = torch.zeros(1, dtype=torch.int64, device=self.drafts.device)
+            append_tokens(self._history_RW, row + self._batch.num_slots, row, row, row)
             return
         if sampled is None:
             return
@@ -56,15 +59,11 @@ class NgramRunner(DeviceDrafts):
         if positions_T.dim() > 1:
             positions_T = positions_T[0]
         rows_L = step.inputs[LOGITS_INDICES.name][: sampled.shape[0]]
-        append_tokens(self._history_RW, self._row_slots, positions_T[rows_L] + 1, sampled)
+        append_tokens(self._history_RW, self._row_slots, rows_L, positions_T, sampled)
 
     def _make_drafts(self, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
         asked = self._asked.device
-        slots_S, counts_S = asked["slots"][:num_seqs], asked["counts"][:num_seqs]
-        lengths_S = self._known_positions()[:num_seqs] + 1
-        drafts_SK = find_drafts(self._history_RW, slots_S, lengths_S, counts_S, self._num_drafts, *self._lengths)
-        if self._repeats:
-            last_S1 = self._history_RW[slots_S, lengths_S - 1].long()[:, None]
-            is_wanted_SK = torch.arange(self._num_drafts, device=slots_S.device) < counts_S[:, None]
-            drafts_SK = torch.where((drafts_SK < 0) & is_wanted_SK, last_S1, drafts_SK)
-        self.drafts.index_copy_(0, slots_S, drafts_SK)
+        find_drafts(
+            self._history_RW, asked["slots"][:num_seqs], (self._known_positions() + 1)[:num_seqs], asked["counts"][:num_seqs],
+            self.drafts, *self._lengths, repeats=self._repeats,
+        )  # fmt: skip
