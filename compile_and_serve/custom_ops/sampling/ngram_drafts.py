@@ -37,7 +37,8 @@ def find_drafts(
 
     Behind the end of the history, a draft goes on with itself, as a repeating text does. -1 stands where a sequence has no match, and
     behind the first counts[s] tokens. history_RW: int32, contiguous. slots_S, lengths_S, counts_S: int64; lengths are those of the
-    histories, 0 for padding; counts are at most K. drafts_RK: int64, contiguous. repeats: where there is no match, the last token is repeated.
+    histories, 0 for padding; counts are at most K. drafts_RK: int64, contiguous. repeats: where there is no match, the last token is
+    repeated.
     """
     if platform_of(history_RW.device).runs_triton_kernels:
         from compile_and_serve.custom_ops.sampling import triton_ngram_drafts
