@@ -14,7 +14,7 @@ CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
-MIN_DRAFTED_ROWS = 64  # that steps with drafts have room for, however few sequences may run
+MIN_DRAFTED_ROWS = 512  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
 
 

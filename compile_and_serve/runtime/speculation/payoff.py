@@ -1,9 +1,8 @@
 """Whether drafting pays, from measured step times and acceptance.
 
 Two decisions, both from what was measured on this device with these requests:
-- Per batch size (in powers of two): is a step with drafting on worth more tokens per second than one with it off? With drafting on, each
-  step waits for the tokens of the one before; with it off, the next step may be launched earlier. The other mode is tried from time to
-  time, and less often each time it loses.
+- Per batch size (in powers of two): is a step with drafting on worth more tokens per second than one with it off? With drafting on, a
+  step may have to wait for the tokens of the one before. The other mode is tried from time to time, and less often each time it loses.
 - Per step: the number of draft tokens with the most expected tokens per second. Draft token j of a sequence that accepts each token with
   probability a is worth a^j tokens. Step times are measured by the number of draft tokens (in powers of two) and interpolated. They are
   no straight line: a step that is padded to a CUDA graph takes as long with one draft token as with all. So the time of a step with
