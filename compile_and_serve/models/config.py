@@ -19,7 +19,10 @@ class UnsupportedConfigError(ModelConfigError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """Sizes and switches of a Llama-like decoder. rope: config.json's rope_parameters, or rope_scaling with rope_theta."""
+    """Sizes and switches of a Llama-like decoder.
+
+    rope: config.json's rope_parameters, or rope_scaling with rope_theta. rope_size: dimensions of a head that RoPE rotates, the first ones.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -28,6 +31,7 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rope_size: int
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     attention_bias: bool = False
@@ -36,8 +40,11 @@ class DecoderConfig:
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any], *, default_head_dim: int | None = None) -> DecoderConfig:
+    def from_dict(
+        cls, config: Mapping[str, Any], *, default_head_dim: int | None = None, allows_partial_rope: bool = False
+    ) -> DecoderConfig:
         """Read a config.json. default_head_dim: the family's default, if it is not hidden_size / num_attention_heads.
+        allows_partial_rope: the family reads `rope_size`; others refuse a config in which it is not the head size.
 
         Raises `ModelConfigError` for a missing or invalid value.
         """
@@ -62,12 +69,20 @@ class DecoderConfig:
         if config.get("use_sliding_window"):
             raise UnsupportedConfigError("use_sliding_window is not supported: set it to false in the model's config.")
         rope = _rope(config)
-        if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        rope_share = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+        if rope_share != 1.0 and not allows_partial_rope:
             raise UnsupportedConfigError("partial_rotary_factor is not supported: RoPE must cover the whole head.")
+        head_dim = positive_int(config, "head_dim", default_head_dim or sizes["hidden_size"] // num_heads)
+        rope_size = int(head_dim * rope_share)
+        if rope_size % 2 or not 0 < rope_size <= head_dim:
+            raise ModelConfigError(
+                f"partial_rotary_factor is {rope_share:g} and the head size {head_dim}: RoPE must rotate pairs of a head's dimensions."
+            )
         return cls(
             **sizes,
             num_key_value_heads=num_kv_heads,
-            head_dim=positive_int(config, "head_dim", default_head_dim or sizes["hidden_size"] // num_heads),
+            head_dim=head_dim,
+            rope_size=rope_size,
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
             attention_bias=bool(config.get("attention_bias", False)),

@@ -1,25 +1,23 @@
-"""DeepSeek-V2, V3 and R1, and Kimi-K2: multi-head latent attention, and mixtures of experts with shared experts.
+"""DeepSeek-V2, V3 and R1, and Kimi-K2: multi-head latent attention. The other parts of a layer are in `deepseek_moe`.
 
 Shape legend: T tokens of the step, D hidden size, H heads, N and R sizes of a query's parts without and with RoPE, V size of a head's
-value, C size of the latent, X experts. Views use -1 for head counts, so that sharded projections need no change here.
+value, C size of the latent. Views use -1 for head counts, so that sharded projections need no change here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.mla import mla_attention
-from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
-from compile_and_serve.models.layers import GatedMlp, yarn_magnitude
-from compile_and_serve.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from compile_and_serve.models.moe import Experts, MoeConfig
+from compile_and_serve.custom_ops.step import LatentCacheSpec
+from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigError, positive_int
+from compile_and_serve.models.deepseek_moe import ROUTINGS, DeepseekMoeConfig
+from compile_and_serve.models.layers import yarn_magnitude
 
 _LATENT_EPS = 1e-6  # of the norms over latents, whatever the config's rms_norm_eps
 
@@ -28,25 +26,17 @@ _LATENT_EPS = 1e-6  # of the norms over latents, whatever the config's rms_norm_
 class DeepseekConfig:
     """A config.json of DeepSeek's families. decoder.head_dim is the size of the part with RoPE.
 
-    q_rank: size of the queries' latent; None without one. scale: of the attention scores. num_shared: number of shared experts, which are
-    one MLP. num_groups, top_groups, group_best: as in `cas::route`.
+    q_rank: size of the queries' latent; None without one. scale: of the attention scores.
     """
 
     decoder: DecoderConfig
-    moe: MoeConfig
+    moe: DeepseekMoeConfig
     q_rank: int | None
     latent_size: int
     nope_size: int
     value_size: int
     scale: float
     interleaved: bool
-    num_shared: int
-    scoring: Literal["softmax", "sigmoid"]
-    has_bias: bool
-    expert_scale: float
-    num_groups: int
-    top_groups: int
-    group_best: int
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekConfig:
@@ -57,53 +47,29 @@ class DeepseekConfig:
         is_v3 = "DeepseekV3ForCausalLM" in (config.get("architectures") or ())
         scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
         method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-        if (scoring, method) not in _ROUTING:
-            known = " or ".join(f"{one!r} with {other!r}" for one, other in _ROUTING)
+        if (scoring, method) not in ROUTINGS:
+            known = " or ".join(f"{one!r} with {other!r}" for one, other in ROUTINGS)
             raise UnsupportedConfigError(f"scoring_func is {scoring!r} with topk_method {method!r}: expected {known}.")
-        if config.get("norm_topk_prob") and scoring == "softmax":
-            raise UnsupportedConfigError(
-                "norm_topk_prob is not supported with scoring_func 'softmax': set it to false."
-            )
-        if int(config.get("moe_layer_freq") or 1) != 1:
-            raise UnsupportedConfigError(f"moe_layer_freq must be 1, got {config['moe_layer_freq']}.")
-        num_experts, top_k = positive_int(config, "n_routed_experts"), positive_int(config, "num_experts_per_tok")
-        has_groups = method != "greedy"
-        num_groups = positive_int(config, "n_group", 1) if has_groups else 1
-        top_groups = positive_int(config, "topk_group", 1) if has_groups else 1
-        if num_experts % num_groups or top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
-            raise ModelConfigError(
-                f"{top_k} of {num_experts} experts cannot be chosen from {top_groups} of {num_groups} groups: check "
-                "num_experts_per_tok, n_routed_experts, topk_group and n_group."
-            )
-        num_dense = int(config.get("first_k_dense_replace") or 0)
         q_rank = config.get("q_lora_rank")
         return cls(
             decoder=decoder,
-            moe=MoeConfig(
-                hidden_size=decoder.hidden_size,
-                num_experts=num_experts,
-                top_k=top_k,
-                intermediate_size=positive_int(config, "moe_intermediate_size"),
-                renormalize=scoring == "sigmoid" and bool(config.get("norm_topk_prob", True)),
-                sparse_layers=tuple(i >= num_dense for i in range(decoder.num_hidden_layers)),
-            ),
+            moe=DeepseekMoeConfig.read(config, decoder, (scoring, method)),
             q_rank=None if q_rank is None else positive_int(config, "q_lora_rank"),
             latent_size=positive_int(config, "kv_lora_rank"),
             nope_size=nope_size,
             value_size=positive_int(config, "v_head_dim"),
             scale=(nope_size + rope_size) ** -0.5 * _temperature(decoder.rope) ** 2,
             interleaved=bool(config.get("rope_interleave", True)),
-            num_shared=int(config.get("n_shared_experts") or 0),
-            scoring=scoring,
-            has_bias=method == "noaux_tc",
-            expert_scale=float(config.get("routed_scaling_factor", 1.0)),
-            num_groups=num_groups,
-            top_groups=top_groups,
-            group_best=2 if method == "noaux_tc" else 1,
         )
 
+    @property
+    def layer_cache(self) -> LatentCacheSpec:
+        """What each layer keeps: [N, P, C + R]."""
+        return LatentCacheSpec(latent_size=self.latent_size, rope_size=self.decoder.head_dim)
 
-_ROUTING = (("softmax", "greedy"), ("softmax", "group_limited_greedy"), ("sigmoid", "noaux_tc"))
+    def make_attention(self) -> LatentAttention:
+        """The attention of a layer."""
+        return LatentAttention(self)
 
 
 def _temperature(rope: Mapping[str, Any]) -> float:
@@ -140,67 +106,3 @@ class LatentAttention(nn.Module):
             cache, self.scale, eps=_LATENT_EPS, interleaved=self.interleaved,
         )  # fmt: skip
         return self.o_proj(out_THV.flatten(1))
-
-
-class Router(nn.Module):
-    """Logits of experts: [T, D] → [T, X]. No `nn.Linear`, because quantized checkpoints do not quantize it.
-
-    e_score_correction_bias: float32 [X], None without one; added to scores for the choice only.
-    """
-
-    def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__()
-        num_experts = config.moe.num_experts
-        self.weight = nn.Parameter(torch.empty(num_experts, config.decoder.hidden_size))
-        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts)) if config.has_bias else None
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TD, self.weight)
-
-
-class DeepseekMoe(nn.Module):
-    """The experts that the router chooses, and shared experts, which every token goes through."""
-
-    def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.gate = Router(config)
-        self.experts = Experts(config.decoder, config.moe)
-        if config.num_shared:
-            size = config.moe.intermediate_size * config.num_shared
-            self.shared_experts = GatedMlp(replace(config.decoder, intermediate_size=size))
-
-    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-        """residual + the sum of all experts. [T, D], [T, D] → [T, D]"""
-        config = self.config
-        if config.num_shared:
-            residual_TD = residual_TD + self.shared_experts(x_TD)
-        weights_TK, ids_TK = route(
-            self.gate(x_TD), config.moe.top_k, scoring=config.scoring, renormalize=config.moe.renormalize,
-            scale=config.expert_scale, bias_X=self.gate.e_score_correction_bias, num_groups=config.num_groups,
-            top_groups=config.top_groups, group_best=config.group_best,
-        )  # fmt: skip
-        return residual_TD + self.experts(x_TD, ids_TK, weights_TK)
-
-
-class DeepseekMoeLayer(LlamaDecoderLayer):
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, cache: torch.Tensor
-    ) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TR, sin_TR, cache)
-        return self.mlp(self.post_attention_layernorm(x_TD), x_TD)
-
-
-class DeepseekForCausalLM(LlamaForCausalLM):
-    """As `LlamaForCausalLM`, with a latent cache [N, P, C + R] per layer."""
-
-    def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__(
-            config.decoder,
-            (
-                DeepseekMoeLayer(config.decoder, LatentAttention(config), DeepseekMoe(config))
-                if is_sparse
-                else LlamaDecoderLayer(config.decoder, LatentAttention(config))
-                for is_sparse in config.moe.sparse_layers
-            ),
-        )

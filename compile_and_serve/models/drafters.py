@@ -16,31 +16,27 @@ from compile_and_serve.custom_ops.step import (
     DECODER_INPUTS,
     HIDDEN_STATES,
     INPUT_IDS,
-    KV_CACHES,
     LOGITS,
     LOGITS_INDICES,
     POSITIONS,
     ROWS,
     TOKENS,
-    LatentCacheSpec,
-    StateGroup,
     StepInput,
     StepOutput,
 )
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
-from compile_and_serve.models.deepseek import DeepseekConfig
-from compile_and_serve.models.deepseek_mtp import MtpForCausalLM, mtp_config
 from compile_and_serve.models.eagle import Eagle3ForCausalLM, EagleForCausalLM
 from compile_and_serve.models.hidden_states import num_layers_of, with_hidden_states
 from compile_and_serve.models.medusa import MedusaHeads
+from compile_and_serve.models.mtp import MtpForCausalLM
 from compile_and_serve.models.quantization_config import with_stored_weights
 from compile_and_serve.models.registry import (
     ARCHITECTURES,
     DECODER_TP_PLAN,
-    LATENT_TP_PLAN,
     ModelImpl,
     build_model,
     decoder_spec,
+    deepseek_moe_spec,
     kv_cache_of,
     on_meta,
 )
@@ -179,36 +175,26 @@ def _eagle3_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def mtp(target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
-    """The layer for multi-token prediction of a DeepSeek-V3 checkpoint. Raises `ModelConfigError` where the target has none."""
+    """The target's own layer for multi-token prediction. Raises `ModelConfigError` where the target has none."""
     config = target.config
     architecture = (config.get("architectures") or ["?"])[0]
-    if architecture != "DeepseekV3ForCausalLM" or not config.get("num_nextn_predict_layers"):
+    family = ARCHITECTURES.get(architecture)
+    if family is None or family.deepseek_moe is None or not config.get("num_nextn_predict_layers"):
+        families = [name for name, one in ARCHITECTURES.items() if one.deepseek_moe is not None]
         raise ModelConfigError(
-            f"{architecture} brings no layer for multi-token prediction that is known here: it must be a DeepseekV3ForCausalLM with "
+            f"{architecture} brings no layer for multi-token prediction that is known here: it must be one of {', '.join(families)} with "
             "num_nextn_predict_layers in its config."
         )
-    names = ARCHITECTURES[architecture].experts
-    assert names is not None
-    parsed = mtp_config(DeepseekConfig.from_dict(config))
-    decoder = parsed.decoder
-    module = on_meta(lambda: MtpForCausalLM(parsed), dtype)
-    for name, parameter in module.named_parameters():
-        if name.endswith("e_score_correction_bias"):
-            parameter.data = parameter.data.float()
-    layer = LatentCacheSpec(latent_size=parsed.latent_size, rope_size=decoder.head_dim)
-    plan = {
-        **LATENT_TP_PLAN, "model.layers.*.embed_tokens": "vocab", "model.layers.*.eh_proj": "replicated",
-        "model.layers.*.shared_head.head": "vocab",
-    }  # fmt: skip
-    state = [StateGroup(name=KV_CACHES, layers=(layer,))]
-    spec = decoder_spec(module, decoder, config, state, plan, (names, parsed.moe))
-    spec = with_stored_weights(spec)
-    prefix = f"model.layers.{decoder.num_hidden_layers}."
+    assert family.experts is not None
+    parsed = family.deepseek_moe(config)
+    number, size = parsed.decoder.num_hidden_layers, parsed.decoder.hidden_size
+    spec = deepseek_moe_spec(MtpForCausalLM, parsed, family.experts, config, dtype, number)
+    prefix = f"model.layers.{number}."
     return DrafterSpec(
         kind="hidden",
-        spec=_reads_hidden(spec, decoder.hidden_size, dtype),
+        spec=_reads_hidden(with_stored_weights(spec), size, dtype),
         target=with_hidden_states(_checked(target), (num_layers_of(target),)),
-        hidden_size=decoder.hidden_size,
+        hidden_size=size,
         borrowed_weights={f"{prefix}embed_tokens.weight": (_EMBEDDING,), f"{prefix}shared_head.head.weight": (_HEAD, _EMBEDDING)},
         prefix=prefix,
     )  # fmt: skip

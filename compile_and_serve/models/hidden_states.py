@@ -16,7 +16,7 @@ def num_layers_of(spec: ModelSpec) -> int:
         name = (spec.config.get("architectures") or ["The model"])[0]
         raise ModelConfigError(
             f"{name} gives no hidden states to a drafter here: use the method draft_model, ngram or suffix, or a model of the families "
-            "Llama, Qwen3, Mixtral, Qwen-MoE, OLMoE or DeepSeek."
+            "Llama, Qwen3, Mixtral, Qwen-MoE, OLMoE, DeepSeek or GLM-4-MoE."
         )
     return len(spec.module.model.layers)
 

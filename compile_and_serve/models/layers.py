@@ -104,7 +104,7 @@ def _required(rope: Mapping[str, Any], name: str) -> Any:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position's angles. Computed once per forward and shared by the layers."""
+    """cos and sin of every position's angles. Computed once per forward and shared by the layers. E: `config.rope_size`."""
 
     inv_freq: torch.Tensor
 
@@ -112,7 +112,7 @@ class RotaryEmbedding(nn.Module):
         """rope: in place of the config's."""
         super().__init__()
         rope = config.rope if rope is None else rope
-        frequencies = inverse_frequencies(rope, config.head_dim)
+        frequencies = inverse_frequencies(rope, config.rope_size)
         self.magnitude = rope_magnitude(rope)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
@@ -134,6 +134,12 @@ def rotate_half(x_TXE: torch.Tensor) -> torch.Tensor:
 def apply_rope(x_TXE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
     """Rotate each pair (i, i + E/2) of every head by its position's angle (RoFormer, arXiv:2104.09864; half-split layout)."""
     return x_TXE * cos_TE[:, None] + rotate_half(x_TXE) * sin_TE[:, None]
+
+
+def apply_partial_rope(x_TXE: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+    """As `apply_rope`, for the first R dimensions of every head; the others stay as they are."""
+    size = cos_TR.shape[-1]
+    return torch.cat((apply_rope(x_TXE[..., :size], cos_TR, sin_TR), x_TXE[..., size:]), dim=-1)
 
 
 class GatedMlp(nn.Module):

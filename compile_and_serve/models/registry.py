@@ -15,13 +15,14 @@ from compile_and_serve.custom_ops.step import (
     KV_CACHES,
     WINDOW_CACHES,
     KVCacheSpec,
-    LatentCacheSpec,
     ScoreFeature,
     StateGroup,
 )
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, WindowedConfig
-from compile_and_serve.models.deepseek import DeepseekConfig, DeepseekForCausalLM
+from compile_and_serve.models.deepseek import DeepseekConfig
+from compile_and_serve.models.deepseek_moe import DeepseekMoeForCausalLM, DeepseekMoeModelConfig
 from compile_and_serve.models.gemma import GemmaConfig, GemmaForCausalLM
+from compile_and_serve.models.glm4_moe import Glm4MoeConfig
 from compile_and_serve.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from compile_and_serve.models.gpt_oss import stored_weights as stored_gpt_oss_weights
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
@@ -57,7 +58,7 @@ MOE_TP_PLAN: Mapping[str, ShardStyle] = {
     "model.layers.*.mlp.shared_expert.up_proj": "colwise",
     "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
 }
-LATENT_TP_PLAN: Mapping[str, ShardStyle] = {
+DEEPSEEK_MOE_TP_PLAN: Mapping[str, ShardStyle] = {
     **MOE_TP_PLAN,
     "model.layers.*.self_attn.q_a_proj": "replicated",
     "model.layers.*.self_attn.q_b_proj": "colwise",
@@ -66,6 +67,12 @@ LATENT_TP_PLAN: Mapping[str, ShardStyle] = {
     "model.layers.*.mlp.shared_experts.gate_proj": "colwise",
     "model.layers.*.mlp.shared_experts.up_proj": "colwise",
     "model.layers.*.mlp.shared_experts.down_proj": "rowwise",
+}
+MTP_TP_PLAN: Mapping[str, ShardStyle] = {
+    **DEEPSEEK_MOE_TP_PLAN,
+    "model.layers.*.embed_tokens": "vocab",
+    "model.layers.*.eh_proj": "replicated",
+    "model.layers.*.shared_head.head": "vocab",
 }
 
 
@@ -87,7 +94,7 @@ class Family:
     default_head_dim: None means hidden_size / num_attention_heads.
     windowed: reads the config.json of a family whose layers may have a window; `module` is then called with its result alone.
     stored: how checkpoints hold the parameters that they hold in another form, quantized ones included.
-    latent: reads the config.json of a family with multi-head latent attention; `module` is then called with its result alone.
+    deepseek_moe: reads the config.json of a family with DeepSeek's layers; `module` is then called with its result alone.
     experts: how checkpoints name the linears of experts; None for a model without experts.
     """
 
@@ -95,7 +102,7 @@ class Family:
     default_head_dim: int | None = None
     windowed: Callable[[Mapping[str, Any]], WindowedConfig | GemmaConfig | GptOssConfig] | None = None
     stored: Callable[[Mapping[str, Any], nn.Module], Mapping[str, StoredWeight]] | None = None
-    latent: Callable[[Mapping[str, Any]], DeepseekConfig] | None = None
+    deepseek_moe: Callable[[Mapping[str, Any]], DeepseekMoeModelConfig] | None = None
     experts: ExpertNames | None = None
 
 
@@ -124,8 +131,15 @@ ARCHITECTURES: Mapping[str, Family] = {
         module=lambda config, moe: MoeForCausalLM(config, moe, lambda: OlmoeAttention(config, moe.clip_qkv)),
         experts=ExpertNames(),
     ),
-    "DeepseekV2ForCausalLM": Family(module=DeepseekForCausalLM, latent=DeepseekConfig.from_dict, experts=ExpertNames()),
-    "DeepseekV3ForCausalLM": Family(module=DeepseekForCausalLM, latent=DeepseekConfig.from_dict, experts=ExpertNames()),
+    "DeepseekV2ForCausalLM": Family(
+        module=DeepseekMoeForCausalLM, deepseek_moe=DeepseekConfig.from_dict, experts=ExpertNames()
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        module=DeepseekMoeForCausalLM, deepseek_moe=DeepseekConfig.from_dict, experts=ExpertNames()
+    ),
+    "Glm4MoeForCausalLM": Family(
+        module=DeepseekMoeForCausalLM, deepseek_moe=Glm4MoeConfig.from_dict, experts=ExpertNames()
+    ),
 }
 
 
@@ -186,8 +200,8 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
     if family.windowed is not None:
         spec = _build_windowed(family.module, family.windowed(config), config, dtype)
         return spec if family.stored is None else replace(spec, quantized_weights=family.stored(config, spec.module))
-    if family.latent is not None and family.experts is not None:
-        return _build_latent(family.module, family.latent(config), family.experts, config, dtype)
+    if family.deepseek_moe is not None and family.experts is not None:
+        return deepseek_moe_spec(family.module, family.deepseek_moe(config), family.experts, config, dtype)
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
     state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
     if family.experts is None:
@@ -218,21 +232,26 @@ def _build_windowed(
     return decoder_spec(on_meta(lambda: make(parsed), dtype), decoder, config, groups, tp_plan)
 
 
-def _build_latent(
+def deepseek_moe_spec(
     make: Callable[..., nn.Module],
-    parsed: DeepseekConfig,
+    parsed: DeepseekMoeModelConfig,
     names: ExpertNames,
     config: Mapping[str, Any],
     dtype: torch.dtype,
+    number: int | None = None,
 ) -> ModelSpec:
-    decoder = parsed.decoder
+    """The spec of a module with DeepSeek's layers. number: of its only layer, which has experts; None: all layers of the config."""
+    decoder, moe = parsed.decoder, parsed.moe
+    num_layers, tp_plan = decoder.num_hidden_layers, DEEPSEEK_MOE_TP_PLAN
+    if number is not None:
+        num_layers, tp_plan = 1, MTP_TP_PLAN
+        moe = replace(moe, sparse_layers=tuple(i == number for i in range(number + 1)))
     module = on_meta(lambda: make(parsed), dtype)
     for name, parameter in module.named_parameters():
         if name.endswith("e_score_correction_bias"):  # it decides between close scores
             parameter.data = parameter.data.float()
-    layer = LatentCacheSpec(latent_size=parsed.latent_size, rope_size=decoder.head_dim)
-    state = StateGroup(name=KV_CACHES, layers=(layer,) * decoder.num_hidden_layers)
-    return decoder_spec(module, decoder, config, [state], LATENT_TP_PLAN, (names, parsed.moe))
+    state = StateGroup(name=KV_CACHES, layers=(parsed.layer_cache,) * num_layers)
+    return decoder_spec(module, decoder, config, [state], tp_plan, (names, moe))
 
 
 def kv_cache_of(decoder: DecoderConfig) -> KVCacheSpec:
@@ -263,7 +282,7 @@ def decoder_spec(
         weight_map={**_unused(decoder), **renamed},
         parts=parts,
         tp_plan=tp_plan,
-        buffers={name: inverse_frequencies(rope, decoder.head_dim) for name, rope in ropes.items() if name in names},
+        buffers={name: inverse_frequencies(rope, decoder.rope_size) for name, rope in ropes.items() if name in names},
     )
 
 

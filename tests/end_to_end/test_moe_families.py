@@ -11,7 +11,7 @@ from tests.support.moe_models import FAMILIES, write_moe
 from tests.support.transformers_models import greedy_tokens
 
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53)), list(range(100, 139))]
-NUM_TOKENS = 32
+NUM_TOKENS = 64
 # A native family with a shared expert, one with latent attention, and a class of transformers with a dense layer.
 # Quick tests of the others do not compile.
 QUICK = ("Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM")

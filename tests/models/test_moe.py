@@ -15,7 +15,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights import WeightError, load_weights
 from tests.models.test_registry import config_of
-from tests.support.moe_models import FAMILIES, write_moe
+from tests.support.moe_models import FAMILIES, YARN, write_moe
 from tests.support.quantized_checkpoints import write_quantized
 from tests.support.tiny_models import plain_logits
 
@@ -65,9 +65,18 @@ def test_logits_equal_transformers(architecture: str, num_tokens: int, tmp_path:
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+        ("Glm4MoeForCausalLM", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
+        (
+            "Glm4MoeForCausalLM",
+            {
+                "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
+                "norm_topk_prob": False,
+                "first_k_dense_replace": 0,
+            },
+        ),
     ],
 )
-def test_variants_of_latent_attention(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_variants_of_the_layers(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = write_moe(tmp_path, architecture, **changes)
@@ -75,6 +84,30 @@ def test_variants_of_latent_attention(architecture: str, changes: dict[str, Any]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(plain_logits(loaded(folder), tokens, torch.float32), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+@pytest.mark.parametrize("to_the_same", [True, False], ids=["to the same experts", "to all experts"])
+def test_every_load_of_the_experts(num_tokens: int, to_the_same: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = write_moe(tmp_path, "Glm4MoeForCausalLM", max_position_embeddings=1024)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.zero_()
+            tensor[:2] = 10.0 if to_the_same else 0.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chosen: set[int] = set()
+    reference.model.layers[1].mlp.gate.register_forward_hook(
+        lambda gate, given, out: chosen.update(out[2].flatten().tolist())
+    )
+    tokens = torch.randint(3, 320, (num_tokens,)).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    assert len(chosen) == (2 if to_the_same or num_tokens == 1 else 8)
     torch.testing.assert_close(plain_logits(loaded(folder), tokens, torch.float32), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -147,6 +180,11 @@ def test_routing_that_is_not_known() -> None:
             config_of("Qwen3MoeForCausalLM", num_experts=0),
             "num_experts in the model's config must be a positive integer",
         ),
+        (
+            config_of("Glm4MoeForCausalLM", partial_rotary_factor=0.2),
+            "partial_rotary_factor is 0.2 and the head size 16: RoPE must rotate pairs",
+        ),
+        (config_of("Glm4MoeForCausalLM", n_group=3), "2 of 4 experts cannot be chosen from 1 of 3 groups"),
         (config_of("MixtralForCausalLM", sliding_window=64), "sliding_window is not supported for Mixtral"),
     ],
 )

@@ -38,6 +38,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
     "DeepseekV3ForCausalLM": {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 2, "topk_group": 1, "use_qk_norm": True,
+    },
 }  # fmt: skip
 
 
@@ -86,7 +90,12 @@ def test_tied_embeddings_are_one_parameter() -> None:
 def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.float32)
     linears = [n for n, m in spec.module.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
-    counts = {"Qwen2MoeForCausalLM": 27, "DeepseekV2ForCausalLM": 3 * 7, "DeepseekV3ForCausalLM": 3 * 8}
+    counts = {
+        "Qwen2MoeForCausalLM": 27,
+        "DeepseekV2ForCausalLM": 3 * 7,
+        "DeepseekV3ForCausalLM": 3 * 8,
+        "Glm4MoeForCausalLM": 3 * 7,
+    }
     assert len(linears) == counts.get(architecture, 15 if architecture in EXPERTS else 21)
     for name in linears:
         styles = [style for pattern, style in spec.tp_plan.items() if fnmatch(name, pattern)]

@@ -41,7 +41,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**_QWEN, "shared_expert_intermediate_size": 80, "norm_topk_prob": False, "head_dim": None},
     "Qwen3MoeForCausalLM": {**_QWEN, "norm_topk_prob": True},
     "OlmoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": None},
-    # from here on, the transformers package's own classes
     "DeepseekV2ForCausalLM": {
         **_LATENT,
         "q_lora_rank": None,
@@ -68,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "use_qk_norm": True,
     },
+    # from here on, the transformers package's own classes
     "Ernie4_5_MoeForCausalLM": {
         "moe_num_experts": 6,
         "moe_k": 2,

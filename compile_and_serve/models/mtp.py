@@ -1,6 +1,7 @@
-"""The layer for multi-token prediction that DeepSeek-V3's checkpoints have after their last layer (arXiv:2412.19437, section 2.2).
+"""The layer for multi-token prediction that checkpoints of DeepSeek-V3 and GLM-4-MoE have after their last layer (arXiv:2412.19437,
+section 2.2).
 
-Shape legend: T tokens, S rows whose logits are needed, D hidden size, V vocabulary.
+Shape legend: T tokens, S rows whose logits are needed, D hidden size, E size of cos and sin, V vocabulary.
 
 At position i it reads the hidden state of token i and the embedding of token i + 1, and predicts token i + 2, as an EAGLE head does.
 It drafts further tokens from its own output.
@@ -8,37 +9,35 @@ It drafts further tokens from its own output.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
-from compile_and_serve.models.deepseek import DeepseekConfig, DeepseekMoe, DeepseekMoeLayer, LatentAttention
+from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.deepseek_moe import DeepseekMoe, DeepseekMoeLayer, DeepseekMoeModelConfig
 from compile_and_serve.models.layers import RotaryEmbedding
 
 
 class SharedHead(nn.Module):
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        decoder = config.decoder
-        self.norm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
-        self.head = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x_SD))
 
 
 class MtpLayer(DeepseekMoeLayer):
-    """A layer with experts, and what comes before and after it."""
+    """A layer of the family, with experts, and what comes before and after it."""
 
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: DeepseekMoeModelConfig) -> None:
         decoder = config.decoder
-        super().__init__(decoder, LatentAttention(config), DeepseekMoe(config))
+        super().__init__(decoder, config.make_attention(), DeepseekMoe(decoder, config.moe))
         self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
         self.enorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
         self.hnorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * decoder.hidden_size, decoder.hidden_size, bias=False)
-        self.shared_head = SharedHead(config)
+        self.shared_head = SharedHead(decoder)
 
     def joined(self, input_ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
         """The layer's input. [T, D]"""
@@ -48,7 +47,7 @@ class MtpLayer(DeepseekMoeLayer):
 class MtpModel(nn.Module):
     """The layer under the name that it has in the checkpoint."""
 
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: DeepseekMoeModelConfig) -> None:
         super().__init__()
         self.rotary_emb = RotaryEmbedding(config.decoder)
         self.layers = nn.ModuleDict({str(config.decoder.num_hidden_layers): MtpLayer(config)})
@@ -59,7 +58,7 @@ class MtpForCausalLM(nn.Module):
     hidden states [S, D].
     """
 
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: DeepseekMoeModelConfig) -> None:
         super().__init__()
         self.model = MtpModel(config)
 
@@ -74,12 +73,6 @@ class MtpForCausalLM(nn.Module):
         (layer,) = self.model.layers.values()
         assert isinstance(layer, MtpLayer)
         x_TD = layer.joined(input_ids, hidden_states)
-        cos_TR, sin_TR = self.model.rotary_emb(positions, x_TD.dtype)
-        hidden_SD = layer(x_TD, cos_TR, sin_TR, kv_caches[0])[logits_indices]
+        cos_TE, sin_TE = self.model.rotary_emb(positions, x_TD.dtype)
+        hidden_SD = layer(x_TD, cos_TE, sin_TE, kv_caches[0])[logits_indices]
         return layer.shared_head(hidden_SD), hidden_SD
-
-
-def mtp_config(config: DeepseekConfig) -> DeepseekConfig:
-    """The config whose only layer with experts is the one after the last."""
-    layers = config.decoder.num_hidden_layers
-    return replace(config, moe=replace(config.moe, sparse_layers=(*(False,) * layers, True)))
