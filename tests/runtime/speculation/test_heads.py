@@ -31,7 +31,7 @@ from tests.support.drafters import capture_all, check_every_draft, use_fake_grap
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.platforms import OwnMemory
 
-METHODS = ("eagle", "eagle3", "mtp", "medusa")
+METHODS = ("eagle", "eagle3", "mtp", "mtp of glm", "medusa")
 D, V, DRAFT_V, HEADS = 64, 320, 80, 4
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": D, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -44,6 +44,14 @@ DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 2,
     "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
 }  # fmt: skip
+GLM: dict[str, Any] = {
+    **DEEPSEEK,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_key_value_heads": 2,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
+TARGETS = {"mtp": ("deepseek", DEEPSEEK), "mtp of glm": ("glm", GLM)}  # of the other methods: Llama
 HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {**LLAMA, "num_hidden_layers": 1},
     "eagle3": {
@@ -132,10 +140,10 @@ def checkpoint_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints: "llama", "deepseek", and those of the heads."""
+    """Checkpoints: "llama", "deepseek", "glm", and those of the heads."""
     root = tmp_path_factory.mktemp("heads")
     made = {name: write_model(root / name, HEAD_CONFIGS[name], head_tensors(name)) for name in HEAD_CONFIGS}
-    for name, config in (("llama", LLAMA), ("deepseek", DEEPSEEK)):
+    for name, config in (("llama", LLAMA), *TARGETS.values()):
         made[name] = write_model(root / name, config, target_tensors(config))
     return made
 
@@ -145,13 +153,13 @@ def engine(
     **options: Any,
 ) -> EngineCore:  # fmt: skip
     """speculation: more of its config."""
-    speculation = {"method": method, "num_speculative_tokens": num_tokens, **speculation}
+    speculation = {"method": method.split()[0], "num_speculative_tokens": num_tokens, **speculation}
     if method in folders:
         speculation["model"] = str(folders[method])
     given: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 64} | options
-    if method == "mtp":
+    if method in TARGETS:
         given["attention_backend"] = "torch"  # Triton's kernels would run in the interpreter
-    target = folders["deepseek" if method == "mtp" else "llama"]
+    target = folders[TARGETS[method][0] if method in TARGETS else "llama"]
     return EngineCore(tiny_config(target, speculative_config=speculation if drafts else None, **given))
 
 
@@ -411,12 +419,12 @@ def test_a_compiled_head_drafts_the_same(
 def test_drawn_tokens_follow_the_target(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of 20 000 tokens, in pairs, of a vocabulary of 8. Their drafts are often right."""
     small, count = 8, 1_250
-    family, config = ("deepseek", DEEPSEEK) if method == "mtp" else ("llama", LLAMA)
+    family, config = TARGETS.get(method, ("llama", LLAMA))
     sizes = config | {"vocab_size": small}
     given_tensors = target_tensors(sizes)
     given_tensors["lm_head.weight"] *= 0.2  # so that every token is likely
     folders = {family: write_model(tmp_path / "target", sizes, given_tensors)}
-    if method != "mtp":
+    if method not in TARGETS:
         tensors = {n: t[:small] if t.shape[:1] in ((V,), (DRAFT_V,)) else t for n, t in head_tensors(method).items()}
         if method == "eagle3":
             tensors |= {"d2t": torch.zeros(small, dtype=torch.int64), "t2d": torch.ones(small, dtype=torch.bool)}
