@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -60,6 +61,7 @@ class DrafterSpec:
     max_tokens: draft tokens that it can make; None: any number.
     borrowed_weights: parameter → names of the target's tensor that it takes if the drafter's checkpoint has none.
     prefix: of the names of the drafter's tensors in the checkpoint.
+    layers_behind: further layers for multi-token prediction. Each reads the hidden states of the one before.
     """
 
     kind: DrafterKind
@@ -71,6 +73,7 @@ class DrafterSpec:
     max_tokens: int | None = None
     borrowed_weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     prefix: str = ""
+    layers_behind: tuple[DrafterSpec, ...] = ()
 
 
 def draft_model(
@@ -174,8 +177,8 @@ def _eagle3_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     return tuple(layer + 1 if inner else layer for layer in given)
 
 
-def mtp(target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
-    """The target's own layer for multi-token prediction. Raises `ModelConfigError` where the target has none."""
+def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpec:
+    """The target's own layers for multi-token prediction, as many as `num_tokens` drafts need. Raises `ModelConfigError` if it has none."""
     config = target.config
     architecture = (config.get("architectures") or ["?"])[0]
     family = ARCHITECTURES.get(architecture)
@@ -187,17 +190,25 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
         )
     assert family.experts is not None
     parsed = family.deepseek_moe(config)
-    number, size = parsed.decoder.num_hidden_layers, parsed.decoder.hidden_size
-    spec = deepseek_moe_spec(MtpForCausalLM, parsed, family.experts, config, dtype, number)
-    prefix = f"model.layers.{number}."
-    return DrafterSpec(
-        kind="hidden",
-        spec=_reads_hidden(with_stored_weights(spec), size, dtype),
-        target=with_hidden_states(_checked(target), (num_layers_of(target),)),
-        hidden_size=size,
-        borrowed_weights={f"{prefix}embed_tokens.weight": (_EMBEDDING,), f"{prefix}shared_head.head.weight": (_HEAD, _EMBEDDING)},
-        prefix=prefix,
-    )  # fmt: skip
+    target = with_hidden_states(_checked(target), (num_layers_of(target),))
+    first, size = parsed.decoder.num_hidden_layers, parsed.decoder.hidden_size
+    numbers = range(first, first + min(num_tokens, positive_int(config, "num_nextn_predict_layers")))
+    layers = []
+    for number in numbers:
+        is_only, prefix = len(numbers) == 1, f"model.layers.{number}."
+        make = partial(MtpForCausalLM, number=number, is_only=is_only)
+        # The number is part of the config, because it is part of the weights' names, which an artifact holds.
+        own = {**config, "mtp_layer_number": number}
+        spec = with_stored_weights(deepseek_moe_spec(make, parsed, family.experts, own, dtype, number))
+        layers.append(DrafterSpec(
+            kind="hidden",
+            spec=_reads_hidden(spec, size, dtype, gives=ROWS if is_only else TOKENS),
+            target=target,
+            hidden_size=size,
+            borrowed_weights={f"{prefix}embed_tokens.weight": (_EMBEDDING,), f"{prefix}shared_head.head.weight": (_HEAD, _EMBEDDING)},
+            prefix=prefix,
+        ))  # fmt: skip
+    return replace(layers[0], layers_behind=tuple(layers[1:]))
 
 
 def medusa(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
@@ -242,8 +253,8 @@ def _hidden_input(size: int, dtype: torch.dtype) -> StepInput:
     )
 
 
-def _reads_hidden(spec: ModelSpec, size: int, dtype: torch.dtype) -> ModelSpec:
-    """The spec of a head, which takes and gives hidden states. Names in its checkpoint may lack "model."."""
+def _reads_hidden(spec: ModelSpec, size: int, dtype: torch.dtype, gives: str = ROWS) -> ModelSpec:
+    """The spec of a head, which takes and gives hidden states. Names in its checkpoint may lack "model.". gives: of which rows."""
     parameters = [name for name, _ in spec.module.named_parameters()]
     short = {name.removeprefix("model."): name for name in parameters if name.startswith("model.")}
     unused: dict[str, str | None] = dict.fromkeys(("d2t", "t2d", "fc.weight", "fc.bias"))
@@ -251,7 +262,7 @@ def _reads_hidden(spec: ModelSpec, size: int, dtype: torch.dtype) -> ModelSpec:
         spec,
         weight_map={**unused, **short, **spec.weight_map},
         inputs=(INPUT_IDS, POSITIONS, _hidden_input(size, dtype), LOGITS_INDICES),
-        outputs=(StepOutput(name=LOGITS), StepOutput(name=HIDDEN_STATES, dims=(ROWS, size))),
+        outputs=(StepOutput(name=LOGITS), StepOutput(name=HIDDEN_STATES, dims=(gives, size))),
     )
 
 

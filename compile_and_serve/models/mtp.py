@@ -1,10 +1,10 @@
-"""The layer for multi-token prediction that checkpoints of DeepSeek-V3 and GLM-4-MoE have after their last layer (arXiv:2412.19437,
-section 2.2).
+"""The layers for multi-token prediction that checkpoints of DeepSeek-V3 and GLM-4-MoE have after their last layer (arXiv:2412.19437,
+section 2.2). Each is a model of its own.
 
 Shape legend: T tokens, S rows whose logits are needed, D hidden size, E size of cos and sin, V vocabulary.
 
-At position i it reads the hidden state of token i and the embedding of token i + 1, and predicts token i + 2, as an EAGLE head does.
-It drafts further tokens from its own output.
+At position i the first one reads the hidden state of token i and the embedding of token i + 1, and predicts token i + 2, as an EAGLE head
+does. Where there is one, it drafts further tokens from its own output. `runtime/runner/layers_behind.py` says what further layers read.
 """
 
 from __future__ import annotations
@@ -47,20 +47,23 @@ class MtpLayer(DeepseekMoeLayer):
 class MtpModel(nn.Module):
     """The layer under the name that it has in the checkpoint."""
 
-    def __init__(self, config: DeepseekMoeModelConfig) -> None:
+    def __init__(self, config: DeepseekMoeModelConfig, number: int) -> None:
         super().__init__()
         self.rotary_emb = RotaryEmbedding(config.decoder)
-        self.layers = nn.ModuleDict({str(config.decoder.num_hidden_layers): MtpLayer(config)})
+        self.layers = nn.ModuleDict({str(number): MtpLayer(config)})
 
 
 class MtpForCausalLM(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T], hidden_states [T, D], kv_caches, logits_indices int64 [S]) → logits [S, V] and
     hidden states [S, D].
+
+    number: of the layer in the checkpoint. is_only: there is no other one, which would read the hidden states of all tokens, [T, D].
     """
 
-    def __init__(self, config: DeepseekMoeModelConfig) -> None:
+    def __init__(self, config: DeepseekMoeModelConfig, number: int, *, is_only: bool) -> None:
         super().__init__()
-        self.model = MtpModel(config)
+        self.model = MtpModel(config, number)
+        self.is_only = is_only
 
     def forward(
         self,
@@ -74,5 +77,6 @@ class MtpForCausalLM(nn.Module):
         assert isinstance(layer, MtpLayer)
         x_TD = layer.joined(input_ids, hidden_states)
         cos_TE, sin_TE = self.model.rotary_emb(positions, x_TD.dtype)
-        hidden_SD = layer(x_TD, cos_TE, sin_TE, kv_caches[0])[logits_indices]
-        return layer.shared_head(hidden_SD), hidden_SD
+        hidden_TD = layer(x_TD, cos_TE, sin_TE, kv_caches[0])
+        hidden_SD = hidden_TD[logits_indices]
+        return layer.shared_head(hidden_SD), hidden_SD if self.is_only else hidden_TD

@@ -50,7 +50,8 @@ def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -
 def _build(config: EngineConfig, method: DeviceMethod, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec:
     path = config.drafter_path
     if method == "mtp":
-        return mtp(target, dtype=dtype)
+        assert config.speculative is not None
+        return mtp(target, dtype=dtype, num_tokens=config.speculative.num_tokens)
     assert path is not None
     given = read_config(path)
     if method == "draft_model":
@@ -64,7 +65,8 @@ def _build(config: EngineConfig, method: DeviceMethod, target: ModelSpec, dtype:
 @dataclass(kw_only=True)
 class CompiledDrafter:
     """drafter: with the rank's part of its state. backends: by its attention groups. borrowed: its state group → the target's group whose
-    block tables it uses. extras: the tensors outside of the model, "fc.weight", "fc.bias" and "d2t". load: fills all of it.
+    block tables it uses. extras: the tensors outside of the model, "fc.weight", "fc.bias" and "d2t". behind: the drafter's further
+    layers, with the same backends. load: fills all of it.
     """
 
     drafter: DrafterSpec
@@ -73,26 +75,30 @@ class CompiledDrafter:
     borrowed: Mapping[str, str]
     cache_dtype: torch.dtype
     extras: Mapping[str, torch.Tensor]
+    behind: tuple[CompiledDrafter, ...]
     load: Callable[[], None]
 
     def page_bytes(self, tokens_per_page: Mapping[str, int]) -> int:
         """Bytes of its own that it keeps for each page. tokens_per_page: of the target's groups."""
-        return sum(
+        own = sum(
             group.bytes_per_token(self.cache_dtype) * tokens_per_page[self.borrowed[group.name]]
             for group in self.drafter.spec.state
         )
+        return own + sum(one.page_bytes(tokens_per_page) for one in self.behind)
 
     def weight_memory(self) -> list[torch.Tensor]:
         """As of a model."""
-        return [*self.model.weight_memory(), *self.extras.values()]
+        behind = (tensor for one in self.behind for tensor in one.weight_memory())
+        return [*self.model.weight_memory(), *self.extras.values(), *behind]
 
 
 def compile_drafter(
     config: EngineConfig, drafter: DrafterSpec, max_model_len: int, *, device: torch.device, dtype: torch.dtype,
-    on_stage: StageCallback, rank: int = 0,
+    on_stage: StageCallback, rank: int = 0, backends: Mapping[str, AttentionBackend] | None = None, title: str = "drafter",
 ) -> CompiledDrafter:  # fmt: skip
     """Compile a drafter for one of the ranks that share the target. `load` of the result fills it.
 
+    backends: by its attention groups; None: they are chosen. title: for the log and the dumps.
     Raises the `ValueError` family with one sentence.
     """
     spec = drafter.spec
@@ -102,17 +108,25 @@ def compile_drafter(
         )
     borrowed = {group.name: _borrowed(group, drafter.target) for group in spec.state}
     cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
-    backends = dict(backends_of_model(spec, config, device, dtype))
+    if backends is None:
+        backends = dict(backends_of_model(spec, config, device, dtype))
     dump_dir = config.compile.dump_dir
     options = replace(
         config.compile, max_loras=0, user_passes=(), quantization=None, quantization_exclude=None, profile_tokens=(),
-        dump_dir=None if dump_dir is None else dump_dir / "drafter",
+        dump_dir=None if dump_dir is None else dump_dir / title,
     )  # fmt: skip
     model = compile_model(
         spec, options, device=device, dtype=dtype,
         kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
         attention_backends=backends, kv_cache_dtype=cache_dtype,
-        on_stage=lambda stage, seconds, detail: on_stage(f"drafter {stage}", seconds, detail),
+        on_stage=lambda stage, seconds, detail: on_stage(f"{title} {stage}", seconds, detail),
+    )  # fmt: skip
+    behind = tuple(
+        compile_drafter(
+            config, one, max_model_len, device=device, dtype=dtype, on_stage=on_stage, rank=rank, backends=backends,
+            title=f"drafter layer {number}",
+        )
+        for number, one in enumerate(drafter.layers_behind, start=2)
     )  # fmt: skip
     path = config.drafter_path or config.model.path
     is_dummy = config.model.load_format == "dummy"
@@ -133,7 +147,9 @@ def compile_drafter(
             for name, tensor in own.stream(set(extras)):
                 extras[name].copy_(tensor)
             _check_token_map(extras, drafter.target.vocab_size, path)
-        on_stage("drafter load", time.perf_counter() - start, str(path))
+        on_stage(f"{title} load", time.perf_counter() - start, str(path))
+        for one in behind:
+            one.load()
 
     size = config.num_ranks
     of_rank = replace(drafter, spec=replace(spec, state=tuple(group.of_rank(size) for group in spec.state)))
@@ -144,6 +160,7 @@ def compile_drafter(
         borrowed=borrowed,
         cache_dtype=cache_dtype,
         extras=extras,
+        behind=behind,
         load=load,
     )
 

@@ -35,6 +35,7 @@ from compile_and_serve.runtime.runner.decode_step import DecodeStep
 from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts, StepOf, aligned
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
+from compile_and_serve.runtime.runner.layers_behind import LayersBehind, SequenceRows
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.sampling.ops import argmax_rows
 
@@ -54,16 +55,16 @@ class DraftRunner(DeviceDrafts):
         self._model = compiled.model
         self._groups = {group.name: group for group in compiled.drafter.spec.state}
         self._graphs = graphs
-        self._state: dict[str, torch.Tensor] = {}
-        for group in self._groups.values():
-            size = batch.tokens_per_page[compiled.borrowed[group.name]]
-            layout = PageLayout.of([group], size, compiled.cache_dtype)
-            self._state |= allocate_state([group], layout, num_pages, 0, dtype=compiled.cache_dtype, device=device)
+        self._state = _state_of(compiled, batch, num_pages, device)
         self._kind, self._extras = compiled.drafter.kind, compiled.extras
         # By batch slot, then a row for padding sequences. Of heads: the first draft token and the hidden state to go on from.
         num_slots, size = batch.num_slots, compiled.drafter.hidden_size
         self._tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_slots + 1, size, dtype=dtype, device=device)
+        self._behind = None
+        if compiled.behind:
+            states = tuple(_state_of(one, batch, num_pages, device) for one in compiled.behind)
+            self._behind = LayersBehind(compiled.behind, states, num_slots, self._hidden)
         # What a captured `follow` reads of the step.
         num_rows = 0 if graphs is None else batch.max_sampled
         self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -74,8 +75,10 @@ class DraftRunner(DeviceDrafts):
 
     @cached_property
     def _writes_state(self) -> Callable[[Step], dict[str, torch.Tensor]] | None:
-        """The model as far as it writes state, once it is loaded; None if it has none, or is not compiled."""
-        return self._model.writes_state if self._groups and isinstance(self._model, CompiledModel) else None
+        """The model as far as it writes state, once it is loaded; None if it has none, is not compiled, or others read what it gives."""
+        if not self._groups or self._behind is not None or not isinstance(self._model, CompiledModel):
+            return None
+        return self._model.writes_state
 
     def work(self, size: int, plain_step: StepOf, drafted_step: StepOf | None) -> Iterator[Work]:
         """See `DeviceDrafts.work`."""
@@ -114,7 +117,17 @@ class DraftRunner(DeviceDrafts):
             if sampled is not None and not keeps_state_only:
                 rows, slots = self._accepted_rows(step, layout, sampled), self._upload(layout.sampled_slots)
         tokens_T = self._one_row if self._kind == "heads" else self._next_tokens(step, layout, sampled)
-        self._run_head(step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, keeps_state_only=keeps_state_only)
+        sequences = None
+        if self._behind is not None and layout is not None:
+            ends = next(iter(metadata.values())).query_start_loc[: len(layout.request_ids) + 1].long()
+            sequences = SequenceRows(self._upload(layout.slots_S), ends[:-1], ends[1:] - 1)
+            if slots is not None:
+                place_of = {name: place for place, name in enumerate(layout.request_ids)}
+                sampled_places = self._upload(np.array([place_of[name] for name in layout.sampled_ids]))
+                sequences.lasts.index_copy_(0, sampled_places, rows)
+        self._run_head(
+            step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, sequences, keeps_state_only=keeps_state_only
+        )
 
     def _replay_follow(
         self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor, *, keeps_state_only: bool
@@ -152,11 +165,12 @@ class DraftRunner(DeviceDrafts):
                 step, metadata, self._hidden_rows[: size * q], sampled, self._one_row, None, keeps_state_only=True
             )
             return
-        rows = torch.arange(size, device=sampled.device) * q
+        rows = firsts = torch.arange(size, device=sampled.device) * q
         if q > 1:
             is_right = sampled.view(size, q)[:, :-1] == self.drafts[step.slots]
-            rows += is_right.long().cumprod(dim=1).sum(dim=1)
-        self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, rows, step.slots)
+            rows = firsts + is_right.long().cumprod(dim=1).sum(dim=1)
+        sequences = SequenceRows(step.slots, firsts, rows)
+        self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, rows, step.slots, sequences)
 
     def _run_tokens(
         self, step: Step, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool = False
@@ -166,10 +180,10 @@ class DraftRunner(DeviceDrafts):
 
     def _run_head(
         self, step: Step, metadata: Mapping[str, AttentionMetadata], hidden_TD: torch.Tensor, next_T: torch.Tensor, rows: torch.Tensor,
-        slots: torch.Tensor | None, *, keeps_state_only: bool = False,
+        slots: torch.Tensor | None, sequences: SequenceRows | None = None, *, keeps_state_only: bool = False,
     ) -> None:  # fmt: skip
         """The head's pass over a step. next_T: int64, the token behind each of the step's. rows, slots: int64 [S], where each sequence
-        goes on; slots is None where none does.
+        goes on; slots is None where none does. sequences: all of the step, for further layers; None: it is made up.
         """
         if self._kind == "heads":
             if slots is not None:
@@ -183,8 +197,13 @@ class DraftRunner(DeviceDrafts):
             "input_ids": next_T, "positions": step.inputs["positions"], "hidden_states": hidden_TD, "logits_indices": rows,
         }  # fmt: skip
         given = self._run(step, inputs, metadata, num_rows=rows.shape[0], keeps_state_only=keeps_state_only)
-        if slots is not None:
+        if self._behind is not None:
+            first = self._step_like(step, inputs, metadata, num_rows=rows.shape[0])
+            with counting_no_experts():
+                self._behind.follow(first, given[HIDDEN_STATES], sequences)
+        elif slots is not None:
             self._hidden.index_copy_(0, slots, given[HIDDEN_STATES])
+        if slots is not None:
             self._tokens.index_copy_(0, slots, self._likeliest(given[LOGITS]))
 
     def _metadata_of(
@@ -316,6 +335,7 @@ class DraftRunner(DeviceDrafts):
             mappings[name] = mapped.masked_fill(place_P1 >= needed, -1).contiguous()
             most_tokens = max(most_tokens, table.num_columns * size)
         drafts = []
+        known = {} if self._behind is None else self._behind.known_hidden(asked["slots"][:num_seqs])
         for i in range(passes):
             metadata = {
                 name: AttentionMetadata(
@@ -331,8 +351,12 @@ class DraftRunner(DeviceDrafts):
                 inputs[HIDDEN_STATES] = hidden_SD
             if host is not None:
                 self._plan(metadata)
+            step = _step_of(num_seqs, inputs, self._state, metadata)
             with counting_no_experts():
-                given = self._model(_step_of(num_seqs, inputs, self._state, metadata))
+                if self._behind is None:
+                    given = self._model(step)
+                else:
+                    given, known = self._behind.draft(num_known + i, step, known)
             tokens_S, hidden_SD = self._likeliest(given[LOGITS]), given.get(HIDDEN_STATES)
             drafts.append(tokens_S)
         return torch.stack(drafts, dim=1)
@@ -352,13 +376,28 @@ class DraftRunner(DeviceDrafts):
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         model = self._writes_state if keeps_state_only else self._model
         assert model is not None
-        step = Step(
+        with counting_no_experts():
+            return model(self._step_like(like, inputs, metadata, num_rows=num_rows))
+
+    def _step_like(
+        self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int
+    ) -> Step:
+        return Step(
             inputs=inputs, state=self._state, metadata=metadata, num_tokens=like.num_tokens, num_seqs=like.num_seqs,
             padded_tokens=like.padded_tokens, padded_seqs=like.padded_seqs, num_rows=num_rows, max_query_len=like.max_query_len,
             uses_optional=False,
         )  # fmt: skip
-        with counting_no_experts():
-            return model(step)
+
+
+def _state_of(
+    compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The keys and values of a drafter, zeroed, by name."""
+    state: dict[str, torch.Tensor] = {}
+    for group in compiled.drafter.spec.state:
+        layout = PageLayout.of([group], batch.tokens_per_page[compiled.borrowed[group.name]], compiled.cache_dtype)
+        state |= allocate_state([group], layout, num_pages, 0, dtype=compiled.cache_dtype, device=device)
+    return state
 
 
 def _follow_name(query_len: int, keeps_state_only: bool) -> str:

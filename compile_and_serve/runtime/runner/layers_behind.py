@@ -1,0 +1,105 @@
+"""`LayersBehind`: the layers for multi-token prediction behind the first one of a checkpoint.
+
+Shape legend: T tokens of the target's step, S sequences, D hidden size, N layers with the first one, R batch slots.
+
+DeepSeek-V3's paper (arXiv:2412.19437, section 2.2) numbers layers from 0 here: at position p, layer k reads the hidden state of layer k - 1
+at p (layer 0: the target's) and the embedding of token p + k + 1, and predicts token p + k + 2. This file calls i = p + k the layer's time.
+At time i, layer k reads what layer k - 1 gave at time i - 1 and the embedding of token i + 1, and predicts token i + 2. So at one time all
+layers read the same token, which is why their keys and values lie under the same slots, and RoPE, which is relative, may use i for p.
+
+- While the drafter follows the target, every layer computes every time that the first layer computes. It reads only tokens that the target
+  sampled or was given, and no draft. So nothing is computed again behind rejected drafts: the next step overwrites their times. (With
+  keys and values under p, those of the last k positions of layer k depend on drafts. vLLM computes them again.)
+- The hidden states of the last time are kept by batch slot, for the first time of the next step.
+- Draft k is made by layer min(k, N - 1), at a time that only drafts lead to. The layers behind it compute the same time, because their next
+  one reads it. When there are more drafts than layers, the last layer goes on from its own output, as a single layer does: it read the
+  tokens up to the same one as the output of the layer before, which does not exist.
+
+Two kinds of entries differ from training. Layer k has no position for the times before k, and behind a prefix hit the hidden state of the
+time before is not known. Zeros stand for both. Whatever a drafter says, the target checks it, so that only acceptance may suffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from compile_and_serve.compiler.model import CompiledModel
+from compile_and_serve.custom_ops.step import HIDDEN_STATES, Step
+from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Sequences of a step, all int64 [S]: the batch slot, the row of the first token, and that of the last token that is right."""
+
+    slots: torch.Tensor
+    firsts: torch.Tensor
+    lasts: torch.Tensor
+
+
+class LayersBehind:
+    """Call `follow` when the first layer has followed the target, and `draft` for each draft but the first."""
+
+    def __init__(
+        self, layers: tuple[CompiledDrafter, ...], states: tuple[Mapping[str, torch.Tensor], ...], num_slots: int, hidden_like: torch.Tensor
+    ) -> None:  # fmt: skip
+        """states: keys and values of each layer. hidden_like: has the size, dtype and device of hidden states."""
+        self._layers, self._states = layers, states
+        shape = (len(layers), num_slots + 1, hidden_like.shape[-1])
+        self._hidden = hidden_like.new_zeros(
+            shape
+        )  # of all layers but the last, by batch slot, then a row for padding sequences
+        self._ends = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device)  # their times
+        self._one_row = torch.zeros(1, dtype=torch.int64, device=hidden_like.device)
+
+    def follow(self, first: Step, hidden_TD: torch.Tensor, sequences: SequenceRows | None) -> None:
+        """Compute the times of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: it is made up."""
+        positions_T = first.inputs["positions"]
+        is_known_S1 = None
+        if sequences is not None:
+            is_known_S1 = (positions_T[sequences.firsts] - 1 == self._ends[sequences.slots])[:, None]
+            self._ends.index_copy_(0, sequences.slots, positions_T[sequences.lasts])
+        for index, layer in enumerate(self._layers):
+            before_TD = hidden_TD.roll(1, 0)
+            if sequences is not None:
+                kept_SD = self._hidden[index][sequences.slots]
+                before_TD.index_copy_(0, sequences.firsts, kept_SD * is_known_S1)
+                self._hidden[index].index_copy_(0, sequences.slots, hidden_TD[sequences.lasts])
+            inputs = first.inputs | {HIDDEN_STATES: before_TD, "logits_indices": self._one_row}
+            step = replace(first, inputs=inputs, state=self._states[index], num_rows=1)
+            if index == len(self._layers) - 1 and isinstance(layer.model, CompiledModel) and layer.model.writes_state:
+                layer.model.writes_state(step)
+            else:
+                hidden_TD = layer.model(step)[HIDDEN_STATES]
+
+    def known_hidden(self, slots_S: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Layer → hidden states [S, D] of the last time, as `draft` takes them."""
+        return {index: self._hidden[index][slots_S] for index in range(len(self._layers))}
+
+    def draft(
+        self, number: int, step: Step, hidden: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+        """Make a draft of each sequence: the outputs of its layer, and the hidden states for the next one.
+
+        number: of the draft, from 0; `follow` makes draft 0. step: one token of each sequence. hidden: of the time before.
+        """
+        assert number > 0
+        drafting = min(number, len(self._layers))
+        outputs: dict[str, torch.Tensor] = {}
+        given: dict[int, torch.Tensor] = {}
+        for index in range(drafting, len(self._layers) + 1):
+            rows = step.inputs["logits_indices"] if index == drafting else self._one_row
+            inputs = step.inputs | {
+                HIDDEN_STATES: hidden[index - 1 if index >= number else index],
+                "logits_indices": rows,
+            }
+            one = self._layers[index - 1].model(
+                replace(step, inputs=inputs, state=self._states[index - 1], num_rows=len(rows))
+            )
+            given[index] = one[HIDDEN_STATES]
+            if index == drafting:
+                outputs = one
+        return outputs, given
