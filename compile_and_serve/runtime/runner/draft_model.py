@@ -75,6 +75,7 @@ class CompiledDrafter:
     borrowed: Mapping[str, str]
     cache_dtype: torch.dtype
     extras: Mapping[str, torch.Tensor]
+    hidden_dtype: torch.dtype
     behind: tuple[CompiledDrafter, ...]
     load: Callable[[], None]
 
@@ -84,7 +85,8 @@ class CompiledDrafter:
             group.bytes_per_token(self.cache_dtype) * tokens_per_page[self.borrowed[group.name]]
             for group in self.drafter.spec.state
         )
-        return own + sum(one.page_bytes(tokens_per_page) for one in self.behind)
+        hidden = self.drafter.hidden_size * self.hidden_dtype.itemsize  # of each page's last token: see `LayersBehind`
+        return own + sum(hidden + one.page_bytes(tokens_per_page) for one in self.behind)
 
     def weight_memory(self) -> list[torch.Tensor]:
         """As of a model."""
@@ -160,6 +162,7 @@ def compile_drafter(
         borrowed=borrowed,
         cache_dtype=cache_dtype,
         extras=extras,
+        hidden_dtype=dtype,
         behind=behind,
         load=load,
     )

@@ -64,7 +64,10 @@ class DraftRunner(DeviceDrafts):
         self._behind = None
         if compiled.behind:
             states = tuple(_state_of(one, batch, num_pages, device) for one in compiled.behind)
-            self._behind = LayersBehind(compiled.behind, states, num_slots, self._hidden)
+            (source,) = compiled.borrowed.values()
+            self._behind = LayersBehind(
+                compiled.behind, states, num_slots, num_pages, batch.tokens_per_page[source], self._hidden
+            )
         # What a captured `follow` reads of the step.
         num_rows = 0 if graphs is None else batch.max_sampled
         self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)

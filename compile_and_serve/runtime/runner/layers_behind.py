@@ -1,6 +1,6 @@
 """`LayersBehind`: the layers for multi-token prediction behind the first one of a checkpoint.
 
-Shape legend: T tokens of the target's step, S sequences, D hidden size, N layers with the first one, R batch slots.
+Shape legend: T tokens of the target's step, S sequences, D hidden size, N layers with the first one, R batch slots, P tokens per page.
 
 DeepSeek-V3's paper (arXiv:2412.19437, section 2.2) numbers layers from 0 here: at position p, layer k reads the hidden state of layer k - 1
 at p (layer 0: the target's) and the embedding of token p + k + 1, and predicts token p + k + 2. This file calls i = p + k the layer's time.
@@ -10,13 +10,15 @@ layers read the same token, which is why their keys and values lie under the sam
 - While the drafter follows the target, every layer computes every time that the first layer computes. It reads only tokens that the target
   sampled or was given, and no draft. So nothing is computed again behind rejected drafts: the next step overwrites their times. (With
   keys and values under p, those of the last k positions of layer k depend on drafts. vLLM computes them again.)
-- The hidden states of the last time are kept by batch slot, for the first time of the next step.
+- The hidden states of the last time are kept by batch slot, for the first time of the next step. Those of a page's last time are kept by
+  page, for a sequence that begins behind a prefix hit.
 - Draft k is made by layer min(k, N - 1), at a time that only drafts lead to. The layers behind it compute the same time, because their next
   one reads it. When there are more drafts than layers, the last layer goes on from its own output, as a single layer does: it read the
   tokens up to the same one as the output of the layer before, which does not exist.
 
-Two kinds of entries differ from training. Layer k has no position for the times before k, and behind a prefix hit the hidden state of the
-time before is not known. Zeros stand for both. Whatever a drafter says, the target checks it, so that only acceptance may suffer.
+Two kinds of entries differ from training. Layer k has no position for the times before k; zeros stand for the hidden state there. And the
+last entry of a shared prefix, of any drafter, was computed with the token behind it in the sequence that came first. The target checks
+whatever a drafter says, so that only acceptance may suffer.
 """
 
 from __future__ import annotations
@@ -44,29 +46,41 @@ class LayersBehind:
     """Call `follow` when the first layer has followed the target, and `draft` for each draft but the first."""
 
     def __init__(
-        self, layers: tuple[CompiledDrafter, ...], states: tuple[Mapping[str, torch.Tensor], ...], num_slots: int, hidden_like: torch.Tensor
+        self, layers: tuple[CompiledDrafter, ...], states: tuple[Mapping[str, torch.Tensor], ...], num_slots: int, num_pages: int,
+        tokens_per_page: int, hidden_like: torch.Tensor,
     ) -> None:  # fmt: skip
-        """states: keys and values of each layer. hidden_like: has the size, dtype and device of hidden states."""
-        self._layers, self._states = layers, states
+        """states: keys and values of each layer, in `num_pages` pages. hidden_like: has the size, dtype and device of hidden states."""
+        self._layers, self._states, self._tokens_per_page = layers, states, tokens_per_page
         shape = (len(layers), num_slots + 1, hidden_like.shape[-1])
         self._hidden = hidden_like.new_zeros(
             shape
         )  # of all layers but the last, by batch slot, then a row for padding sequences
+        by_page = (len(layers), num_pages + 1, hidden_like.shape[-1])  # then one page that nobody reads
+        self._page_hidden = hidden_like.new_zeros(by_page)
         self._ends = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device)  # their times
         self._one_row = torch.zeros(1, dtype=torch.int64, device=hidden_like.device)
 
     def follow(self, first: Step, hidden_TD: torch.Tensor, sequences: SequenceRows | None) -> None:
         """Compute the times of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: it is made up."""
         positions_T = first.inputs["positions"]
-        is_known_S1 = None
         if sequences is not None:
-            is_known_S1 = (positions_T[sequences.firsts] - 1 == self._ends[sequences.slots])[:, None]
+            (metadata,) = first.metadata.values()
+            size, slots_T = self._tokens_per_page, metadata.slot_mapping
+            befores_S = positions_T[sequences.firsts] - 1
+            is_known_S1 = (befores_S == self._ends[sequences.slots])[:, None]
             self._ends.index_copy_(0, sequences.slots, positions_T[sequences.lasts])
+            columns_S1 = (befores_S // size).clamp_(min=0)[:, None]
+            read_S = metadata.block_table[: len(befores_S)].gather(1, columns_S1)[:, 0].long()
+            is_kept_S1 = ((befores_S >= 0) & (befores_S % size == size - 1))[:, None]
+            is_written_T = (slots_T >= 0) & (slots_T % size == size - 1)
+            written_T = torch.where(is_written_T, slots_T // size, self._page_hidden.shape[1] - 1)
         for index, layer in enumerate(self._layers):
             before_TD = hidden_TD.roll(1, 0)
             if sequences is not None:
-                kept_SD = self._hidden[index][sequences.slots]
-                before_TD.index_copy_(0, sequences.firsts, kept_SD * is_known_S1)
+                kept_SD = torch.where(is_kept_S1, self._page_hidden[index][read_S], 0)
+                kept_SD = torch.where(is_known_S1, self._hidden[index][sequences.slots], kept_SD)
+                before_TD.index_copy_(0, sequences.firsts, kept_SD)
+                self._page_hidden[index].index_copy_(0, written_T, hidden_TD)
                 self._hidden[index].index_copy_(0, sequences.slots, hidden_TD[sequences.lasts])
             inputs = first.inputs | {HIDDEN_STATES: before_TD, "logits_indices": self._one_row}
             step = replace(first, inputs=inputs, state=self._states[index], num_rows=1)
