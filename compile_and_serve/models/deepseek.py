@@ -46,7 +46,7 @@ class DeepseekConfig:
         nope_size = positive_int(config, "qk_nope_head_dim")
         is_v3 = "DeepseekV3ForCausalLM" in (config.get("architectures") or ())
         scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
-        method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+        method: Any = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
         if (scoring, method) not in ROUTINGS:
             known = " or ".join(f"{one!r} with {other!r}" for one, other in ROUTINGS)
             raise UnsupportedConfigError(f"scoring_func is {scoring!r} with topk_method {method!r}: expected {known}.")

@@ -60,9 +60,9 @@ class Glm4MoeAttention(LlamaAttention):
         decoder = config.decoder
         super().__init__(decoder)
         self.o_proj = nn.Linear(decoder.num_attention_heads * self.head_dim, decoder.hidden_size, bias=False)
-        for name in ("q_norm", "k_norm"):
-            norm = nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps) if config.qk_norm else nn.Identity()
-            self.add_module(name, norm)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, kv_cache: torch.Tensor

@@ -338,7 +338,7 @@ class DraftRunner(DeviceDrafts):
             mappings[name] = mapped.masked_fill(place_P1 >= needed, -1).contiguous()
             most_tokens = max(most_tokens, table.num_columns * size)
         drafts = []
-        known = {} if self._behind is None else self._behind.known_hidden(asked["slots"][:num_seqs])
+        by_layer = {} if self._behind is None else self._behind.known_hidden(asked["slots"][:num_seqs])
         for i in range(passes):
             metadata = {
                 name: AttentionMetadata(
@@ -359,7 +359,7 @@ class DraftRunner(DeviceDrafts):
                 if self._behind is None:
                     given = self._model(step)
                 else:
-                    given, known = self._behind.draft(num_known + i, step, known)
+                    given, by_layer = self._behind.draft(num_known + i, step, by_layer)
             tokens_S, hidden_SD = self._likeliest(given[LOGITS]), given.get(HIDDEN_STATES)
             drafts.append(tokens_S)
         return torch.stack(drafts, dim=1)

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.runtime.speculation.test_heads import (
     DEEPSEEK,
@@ -29,6 +31,7 @@ from tests.runtime.speculation.test_heads import (
 from tests.runtime.speculation.test_lossless import hard_requests
 from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
+from tests.support.platforms import OwnMemory
 
 NUM_LAYERS = 3
 FAMILIES = {"deepseek": DEEPSEEK, "glm": GLM}
@@ -172,6 +175,44 @@ def test_captured_passes_draft_the_same(folders: dict[str, Path], monkeypatch: p
     assert found[0] == found[1]
     assert len(proposed) > 30
     assert made[0].stats.replays["draft"] > 30
+
+
+def test_layers_that_run_ahead_of_the_host_draft_the_same(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    check_every_draft(monkeypatch)
+    make_drafts, proposed, ahead = DraftRunner._make_drafts, [], []
+
+    def recorded(self: DraftRunner, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
+        make_drafts(self, num_seqs, num_drafts, size, is_ahead=is_ahead)
+        ahead.append(is_ahead)
+        names = {held.slot: name for name, held in self._batch._requests.items()}
+        asked, lengths = self._asked.device, self._known_positions() + 1
+        for slot, count, length in zip(
+            asked["slots"].tolist(), asked["counts"].tolist(), lengths.tolist(), strict=False
+        ):
+            if slot in names and count:
+                proposed.append((names[slot], length, self.drafts[slot, :count].tolist()))
+
+    monkeypatch.setattr(DraftRunner, "_make_drafts", recorded)
+    register_platform("cpu", OwnMemory)
+    try:
+        made = use_fake_graphs(monkeypatch, 3, samples_greedily=True)
+        core = engine(folders["glm"], 3, max_num_seqs=8, async_scheduling=True, enable_prefix_caching=False)
+        capture_all(made[0])
+        given = requests()
+        outputs = tokens_of(run_requests(core, given))
+        reference = LayersReference(core)
+    finally:
+        register_platform("cpu", CpuPlatform)
+    assert sum(ahead) > 0.6 * len(ahead) > 10
+    whole = {one.request_id: [*one.prompt_token_ids, *outputs[one.request_id]] for one in given}
+    checked = [one for one in proposed if one[1] <= len(whole[one[0]])]  # others are made for a sequence that has ended
+    assert len(checked) > 40
+    for name, length, draft in checked[::2]:
+        assert reference.drafts(whole[name][:length], len(draft)) == draft
+    core.shutdown()
 
 
 def test_layers_that_say_what_the_target_says_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
