@@ -2,10 +2,10 @@
 
 Shape legend: T tokens of the target's step, S sequences, D hidden size, N layers with the first one, R batch slots, P tokens per page.
 
-DeepSeek-V3's paper (arXiv:2412.19437, section 2.2) numbers layers from 0 here: at position p, layer k reads the hidden state of layer k - 1
-at p (layer 0: the target's) and the embedding of token p + k + 1, and predicts token p + k + 2. This file calls i = p + k the layer's time.
-At time i, layer k reads what layer k - 1 gave at time i - 1 and the embedding of token i + 1, and predicts token i + 2. So at one time all
-layers read the same token, which is why their keys and values lie under the same slots, and RoPE, which is relative, may use i for p.
+Layers are numbered from 0. At position p, layer k reads the hidden state of layer k - 1 at p (layer 0: the target's) and the embedding of
+token p + k + 1, and predicts token p + k + 2 (DeepSeek-V3, arXiv:2412.19437, section 2.2). This file calls i = p + k the layer's time. At
+time i, layer k reads what layer k - 1 gave at time i - 1 and the embedding of token i + 1, and predicts token i + 2. At one time all layers
+read the same token. So the keys and values of time i lie under the target's slot of position i, and RoPE, which is relative, rotates by i.
 
 - While the drafter follows the target, every layer computes every time that the first layer computes. It reads only tokens that the target
   sampled or was given, and no draft. So nothing is computed again behind rejected drafts: the next step overwrites their times. (With
@@ -51,13 +51,12 @@ class LayersBehind:
     ) -> None:  # fmt: skip
         """states: keys and values of each layer, in `num_pages` pages. hidden_like: has the size, dtype and device of hidden states."""
         self._layers, self._states, self._tokens_per_page = layers, states, tokens_per_page
-        shape = (len(layers), num_slots + 1, hidden_like.shape[-1])
-        self._hidden = hidden_like.new_zeros(
-            shape
-        )  # of all layers but the last, by batch slot, then a row for padding sequences
-        by_page = (len(layers), num_pages + 1, hidden_like.shape[-1])  # then one page that nobody reads
-        self._page_hidden = hidden_like.new_zeros(by_page)
-        self._ends = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device)  # their times
+        # Hidden states of all layers but the last: by batch slot, then a row for padding sequences; by page, then a page that nobody reads.
+        by_slot, by_page = ((len(layers), count + 1, hidden_like.shape[-1]) for count in (num_slots, num_pages))
+        self._hidden, self._page_hidden = hidden_like.new_zeros(by_slot), hidden_like.new_zeros(by_page)
+        self._ends = torch.full(
+            (num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device
+        )  # times, by batch slot
         self._one_row = torch.zeros(1, dtype=torch.int64, device=hidden_like.device)
 
     def follow(self, first: Step, hidden_TD: torch.Tensor, sequences: SequenceRows | None) -> None:
@@ -106,10 +105,8 @@ class LayersBehind:
         given: dict[int, torch.Tensor] = {}
         for index in range(drafting, len(self._layers) + 1):
             rows = step.inputs["logits_indices"] if index == drafting else self._one_row
-            inputs = step.inputs | {
-                HIDDEN_STATES: hidden[index - 1 if index >= number else index],
-                "logits_indices": rows,
-            }
+            before_SD = hidden[index - 1 if index >= number else index]
+            inputs = step.inputs | {HIDDEN_STATES: before_SD, "logits_indices": rows}
             one = self._layers[index - 1].model(
                 replace(step, inputs=inputs, state=self._states[index - 1], num_rows=len(rows))
             )
