@@ -40,6 +40,7 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
 )
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear, gemv, small_batch
+from compile_and_serve.custom_ops.linear.triton_linear_configs import SmallBatchConfig
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 from compile_and_serve.custom_ops.triton_common import num_sms
 
@@ -59,7 +60,7 @@ def sweep_linear(shape: Shape, sweep: bool) -> None:
     """Every configuration of the two small-batch kernels, per linear, over all layers' weights."""
     gemv_configs = [(rows, warps, per_sm, 16) for rows in (2, 4, 8) for warps in (2, 4, 8) for per_sm in (2, 4, 8)]
     batch_configs = [
-        (block_o, block_i, splits, stages, 4)
+        SmallBatchConfig(block_o, block_i, splits, stages, 4)
         for block_o, block_i, stages in ((64, 128, 4), (64, 256, 3), (128, 128, 3))
         for splits in (1, 2, 4, 8)
     ]
@@ -106,13 +107,13 @@ def section_medium(shape: Shape, sweep: bool) -> None:
                 for layer in range(shape.layers):
                     call_linear(fused_linear, shape, layer, site, a)
 
-            def ours(config: tuple[int, ...], site: str = site, a: dict[str, Any] = a) -> None:
+            def ours(config: SmallBatchConfig, site: str = site, a: dict[str, Any] = a) -> None:
                 for layer, w in enumerate(shape.weights):
                     x = rms_norm(a["x"], w[a["norm_name"]], shape.eps) if a["norm"] else a["x"]
                     call_linear(small_batch, shape, layer, site, a | {"x": x, "norm": False}, config=config)
 
             configs = [
-                (o, i, s, n, w)
+                SmallBatchConfig(o, i, s, n, w)
                 for o, i, n, w in ((64, 128, 4, 4), (64, 256, 3, 4), (128, 128, 3, 4), (128, 64, 4, 4))
                 for s in (1, 2, 4)
             ]
@@ -342,7 +343,7 @@ def sweep_decode(shape: Shape, name: str, lengths: list[int], configs: list[tupl
                 metadata.slot_mapping, out, batch, config=config,
             )  # fmt: skip
 
-    used = triton_decode.decode_config(batch, shape.kv_heads, num_sms(q.device), caches[0].itemsize)
+    used = triton_decode.decode_config(batch, shape.kv_heads, num_sms(q.device), caches[0].itemsize, shape.head_dim)
     compile_in_parallel([lambda c=c: attend(c) for c in configs])  # type: ignore[misc]
     times = {
         config: round(time_ms(lambda config=config: attend(config), 6.0) * 1e3 / len(caches), 1)  # type: ignore[misc]

@@ -2,8 +2,8 @@
 
 PDL (Hopper and later): a kernel launched with `launch_pdl` may start while the previous kernel still runs. Until `wait_for_previous`
 returns, it may read only what no such kernel writes: weights, and the step's inputs (lengths, block tables), which were written by the
-step's first kernel, an ordinary one, or before it. Every program of every PDL kernel calls `wait_for_previous`, so that the end of a
-kernel implies the end of all kernels before it.
+step's first kernel, an ordinary one, or before it. Every PDL kernel calls `wait_for_previous`, so that the end of a kernel implies the end
+of all kernels before it: in every program, but for programs that write nothing while others of the same launch wait.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def prefetch_l2(ptr, num_elements, THREADS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows_l2(pointers_C, NUM_ELEMENTS: tl.constexpr):
-    """Prefetch the row of NUM_ELEMENTS values (16-byte aligned, a multiple of 16 bytes) at each pointer into L2."""
-    num_bytes: tl.constexpr = NUM_ELEMENTS * pointers_C.dtype.element_ty.primitive_bitwidth // 8
+def prefetch_rows_l2(pointers_C, num_elements):
+    """Prefetch the row of num_elements values (16-byte aligned, a multiple of 16 bytes) at each pointer into L2."""
+    num_bytes = num_elements * pointers_C.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

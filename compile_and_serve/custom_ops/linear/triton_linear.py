@@ -5,6 +5,7 @@ Shape legend: T tokens, I input features, O output features (OH = O, or O / 2 wi
 The kernel depends on the number of tokens. For few tokens, the limit is reading the weights:
 - 1 token: each program multiplies a few rows of W by x in float32, without tensor cores (`_gemv_kernel`);
 - 2 … MAX_SMALL_TOKENS: tiles of W times xᵀ on the tensor cores, split over I where there are few rows (`_small_batch_kernel`);
+- up to MAX_FEW_OUTPUTS_TOKENS, where W has few rows, as a router's: the same kernel in small tiles of tokens;
 - more: cuBLAS between elementwise kernels; it also adds the residual.
 For few tokens, RMSNorm is free: Σ x² is summed beside the products, and 1 / rms, which is one number per token, scales the sums.
 """
@@ -19,6 +20,15 @@ import triton.language as tl
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_linear
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.linear.triton_linear_configs import (
+    MAX_FEW_OUTPUTS,
+    MAX_FEW_OUTPUTS_TOKENS,
+    MAX_SMALL_TOKENS,
+    SmallBatchConfig,
+    few_outputs_config,
+    gemv_config,
+    small_batch_config,
+)
 from compile_and_serve.custom_ops.triton_common import (
     add_pairs,
     cdiv,
@@ -28,14 +38,13 @@ from compile_and_serve.custom_ops.triton_common import (
     next_power_of_2,
     num_sms,
     prefetch_l2,
+    prefetch_rows_l2,
     split_counters,
     supports_pdl,
     wait_for_previous,
     weight_tile,
 )
 
-MAX_SMALL_TOKENS = 64
-SMALL_BLOCK_O = 64  # rows of a tile of the tensor-core kernel
 MAX_NORM_TOKENS = 16  # up to here, every program of the tensor-core kernel sums the squares of x itself
 
 
@@ -215,18 +224,25 @@ def _small_batch_kernel(
     h_ptr, b_ptr, index_ptr, groups_ptr, num_h_rows, rank, end_0, end_1, end_2,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, HAS_ADAPTERS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr, HAS_ADAPTERS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
+    # Programs of the same rows of W and other tokens are neighbors, so that W is read from memory once.
+    token_tiles = tl.cdiv(num_tokens, BLOCK_T)
+    tile, split = tl.program_id(0) // token_tiles, tl.program_id(1)
+    first_token = tl.program_id(0) % token_tiles * BLOCK_T
     rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     row_ok_O = rows_O < num_rows
     safe_rows_O = tl.where(row_ok_O, rows_O, 0).to(tl.int64)
-    tokens_T = tl.arange(0, BLOCK_T)
+    spots_T = tl.arange(0, BLOCK_T)
+    tokens_T = first_token + spots_T
     token_ok_T = tokens_T < num_tokens
     cols_I = tl.arange(0, BLOCK_I)
     per_split = tl.cdiv(tl.cdiv(in_features, BLOCK_I), SPLITS) * BLOCK_I
     begin = split * per_split
     let_next_start(PDL)
+    if PDL and PREFETCH:  # weights do not depend on the previous kernel, which may still run
+        if (first_token == 0) & (begin < in_features):
+            prefetch_rows_l2(w_ptr + safe_rows_O * in_features + begin, tl.minimum(per_split, in_features - begin))
     wait_for_previous(PDL)
     acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
     acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
@@ -260,28 +276,30 @@ def _small_batch_kernel(
     if SPLITS > 1:
         # Each split stores partial sums. The last program of the tile adds them in order, so that every run has the same bits.
         size = BLOCK_O * BLOCK_T
-        spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tokens_T[None, :]
+        spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + spots_T[None, :]
         width = 2 * size + BLOCK_T
-        mine = partial_ptr + (tile * SPLITS + split).to(tl.int64) * width
+        counter = counter_ptr + tl.program_id(0)
+        partials = partial_ptr + tl.program_id(0).to(tl.int64) * SPLITS * width
+        mine = partials + split * width
         tl.store(mine + spots_OT, acc_OT)
         if SILU_MUL:
             tl.store(mine + size + spots_OT, acc_up_OT)
         if HAS_NORM:
-            tl.store(mine + 2 * size + tokens_T, square_T)
+            tl.store(mine + 2 * size + spots_T, square_T)
         tl.debug_barrier()
-        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
             acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
             square_T = tl.zeros((BLOCK_T,), dtype=tl.float32)
             for other in tl.static_range(SPLITS):
-                theirs = partial_ptr + (tile * SPLITS + other).to(tl.int64) * width
+                theirs = partials + other * width
                 acc_OT += tl.load(theirs + spots_OT, cache_modifier=".cg")
                 if SILU_MUL:
                     acc_up_OT += tl.load(theirs + size + spots_OT, cache_modifier=".cg")
                 if HAS_NORM:
-                    square_T += tl.load(theirs + 2 * size + tokens_T, cache_modifier=".cg")
-            tl.store(counter_ptr + tile, 0)
+                    square_T += tl.load(theirs + 2 * size + spots_T, cache_modifier=".cg")
+            tl.store(counter, 0)
     if last:
         if HAS_NORM:
             inverse_rms_1T = (1.0 / tl.sqrt_rn(square_T / in_features + eps))[None, :]
@@ -299,32 +317,6 @@ def _small_batch_kernel(
             acc_OT += tl.load(residual, mask=ok_OT, other=0.0).to(tl.float32)
         out = out_ptr + tokens_T[None, :] * num_rows + rows_O[:, None]
         tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
-
-
-def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
-    """(rows per block, warps, programs per multiprocessor, MiB to prefetch into L2) of the 1-token kernel.
-
-    The programs just fill a multiprocessor's registers. So when they start while the previous kernel still runs, no multiprocessor gets
-    more than its share of the rows. A tile has 256 columns for each warp: fewer warps where whole tiles would go far beyond the row.
-    """
-    rows, warps, per_sm = (4, 4, 4) if silu_mul or in_features < 2048 else (8, 8, 2)
-    while warps > 2 and cdiv(in_features, 256 * warps) * 256 * warps > 1.1 * in_features:
-        warps, per_sm = warps // 2, per_sm * 2
-    return rows, warps, per_sm, 16
-
-
-def small_batch_config(
-    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, sms: int
-) -> tuple[int, int, int, int, int]:
-    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 64-token kernel."""
-    tiles, splits = cdiv(num_rows, SMALL_BLOCK_O), 1
-    while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
-        splits *= 2
-    if num_tokens > 32 or (
-        num_tokens > 16 and silu_mul
-    ):  # shared memory does not hold wider tiles of x and two tiles of W
-        return SMALL_BLOCK_O, 128, splits, 4, 4
-    return SMALL_BLOCK_O, 256, splits, 3, 4
 
 
 def fused_linear(
@@ -346,11 +338,15 @@ def fused_linear(
         residual_TO = residual_TO.contiguous()
     if takes_gemv(x_TI, weight_OI):
         return gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
-    runs_small = takes_small_batch(x_TI, weight_OI)
+    has_few_outputs = takes_few_outputs(x_TI, weight_OI, silu_mul)
+    runs_small = has_few_outputs or takes_small_batch(x_TI, weight_OI)
     if norm_weight_I is not None and not (runs_small and num_tokens <= MAX_NORM_TOKENS):
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
-        return small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
+        config = few_outputs_config(*weight_OI.shape) if has_few_outputs else None
+        return small_batch(
+            x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, config
+        )
     if bias_O is not None or gelu:
         y_TO = F.linear(x_TI, weight_OI, bias_O)
         y_TO = silu_mul_rows(y_TO, gelu=gelu) if silu_mul else y_TO
@@ -371,6 +367,17 @@ def takes_gemv(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 def takes_small_batch(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether `small_batch` computes this linear."""
     return 1 < x_TI.shape[0] <= MAX_SMALL_TOKENS and _is_plain(x_TI, weight_OI) and x_TI.dtype != torch.float32
+
+
+def takes_few_outputs(x_TI: torch.Tensor, weight_OI: torch.Tensor, silu_mul: bool) -> bool:
+    """Whether `small_batch` computes this linear with `few_outputs_config`."""
+    return (
+        MAX_NORM_TOKENS < x_TI.shape[0] <= MAX_FEW_OUTPUTS_TOKENS
+        and weight_OI.shape[0] <= MAX_FEW_OUTPUTS
+        and not silu_mul
+        and _is_plain(x_TI, weight_OI)
+        and x_TI.dtype != torch.float32
+    )
 
 
 def _is_plain(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
@@ -429,10 +436,10 @@ def small_batch(
     silu_mul: bool,
     residual_TO: torch.Tensor | None,
     gelu: bool = False,
-    config: tuple[int, int, int, int, int] | None = None,
+    config: SmallBatchConfig | None = None,
     adapters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None,
 ) -> torch.Tensor:
-    """`fused_linear` of 2 to MAX_SMALL_TOKENS tokens. adapters: h = A x [T, Q], B [S, ceil(O / 16), R, 16],
+    """`fused_linear` of 2 to MAX_SMALL_TOKENS tokens, or more with a config. adapters: h = A x [T, Q], B [S, ceil(O / 16), R, 16],
     the tokens' indices, their `lora_groups`, and where the first three parts end, at multiples of SMALL_BLOCK_O; only without a norm.
     """
     assert adapters is None or norm_weight_I is None, "the norm scales the sums last, and h is not to be scaled"
@@ -441,11 +448,11 @@ def small_batch(
     num_h_rows, rank = (1, 1) if h is None or b is None else (h.shape[1], b.shape[2])
     block_r = max(16, next_power_of_2(rank))
     num_rows = out_features // 2 if silu_mul else out_features
-    block_o, block_i, splits, stages, warps = config or small_batch_config(
-        num_tokens, num_rows, in_features, silu_mul, num_sms(x_TI.device)
-    )
-    block_t = max(16, next_power_of_2(num_tokens))
-    tiles = cdiv(num_rows, block_o)
+    config = config or small_batch_config(num_tokens, num_rows, in_features, silu_mul, num_sms(x_TI.device))
+    block_o, splits = config.block_o, config.splits
+    block_t = min(config.block_t, max(16, next_power_of_2(num_tokens)))
+    assert adapters is None or num_tokens <= block_t, "adapters are added to one tile of tokens"
+    tiles = cdiv(num_rows, block_o) * cdiv(num_tokens, block_t)
     out = x_TI.new_empty(num_tokens, num_rows)
     partial = counters = None
     if splits > 1:
@@ -460,8 +467,9 @@ def small_batch(
         num_tokens, num_rows, in_features, x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0, eps,
         h, b, index, groups, num_h_rows, rank, *ends,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul,
-        GELU=gelu, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl,
+        GELU=gelu, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=config.block_i, SPLITS=splits, STAGES=config.stages,
+        PREFETCH=config.prefetch, PDL=pdl,
         HAS_ADAPTERS=adapters is not None, BLOCK_R=block_r, BLOCK_K=max(128, block_r),
-        num_warps=warps, **launch_options(pdl),
+        num_warps=config.warps, **launch_options(pdl),
     )  # fmt: skip
     return out

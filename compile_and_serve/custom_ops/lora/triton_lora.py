@@ -24,8 +24,6 @@ import triton.language as tl
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.linear.triton_linear import (
-    MAX_SMALL_TOKENS,
-    SMALL_BLOCK_O,
     b_offsets,
     fused_linear,
     gemv,
@@ -34,6 +32,7 @@ from compile_and_serve.custom_ops.linear.triton_linear import (
     takes_gemv,
     takes_small_batch,
 )
+from compile_and_serve.custom_ops.linear.triton_linear_configs import MAX_SMALL_TOKENS, SMALL_BLOCK_O
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS, TILE
 from compile_and_serve.custom_ops.triton_common import (
     add_pairs,

@@ -254,11 +254,12 @@ def test_nan_stays_nan_in_float8() -> None:
     assert out[0, :2, 5].isnan().all()
 
 
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (16, False), (33, False), (40, True)])
 @pytest.mark.parametrize("config", [(16, 4, 1, 4, 16), (16, 1, 2, 1, 16), (32, 8, 1, 2, 32)])
-def test_splits_agree(config: tuple[int, int, int, int, int]) -> None:
+def test_splits_agree(config: tuple[int, int, int, int, int], window: int | None, chunked: bool) -> None:
     """Every way of splitting gives the same attention, also where sequences fill a different number of splits."""
     torch.manual_seed(5)
-    metadata = make_metadata([1, 1, 1], [70, 3, 33], 40)
+    metadata = make_metadata([1, 1, 1], [70, 3, 33], 40, window=window, chunked=chunked)
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     cache = torch.randn(40, 2, 2, BLOCK_SIZE, 16)
     expected = TorchAttention().forward(q, k, v, cache.clone(), 0.25, metadata)
@@ -266,7 +267,7 @@ def test_splits_agree(config: tuple[int, int, int, int, int]) -> None:
         out = torch.full_like(q, float("nan"))
         triton_decode.decode_attention(
             q, k, v, None, None, cache, 0.25, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-            metadata.slot_mapping, out, 3, config=config,
+            metadata.slot_mapping, out, 3, window=window, chunked=chunked, config=config,
         )  # fmt: skip
         assert torch.allclose(out, expected, atol=2e-5, rtol=1e-4)
 
@@ -279,8 +280,9 @@ def test_configurations_are_powers_of_two() -> None:
         assert min_split >= block_c
         assert splits == 1 or num_seqs * 8 <= SPLIT_COUNTERS
     assert triton_decode.decode_config(64, 8, 132) == (64, 4, 2, 4, 2048)
-    assert triton_decode.decode_config(131, 8, 132) == (64, 4, 2, 4, 2048)
-    assert triton_decode.decode_config(132, 8, 132) == (32, 4, 2, 1, 2048)
+    assert triton_decode.decode_config(98, 8, 132) == (64, 4, 2, 4, 2048)
+    assert triton_decode.decode_config(99, 8, 132) == (32, 4, 2, 1, 2048)
+    assert triton_decode.decode_config(131, 8, 132, itemsize=1) == (64, 16, 2, 2, 2048)
     assert triton_decode.decode_config(132, 8, 132, itemsize=1) == (64, 4, 2, 1, 4096)
     assert triton_decode.decode_config(132, 8, 132, head_dim=256) == (32, 4, 2, 2, 2048)
     assert triton_decode.decode_config(2048, 32, 132)[1] > 1

@@ -16,10 +16,18 @@ from tests.support.attention_cases import relative_error
 from tests.support.cuda import LIMIT, random
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33, 64, 100])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33, 64, 100, 256])
 @pytest.mark.parametrize(
     ("out", "inner", "silu_mul"),
-    [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
+    [
+        (576, 576, False),
+        (3072, 576, True),
+        (130, 1536, False),
+        (4096, 4096, False),
+        (37, 72, False),
+        (5120, 2880, False),
+        (32, 2880, False),
+    ],
 )
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

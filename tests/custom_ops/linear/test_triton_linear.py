@@ -14,7 +14,8 @@ from compile_and_serve.custom_ops.linear import token_chunks as token_chunks_mod
 from compile_and_serve.custom_ops.linear import triton_linear
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
-from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
+from compile_and_serve.custom_ops.linear.triton_linear import fused_linear, takes_few_outputs
+from compile_and_serve.custom_ops.linear.triton_linear_configs import SmallBatchConfig
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
@@ -80,8 +81,18 @@ def test_one_token(out: int, inner: int, silu_mul: bool, extras: bool, dtype: to
 def test_few_tokens(num_tokens: int, out: int, inner: int, silu_mul: bool, splits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_tokens)
     a = arguments(num_tokens, out, inner, silu_mul, True, dtype)
-    result = triton_linear.small_batch(*a.values(), config=(16, 32, splits, 2, 4))  # type: ignore[arg-type]
+    result = triton_linear.small_batch(*a.values(), config=SmallBatchConfig(16, 32, splits, 2, 4))  # type: ignore[arg-type]
     assert relative_error(result, reference(a)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [17, 33, 65])
+@pytest.mark.parametrize(("out", "inner"), [(1, 520), (37, 99), (128, 2080)])
+def test_few_outputs(num_tokens: int, out: int, inner: int) -> None:
+    torch.manual_seed(num_tokens)
+    for extras in (False, True):
+        a = arguments(num_tokens, out, inner, False, extras, torch.float16)
+        assert takes_few_outputs(a["x_TI"], a["weight_OI"], False)  # type: ignore[arg-type]
+        assert relative_error(fused_linear(**a), reference(a)) < LIMITS[torch.float16]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40, 70])
@@ -98,7 +109,7 @@ def test_gelu_in_place_of_silu(num_tokens: int) -> None:
 def test_splits_count_from_zero_again() -> None:
     torch.manual_seed(0)
     a = arguments(3, 40, 160, False, False, torch.float32)
-    first, second = (triton_linear.small_batch(*a.values(), config=(16, 32, 5, 2, 4)) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (triton_linear.small_batch(*a.values(), config=SmallBatchConfig(16, 32, 5, 2, 4)) for _ in range(2))  # type: ignore[arg-type]
     assert torch.equal(first, second)
 
 
@@ -110,16 +121,6 @@ def test_any_number_of_tokens(num_tokens: int) -> None:
         assert out.shape == (num_tokens, 12)
         if num_tokens:
             assert relative_error(out, reference(a)) < LIMITS[dtype]
-
-
-@pytest.mark.parametrize(("num_rows", "inner", "silu"), [(28672, 4096, True), (1024, 1024, False), (576, 576, False)])
-def test_configurations_cover_every_row(num_rows: int, inner: int, silu: bool) -> None:
-    rows, warps, per_sm, _ = triton_linear.gemv_config(num_rows, inner, silu)
-    assert rows >= 1
-    assert per_sm >= 1
-    assert warps in (1, 2, 4, 8, 16)
-    block_o, _, splits, _, _ = triton_linear.small_batch_config(8, num_rows, inner, silu, 132)
-    assert -(-num_rows // block_o) * splits < 1 << 16
 
 
 def test_norms_and_activation() -> None:

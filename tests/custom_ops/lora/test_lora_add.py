@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import compile_and_serve.custom_ops.lora.triton_lora as kernels
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
-from compile_and_serve.custom_ops.linear.triton_linear import MAX_SMALL_TOKENS, small_batch
+from compile_and_serve.custom_ops.linear.triton_linear import small_batch
+from compile_and_serve.custom_ops.linear.triton_linear_configs import MAX_SMALL_TOKENS, SmallBatchConfig
 from compile_and_serve.custom_ops.lora.limits import COLUMNS, TILE
 from compile_and_serve.custom_ops.lora.lora_add import lora_add, lora_groups, unblocked
 from compile_and_serve.custom_ops.lora.lora_linear import lora_linear
@@ -160,7 +161,7 @@ def test_small_batch_with_adapters(
     groups = kernels.lora_groups(index)
     h = kernels._shrink(x, a, index, groups)
     out = small_batch(
-        x, weight, ends[-1], None, 1e-5, biases, bool(silu_mul), residuals, config=(64, 128, splits, 1, 4),
+        x, weight, ends[-1], None, 1e-5, biases, bool(silu_mul), residuals, config=SmallBatchConfig(64, 128, splits, 1, 4),
         adapters=(h, b, index, groups, kernels.padded_ends(ends)),
     )  # fmt: skip
     y = exact(F.linear(x.double(), weight.double()), x.double(), a, b, index, ends)
