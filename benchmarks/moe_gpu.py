@@ -1,6 +1,9 @@
 """Routing and experts on a GPU: correctness against float32 first, then the time of every method. Prints JSON lines.
 
     python -m benchmarks.moe_gpu [--tokens 1,8,32,256,4096,16384] [--shapes qwen3-30b-a3b,gpt-oss-20b] [--check-only] [--out FILE]
+    python -m benchmarks.moe_gpu --weights fp8,fp8-block --activations none,dynamic --shapes qwen3-30b-a3b    # of bfloat16 shapes
+
+With float8 activations, the reference has the same rounded x and h. Shapes in MXFP4 keep their weights.
 
 Tokens go to experts that are drawn evenly. One line for each shape, number of tokens and method: `us` of the whole op as a CUDA graph
 replays it, `tb_s` the bytes of the touched experts' weights (each once), of x and of the result over that time, `tflop_s`. Weights of
@@ -10,6 +13,7 @@ several layers take turns, so that they come from memory. `route` and `order` ar
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +23,17 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment
-from compile_and_serve.custom_ops.moe import cuda_experts, triton_experts
+from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts, triton_experts
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import dequantize
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
+from compile_and_serve.custom_ops.quantization import (
+    BLOCK,
+    expert_block_scales,
+    expert_row_scales,
+    quantize_activations,
+    quantize_experts,
+)
 from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 
@@ -36,9 +47,13 @@ SHAPES = {
 LIMIT = 7.0
 LAYERS = 3  # whose weights take turns
 TOLERANCE = 1e-2  # relative, of bfloat16 results
+# With float8 activations: where sums differ in their last bits, a value of h beside the middle of two float8 values is rounded differently.
+FLOAT8_TOLERANCE = 1.5e-2
 
 
-def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_experts.Operands]:
+def make_operands(
+    shape: str, num_tokens: int, seed: int = 0, weights: str = "model", activations: str = "none"
+) -> list[triton_experts.Operands]:
     """Operands of `LAYERS` layers with the same x."""
     num_experts, top_k, hidden, features, activation = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -52,7 +67,11 @@ def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_exp
     def matrices(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights and, in MXFP4, their scales."""
         if not is_mxfp4:
-            return normal(num_experts, outputs, inputs, std=inputs**-0.5), None
+            plain = normal(num_experts, outputs, inputs, std=inputs**-0.5)
+            if weights == "model":
+                return plain, None
+            scale = (expert_row_scales if weights == "fp8" else expert_block_scales)(plain, torch.float8_e4m3fn)
+            return quantize_experts(plain, scale, torch.float8_e4m3fn), scale
         blocks = (num_experts, outputs, inputs // 32)
         codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda", generator=generator)
         scales = torch.randint(118, 122, blocks, dtype=torch.uint8, device="cuda", generator=generator)
@@ -67,6 +86,7 @@ def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_exp
                 x_TD, ids_TK, weights_TK, gate_up, down,
                 normal(num_experts, 2 * features) if biased else None, normal(num_experts, hidden) if biased else None,
                 activation, LIMIT, gate_up_scale=gate_up_scale, down_scale=down_scale,
+                activations=activations,
             )
         )  # fmt: skip
     return layers
@@ -74,14 +94,28 @@ def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_exp
 
 def reference(operands: triton_experts.Operands, tokens: torch.Tensor) -> torch.Tensor:
     """The rows `tokens` of the result in float32."""
+    is_float8 = operands.gate_up.dtype == torch.float8_e4m3fn
     if operands.gate_up_scale is not None:
-        operands = triton_experts.expanded(dequantize, operands, operands.gate_up)
+        in_float32 = replace(operands, x_TD=operands.x_TD.float()) if is_float8 else operands
+        plain = triton_experts.expanded(
+            triton_expand_experts.dequantize if is_float8 else dequantize, in_float32, operands.gate_up
+        )
+        operands = replace(operands, gate_up=plain.gate_up, down=plain.down)
     out = []
+
+    def rounded(x_I: torch.Tensor) -> torch.Tensor:
+        """x as the products take it."""
+        if not operands.rounds_activations:
+            return x_I
+        per_block = operands.scales == 2
+        values, scale = quantize_activations(x_I.bfloat16()[None], torch.float8_e4m3fn, per_group=per_block)
+        return (values.float() * (scale.repeat_interleave(BLOCK, 1)[:, : len(x_I)] if per_block else scale))[0]
+
     for token in tokens.tolist():
         x = operands.x_TD[token].float()
         total = torch.zeros_like(x)
         for expert, weight in zip(operands.ids_TK[token].tolist(), operands.weights_TK[token], strict=True):
-            y = operands.gate_up[expert].float() @ x
+            y = operands.gate_up[expert].float() @ rounded(x)
             if operands.gate_up_bias is not None:
                 y += operands.gate_up_bias[expert].float()
             gate, up = y.chunk(2)
@@ -90,7 +124,7 @@ def reference(operands: triton_experts.Operands, tokens: torch.Tensor) -> torch.
                 h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             else:
                 h = torch.nn.functional.silu(gate) * up
-            y = operands.down[expert].float() @ h
+            y = operands.down[expert].float() @ rounded(h)
             if operands.down_bias is not None:
                 y += operands.down_bias[expert].float()
             total += weight * y
@@ -110,7 +144,7 @@ def check(name: str, method: Callable[..., torch.Tensor], operands: triton_exper
     expected = reference(operands, tokens)
     found = method(operands)[tokens.cuda()].float()
     error = ((found - expected).norm() / expected.norm()).item()
-    assert error < TOLERANCE, f"{name}: relative error {error}"
+    assert error < (FLOAT8_TOLERANCE if operands.rounds_activations else TOLERANCE), f"{name}: relative error {error}"
     return error
 
 
@@ -122,17 +156,26 @@ def seconds(calls: list[Callable[[], object]]) -> float:
     return min(rounds[0])
 
 
-def measure(shape: str, num_tokens: int, emit: Callable[..., None], check_only: bool) -> None:
+def measure(
+    shape: str,
+    num_tokens: int,
+    emit: Callable[..., None],
+    check_only: bool,
+    weights: str = "model",
+    activations: str = "none",
+) -> None:
     num_experts, top_k, hidden, features, _ = SHAPES[shape]
-    layers = make_operands(shape, num_tokens)
+    layers = make_operands(shape, num_tokens, weights=weights, activations=activations)
     touched = [int(layer.ids_TK.unique().numel()) for layer in layers]
     mean = sum(touched) / len(touched)
     pairs = num_tokens * top_k
-    bytes_each = 17 / 32 if layers[0].gate_up_scale is not None else 2
+    bytes_each = 17 / 32 if shape.endswith("mxfp4") else layers[0].gate_up.element_size()
     num_bytes = mean * 3 * hidden * features * bytes_each + 2 * num_tokens * hidden * 2
     flop = pairs * 3 * hidden * features * 2
-    common: dict[str, Any] = {"shape": shape, "tokens": num_tokens, "distinct_experts": round(mean, 1)}
-    if not check_only:
+    common: dict[str, Any] = {
+        "shape": shape, "weights": weights, "activations": activations, "tokens": num_tokens, "distinct_experts": round(mean, 1)
+    }  # fmt: skip
+    if not check_only and activations == "none":
         logits = torch.randn(num_tokens, num_experts, dtype=torch.bfloat16, device="cuda")
         emit(**common, method="route", us=round(seconds([lambda: route(logits, top_k)]) * 1e6, 2))
         for block in (16, 128):
@@ -157,7 +200,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = [1, 8, 32, 256, 4096, 16384]
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=numbers)
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
+
+    def comma(text: str) -> list[str]:
+        return text.split(",")
+
+    parser.add_argument("--shapes", type=comma, default=list(SHAPES))
+    parser.add_argument("--weights", type=comma, default=["model"], help="model (unquantized or MXFP4), fp8, fp8-block")
+    parser.add_argument("--activations", type=comma, default=["none"], help="none, dynamic (of float8 weights)")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--out", type=Path, help="also append the rows to this file")
     args = parser.parse_args()
@@ -168,9 +217,9 @@ def main() -> None:
         rows.append(json.dumps({"device": device, **row, **environment()}))
         print(rows[-1], flush=True)
 
-    for shape in args.shapes:
-        for num_tokens in args.tokens:
-            measure(shape, num_tokens, emit, args.check_only)
+    for shape, num_tokens, weights in itertools.product(args.shapes, args.tokens, args.weights):
+        for activations in args.activations if weights != "model" else ["none"]:
+            measure(shape, num_tokens, emit, args.check_only, weights, activations)
             torch.cuda.empty_cache()
     if args.out:
         with args.out.open("a") as file:

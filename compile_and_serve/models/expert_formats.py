@@ -1,8 +1,7 @@
 """Experts that a compressed-tensors checkpoint stores quantized: each expert's linears alone, with scales beside them.
 
-As with unquantized experts, their tensors are parts of stacked ones: the values [X, O, I], the scales, and packed codes. Activations stay
-in the model's dtype, whatever the checkpoint was quantized for. Packed codes have no kernel of experts: they are dequantized while they are
-loaded.
+As with unquantized experts, their tensors are parts of stacked ones: the values [X, O, I], the scales, and packed codes. Scales of static
+activations are not read. Packed codes have no kernel of experts: they are dequantized while they are loaded.
 
 Shape legend: X experts, O and I output and input features of a stacked weight, P its matrices (gate and up: 2), G groups of inputs.
 """

@@ -50,12 +50,12 @@ def with_plain_attention(quantized: Path, dequantized: Path, folder: Path) -> Pa
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (compressed_tensors_config("float", "channel", "token"), {}),
+        (compressed_tensors_config("float", "channel", None), {}),
         (compressed_tensors_config("int", "channel", "token"), {"tensor_parallel_size": 2}),
         (packed(4, False, 32), {"tensor_parallel_size": 2}),
         (packed(8, True, None), {}),
     ],
-    ids=["fp8-channel", "int8-channel-two-ranks", "int4-zero-points-two-ranks", "int8-packed"],
+    ids=["fp8-channel-weight-only", "int8-channel-two-ranks", "int4-zero-points-two-ranks", "int8-packed"],
 )
 def test_tokens_are_those_of_the_dequantized_weights(
     config: dict[str, Any], options: dict[str, Any], tmp_path: Path

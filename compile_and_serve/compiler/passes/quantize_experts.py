@@ -1,21 +1,32 @@
 """Experts over quantized weights, with the scales that the kernel applies.
 
-    experts(x, ids, weights, Wgu, Wd, …)  →  experts(x, ids, weights, pack(Qgu), pack(Qd), …, scale_gu, scale_d)
+    experts(x, ids, weights, Wgu, Wd, …)  →  experts(x, ids, weights, pack(Qgu), pack(Qd), …, scale_gu, scale_d, activations)
 
-MXFP4 and float8 experts of a checkpoint keep its values and scales. With `--quantization`, experts that are not excluded are quantized
-while they are loaded. Activations stay in the model's dtype. Without a kernel, the weights stay as the module has them. On the CPU, each
-expert is packed as a linear's weight is.
+MXFP4 and 8-bit experts of a checkpoint keep its values and scales. With `--quantization`, experts that are not excluded are quantized
+while they are loaded. Without a kernel, the weights stay as the module has them. On the CPU, each expert is packed as a linear's weight is.
+
+Activations are rounded to float8 if the scheme or the checkpoint asks for it and the weights are float8. A log line says where they are
+not rounded as the checkpoint asks for.
 """
 
 from __future__ import annotations
 
+import logging
 from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.config import Quantization
-from compile_and_serve.compiler.passes.fuse_experts import DEFAULTS, DOWN, DOWN_SCALE, EXPERTS, GATE_UP, GATE_UP_SCALE
+from compile_and_serve.compiler.passes.fuse_experts import (
+    ACTIVATIONS,
+    DEFAULTS,
+    DOWN,
+    DOWN_SCALE,
+    EXPERTS,
+    GATE_UP,
+    GATE_UP_SCALE,
+)
 from compile_and_serve.compiler.passes.quantize_linears import SCHEMES
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
@@ -42,6 +53,7 @@ from compile_and_serve.custom_ops.moe.packed_experts import (
 )
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
+    Activations,
     ArrangedWeight,
     Mxfp4Weight,
     QuantizedWeight,
@@ -51,6 +63,9 @@ from compile_and_serve.custom_ops.quantization import (
     expert_row_scales,
     quantize_experts,
 )
+from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
+
+log = logging.getLogger(__name__)
 
 KERNEL, PACKED_KERNEL = "quantized_experts", "packed_experts"
 
@@ -83,22 +98,31 @@ class QuantizeExperts(BasePass):
         return None
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        matched, near_misses = 0, []
+        matched, near_misses, remarks = 0, [], set[str]()
         for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
             args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
             if args[GATE_UP_SCALE] is not None or not self._wants(args, ctx):
                 continue
+            activations, remark = self._activations([args[GATE_UP], args[DOWN]], ctx)
             try:
                 for at, scale_at in ((GATE_UP, GATE_UP_SCALE), (DOWN, DOWN_SCALE)):
                     args[at], args[scale_at] = self._weights(gm, args[at], ctx)
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
+                if activations != "none":
+                    remarks.add(
+                        f"Activations of experts stay in {ctx.dtype}, because the weights are not quantized: {reason}."
+                    )
                 continue
+            args[ACTIVATIONS] = activations
+            remarks |= {remark} if remark else set()
             with gm.graph.inserting_before(node):
                 quantized = ctx.call(gm, EXPERTS, *args, origin=node)
             node.replace_all_uses_with(quantized)
             gm.graph.erase_node(node)
             matched += 1
+        for remark in sorted(remarks):
+            log.info(remark)
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 
     def _wants(self, args: list[Node], ctx: PassContext) -> bool:
@@ -108,6 +132,32 @@ class QuantizeExperts(BasePass):
             return not any(fnmatchcase(module, pattern) for module in modules for pattern in self.exclude)
         parameters = [parameter_of_experts(ctx.weights[name].expression) for name in names if name is not None]
         return any(map(is_stored_quantized, parameters))
+
+    def _activations(self, weights: list[Node], ctx: PassContext) -> tuple[Activations, str | None]:
+        """The activations of experts with these weights, and a sentence where they are not what is asked for."""
+        if self.scheme is not None:
+            asked = {(self.scheme.dtype, self.scheme.activations)}
+        else:
+            asked = {_stored_activations(weight, ctx) for weight in weights}
+        kinds = {kind for _, kind in asked}
+        if kinds == {"none"}:
+            return "none", None
+        kept = f"Activations of experts stay in {ctx.dtype}"
+        if "none" in kinds:
+            return "none", f"{kept}: the checkpoint asks for 8-bit activations of only one of gate/up and down."
+        dtypes = {dtype for dtype, _ in asked}
+        if dtypes != {torch.float8_e4m3fn}:
+            return "none", f"{kept}: there is no kernel of experts with int8 activations."
+        if platform_of(ctx.device).runs_cuda_kernels:
+            reason = cuda_unsupported_reason(ctx.device, torch.float8_e4m3fn)
+            if reason is not None:
+                return "none", f"{kept}: {reason}."
+        if "static" in kinds:
+            return (
+                "dynamic",
+                "Activations of experts get one scale per token: the checkpoint's static scales are not used.",
+            )
+        return "dynamic", None
 
     def _weights(self, gm: GraphModule, node: Node, ctx: PassContext) -> tuple[Node, Node]:
         """The values of a weight in the kernel's layout, and their scales."""
@@ -142,6 +192,14 @@ def _cpu_unsupported_reason(quantized: ExpertsExpression, in_features: int, ctx:
         device=ctx.device, dtype=ctx.dtype, weight_dtype=getattr(torch, quantized.format), per_block=per_block,
         in_features=in_features,
     )  # fmt: skip
+
+
+def _stored_activations(weight: Node, ctx: PassContext) -> tuple[torch.dtype | None, Activations]:
+    """The dtype of a checkpoint's weight, and the activations that it is made for."""
+    name = weight_of(weight)
+    parameter = None if name is None else parameter_of_experts(ctx.weights[name].expression)
+    stored = ctx.quantized_weights.get(str(parameter[1])) if isinstance(parameter, tuple) else None
+    return (stored.dtype, stored.activations) if isinstance(stored, QuantizedWeight) else (None, "none")
 
 
 def _is_of_experts(stored: StoredWeight) -> bool:

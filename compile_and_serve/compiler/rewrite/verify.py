@@ -34,6 +34,7 @@ from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_e
 from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
 from compile_and_serve.custom_ops.library import OPS, OpKind
 from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.moe.experts import exact_experts
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
 from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
@@ -53,6 +54,7 @@ MAX_TOKEN_ID = 32  # every vocabulary is larger
 EXACT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.cas.quantized_linear.default: exact_quantized_linear,
     torch.ops.cas.round_activations.default: keep_activations,
+    torch.ops.cas.experts.default: exact_experts,
 }
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})

@@ -2,6 +2,7 @@
 
 Adapters change gate and up before the activation, so the kernels that compute both at once do not fit. Each linear is a grouped product
 over pairs (`_grouped_down_kernel` with weights of 1), and the host never waits for the device.
+Float8 activations are rounded before those products alone; adapters see them unrounded, as in dense linears.
 
 Shape legend: T tokens, K experts of a token, P = T · K pairs, D hidden size, F intermediate size of an expert, O output features.
 """
@@ -43,11 +44,13 @@ def adapted_experts(operands: Operands, adapters: ExpertAdapters) -> torch.Tenso
     slots_P = adapters.slots_of_pairs(ids_TK)
     x_PD = operands.x_TD.repeat_interleave(operands.top_k, 0)
     ones_P = torch.ones(operands.num_pairs, dtype=torch.float32, device=ids_TK.device)
-    y_PO = multiply_pairs(tiles, x_PD, operands.gate_up, operands.gate_up_scale, operands.gate_up_bias, order, ones_P)
+    y_PO = multiply_pairs(
+        tiles, operands, x_PD, operands.gate_up, operands.gate_up_scale, operands.gate_up_bias, order, ones_P
+    )
     y_PO = _by_slot(adapters.add_to_gate_up, y_PO, x_PD, slots_P)
     gate, up = y_PO.float().chunk(2, dim=-1)
     h_PF = activate(gate, up, operands.activation, operands.limit).to(x_PD.dtype)
-    y_PD = multiply_pairs(tiles, h_PF, operands.down, operands.down_scale, operands.down_bias, order, ones_P)
+    y_PD = multiply_pairs(tiles, operands, h_PF, operands.down, operands.down_scale, operands.down_bias, order, ones_P)
     y_PD = _by_slot(adapters.add_to_down, y_PD, h_PF, slots_P)
     weighted_PD = (y_PD.float() * operands.weights_TK.reshape(-1, 1).float()).to(y_PD.dtype)
     return add_results_of_pairs(operands, weighted_PD)
@@ -55,7 +58,7 @@ def adapted_experts(operands: Operands, adapters: ExpertAdapters) -> torch.Tenso
 
 def _tiles(operands: Operands) -> Tiles:
     """The likely best tiles; unlike without adapters, none are measured."""
-    tiles = grouped_tiles(operands.num_pairs, operands.gate_up.shape[0])[0]
+    tiles = grouped_tiles(operands.num_pairs, operands.gate_up.shape[0], is_float8=operands.rounds_activations)[0]
     return replace(tiles, depth=min(tiles.depth, BLOCK))
 
 

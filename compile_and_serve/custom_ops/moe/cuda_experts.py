@@ -1,4 +1,4 @@
-"""`cas::experts` on CUDA: its methods for each format of weights, and the choice of the fastest.
+"""`cas::experts` on CUDA: its methods for each format of weights and activations, and the choice of the fastest.
 
 Shape legend: T tokens, K experts of a token, X experts, F intermediate size of an expert, D hidden size.
 """
@@ -13,14 +13,8 @@ from dataclasses import replace
 import torch
 
 from compile_and_serve.custom_ops.moe.triton_expand_experts import dequantize
-from compile_and_serve.custom_ops.moe.triton_experts import (
-    GEMV_ROWS,
-    Operands,
-    grouped_tiles,
-    run_expanded,
-    run_gemv,
-    run_grouped,
-)
+from compile_and_serve.custom_ops.moe.triton_experts import Operands, grouped_tiles, run_expanded, run_grouped
+from compile_and_serve.custom_ops.moe.triton_gemv_experts import GEMV_ROWS, run_gemv
 from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import mxfp4_methods
 from compile_and_serve.custom_ops.quantization import BLOCK
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
@@ -52,9 +46,10 @@ def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tens
         return mxfp4_methods(operands)
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     num_pairs, (num_experts, rows, _) = operands.num_pairs, operands.gate_up.shape
-    tiles = grouped_tiles(num_pairs, num_experts)
+    rounds = operands.rounds_activations
+    tiles = grouped_tiles(num_pairs, num_experts, is_float8=rounds)
     is_quantized, has_blocks = operands.scales > 0, operands.scales == 2
-    if is_quantized and num_pairs >= MIN_EXPANDED_PAIRS_EACH * num_experts:
+    if is_quantized and not rounds and num_pairs >= MIN_EXPANDED_PAIRS_EACH * num_experts:
         runs |= {f"expanded {one.name}": functools.partial(run_expanded, dequantize, one, operands) for one in tiles}
     if num_pairs <= MAX_GEMV_PAIRS and not (has_blocks and rows // 2 % GEMV_ROWS):
         runs["gemv"] = functools.partial(run_gemv, operands)
@@ -76,9 +71,10 @@ def experts(operands: Operands) -> torch.Tensor:
     (num_experts, rows, _), hidden = gate_up.shape, x_TD.shape[1]
     covered = ("", " rows", " blocks")[operands.scales] if gate_up.dtype != torch.int16 else ""
     kind = "mxfp4" if gate_up.dtype == torch.int16 else f"{gate_up.dtype}{covered}"
+    rounding = " dynamic" if operands.rounds_activations else ""
     problem = Problem(
         kind="experts",
-        name=f"X={num_experts} K={top_k} F={rows // 2} D={hidden} {kind} {operands.activation}",
+        name=f"X={num_experts} K={top_k} F={rows // 2} D={hidden} {kind}{rounding} {operands.activation}",
         num_tokens=num_tokens,
     )
     runs = methods(operands)

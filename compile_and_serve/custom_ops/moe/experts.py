@@ -23,10 +23,11 @@ from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs, packed_linear
-from compile_and_serve.custom_ops.quantization import LARGEST, dequantize_weight
+from compile_and_serve.custom_ops.quantization import LARGEST, Activations, dequantize_weight
 from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4
+from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_reference
 
-NUM_OPERANDS = 14  # arguments of the op before those of adapters
+NUM_OPERANDS = 15  # arguments of the op before those of adapters
 
 
 def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
@@ -48,12 +49,16 @@ def _matrix(weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """One linear of all experts, in either layout, with its biases [X, O] and scales. out_features: O."""
+    """One linear of all experts, in either layout, with its biases [X, O] and scales. out_features: O.
+
+    activations: "dynamic" if its input is quantized to the weight's dtype.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     scale: torch.Tensor | None
     out_features: int
+    activations: Activations = "none"
 
     @property
     def is_packed(self) -> bool:
@@ -64,8 +69,30 @@ class Linears:
         bias = None if self.bias is None else self.bias[expert]
         if self.is_packed:
             scale = None if self.scale is None else self.scale[expert]
-            return packed_linear(x_RI, self.weight[expert], scale, self.out_features, bias, silu_mul=silu_mul)
+            return packed_linear(
+                x_RI,
+                self.weight[expert],
+                scale,
+                self.out_features,
+                bias,
+                silu_mul=silu_mul,
+                activations=self.activations,
+            )
         assert not silu_mul
+        if self.activations == "dynamic":
+            assert self.scale is not None
+            return quantized_linear_reference(
+                x_RI,
+                self.weight[expert],
+                self.scale[expert],
+                self.out_features,
+                None,
+                0.0,
+                bias,
+                False,
+                None,
+                self.activations,
+            )
         return F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias)
 
     def run(self, x_PI: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -114,9 +141,11 @@ def _experts(
     eps: float = 1e-6,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    activations: Activations = "none",
     *adapter_tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     count_call(ids_TK, down)
+    _check_activations(activations, gate_up, gate_up_scale)
     adapters = expert_adapters(*adapter_tensors)
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
@@ -129,8 +158,8 @@ def _experts(
     # Packed rows may be padded, so the inputs of down tell the number of features.
     features = packed_inputs(down) if is_packed(down, down_scale) else gate_up.shape[1] // 2
     linears = (
-        Linears(gate_up, gate_up_bias, gate_up_scale, 2 * features),
-        Linears(down, down_bias, down_scale, x_TD.shape[1]),
+        Linears(gate_up, gate_up_bias, gate_up_scale, 2 * features, activations),
+        Linears(down, down_bias, down_scale, x_TD.shape[1], activations),
     )
     if adapters is None:
         y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
@@ -148,6 +177,20 @@ def _experts(
     return (out_TD if residual_TD is None else out_TD + residual_TD).to(x_TD.dtype)
 
 
+def _check_activations(activations: str, gate_up: torch.Tensor, gate_up_scale: torch.Tensor | None) -> None:
+    if activations not in ("none", "dynamic"):
+        raise ValueError(f"The activations of experts must be 'none' or 'dynamic', not {activations!r}.")
+    if activations == "dynamic" and (gate_up.dtype != torch.float8_e4m3fn or gate_up_scale is None):
+        raise ValueError(
+            f"The activations of experts are quantized over float8 weights with scales only, not over {gate_up.dtype}."
+        )
+
+
+def exact_experts(*args: Any) -> torch.Tensor:
+    """`experts` in plain torch without quantizing activations, for the verification of passes. All arguments are positional."""
+    return _experts(*args[: NUM_OPERANDS - 1], "none", *args[NUM_OPERANDS:])
+
+
 def _experts_fake(x_TD: torch.Tensor, *_: Any) -> torch.Tensor:
     return x_TD.new_empty(x_TD.shape)
 
@@ -159,6 +202,7 @@ def _experts_cuda(*args: Any) -> torch.Tensor:
     from compile_and_serve.custom_ops.moe.triton_experts import Operands
 
     operands, adapters = Operands(*args[:NUM_OPERANDS]), expert_adapters(*args[NUM_OPERANDS:])
+    _check_activations(operands.activations, operands.gate_up, operands.gate_up_scale)
     count_call(operands.ids_TK, operands.down)
     return cuda_experts(operands) if adapters is None else adapted_experts(operands, adapters)
 
@@ -166,10 +210,11 @@ def _experts_cuda(*args: Any) -> torch.Tensor:
 _experts_op = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
-    "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? gate_up_a=None, "
-    "Tensor? gate_up_b=None, Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
+    "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, "
+    'str activations="none", Tensor? gate_up_a=None, Tensor? gate_up_b=None, '
+    "Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
     kind=OpKind.CAPTURABLE,
-    version=3,
+    version=4,
     fake=_experts_fake,
     CompositeExplicitAutograd=_experts,
     CUDA=_experts_cuda,
@@ -192,6 +237,7 @@ def experts(
     eps: float = 1e-6,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    activations: Activations = "none",
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
@@ -200,6 +246,9 @@ def experts(
     down: [X, D, F]; both plain, packed, quantized, or quantized and packed; gate_up_scale, down_scale: of quantized ones.
     gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
     norm_weight_D: x is rms_norm(x) · norm_weight before the products. adapters: of the experts' linears.
+    activations: "dynamic" rounds x (after the norm) and f's result to float8 before the products with float8 weights
+    (`quantize_activations`, with a scale per row, or per row and 128 inputs if the weights have scales per block). Adapters see x and f's
+    result unrounded.
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
@@ -219,5 +268,6 @@ def experts(
         eps,
         gate_up_scale,
         down_scale,
+        activations,
         *(() if adapters is None else (getattr(adapters, field.name) for field in fields(adapters))),
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear
+from compile_and_serve.custom_ops.quantization import Activations
 from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
 from compile_and_serve.custom_ops.quantized.group_layout import CPU_INPUTS, pack_codes_cpu, pack_scales_cpu
 from compile_and_serve.custom_ops.quantized.group_linear import group_linear, group_linear_unsupported_reason
@@ -71,13 +72,18 @@ def packed_inputs(weight: torch.Tensor) -> int:
 
 def packed_linear(
     x_RI: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, out_features: int, bias_O: torch.Tensor | None,
-    *, silu_mul: bool = False,
+    *, silu_mul: bool = False, activations: Activations = "none",
 ) -> torch.Tensor:  # fmt: skip
-    """One expert's linear. weight, scale: its part of packed ones. → [R, O] in x's dtype, with silu_mul [R, O / 2]"""
+    """One expert's linear. weight, scale: its part of packed ones. activations: as in `quantized_linear`, of 8-bit weights.
+
+    → [R, O] in x's dtype, with silu_mul [R, O / 2]
+    """
     if scale is None:
         return fused_linear(x_RI, weight, out_features, bias_O=bias_O, silu_mul=silu_mul)
     if weight.dtype == torch.uint8:
         return group_linear(
             x_RI, weight, scale, None, out_features, 4, MX_BLOCK, bias_O=bias_O, silu_mul=silu_mul, table="e2m1"
         )
-    return quantized_linear(x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul)
+    return quantized_linear(
+        x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul, activations=activations
+    )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.moe.triton_experts import BLOCK_SCALES, _block_scale_at
+from compile_and_serve.custom_ops.moe.triton_experts import BLOCK_SCALES, block_scale_at
 from compile_and_serve.custom_ops.quantization import BLOCK
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
@@ -36,7 +36,7 @@ def _dequantize_experts_kernel(
     let_next_start(PDL)
     w_OI = tl.load(w_ptr + at_OI, mask=ok_OI, other=0.0).to(tl.float32)
     if SCALES == BLOCK_SCALES:
-        at_O = _block_scale_at(scale_ptr, expert, rows_O, outputs, inputs) + tl.program_id(1)
+        at_O = block_scale_at(scale_ptr, expert, rows_O, outputs, inputs) + tl.program_id(1)
     else:
         at_O = scale_ptr + expert * outputs + rows_O
     values_OI = w_OI * tl.load(at_O, mask=ok_O, other=0.0)[:, None]

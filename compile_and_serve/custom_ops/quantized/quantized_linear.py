@@ -84,7 +84,7 @@ def unpack_quantized_weight(packed: torch.Tensor, out_features: int, in_features
     return packed if packed.dim() == 2 else unpack_weight_cpu(packed, out_features, in_features)
 
 
-def _quantized_linear(
+def quantized_linear_reference(
     x_TI: torch.Tensor,
     packed: torch.Tensor,
     scale: torch.Tensor,
@@ -99,6 +99,7 @@ def _quantized_linear(
     quantized_TI: torch.Tensor | None = None,
     quantized_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """`quantized_linear` in plain torch, over a plain or packed weight."""
     quantized = pair_of(quantized_TI, quantized_scale)
     check_arguments(packed, scale, activations, input_scale, quantized)
     weight_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
@@ -132,7 +133,7 @@ def exact_quantized_linear(
     """`quantized_linear` in plain torch without quantizing x, for the verification of passes. All arguments are positional."""
     norm_weight, eps, bias, silu_mul, residual, *_ = args
     plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
-    return _quantized_linear(x_TI, plain_OI, scale, out_features, norm_weight, eps, bias, silu_mul, residual)
+    return quantized_linear_reference(x_TI, plain_OI, scale, out_features, norm_weight, eps, bias, silu_mul, residual)
 
 
 def _quantized_linear_fake(
@@ -158,7 +159,7 @@ def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: An
     if not platform.runs_cpp_kernels:  # on the CPU, packing the weight has warned
         reason = cuda_unsupported_reason(packed.device, packed.dtype) if platform.runs_cuda_kernels else None
         _warn_slow(reason or f"there is no kernel for {dtype_name(packed.dtype)} weights on {x_TI.device.type}")
-    return _quantized_linear(x_TI, packed, *args, **kwargs)
+    return quantized_linear_reference(x_TI, packed, *args, **kwargs)
 
 
 def _quantized_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -187,7 +188,7 @@ define(
     kind=OpKind.CAPTURABLE,
     version=3,
     fake=_quantized_linear_fake,
-    CompositeExplicitAutograd=_quantized_linear,
+    CompositeExplicitAutograd=quantized_linear_reference,
 )
 _quantized_linear_op = define(
     f"quantized_linear{_ARGUMENTS}",

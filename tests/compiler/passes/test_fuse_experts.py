@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 
 from compile_and_serve.compiler import CompileConfig
+from compile_and_serve.compiler.passes.fuse_experts import ACTIVATIONS
 from compile_and_serve.compiler.passes.quantize_experts import KERNEL, PACKED_KERNEL
 from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, tensor_of
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs
@@ -92,9 +94,11 @@ def test_blocks_of_mxfp4_that_ranks_would_divide_are_dequantized() -> None:
     }
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_experts_are_quantized_with_the_linears(quantization: Any, size: int) -> None:
+@pytest.mark.pairwise
+def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
     config = CompileConfig(tensor_parallel_size=size, quantization=quantization)
     captured, _, records = rewrite(spec, config, kernels=KERNELS | {KERNEL})
@@ -103,8 +107,11 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int) ->
     assert verification is not None
     assert verification.relative_error < 1e-12
     shape = (4, 512 // size // 128, 1) if quantization == "fp8-block" else (4, 512 // size)
+    remark = "Activations of experts stay in torch.bfloat16: there is no kernel of experts with int8 activations."
+    assert (remark in caplog.messages) == (quantization == "int8")
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
-        assert tensor_of(node.args[3]).dtype == (torch.int8 if quantization == "int8" else torch.float8_e4m3fn)
+        assert tensor_of(node.args[3]).dtype == (torch.int8 if "int8" in quantization else torch.float8_e4m3fn)
+        assert node.args[ACTIVATIONS] == ("dynamic" if quantization in ("fp8", "fp8-block") else "none")
         assert tuple(tensor_of(node.args[12]).shape) == shape
 
 
@@ -123,13 +130,15 @@ def test_experts_that_a_checkpoint_holds_in_another_order_are_quantized(quantiza
 
 
 @pytest.mark.parametrize(
-    ("strategy", "activations", "rows"), [("channel", "token", 512), ("tensor", "static", 512), ("block", "group", 4)]
+    ("strategy", "activations", "rows"),
+    [("channel", "token", 512), ("tensor", "static", 512), ("block", "group", 4), ("channel", None, 512)],
 )
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.pairwise
 def test_8bit_experts_of_compressed_tensors_keep_their_values(
-    strategy: str, activations: str, rows: int, size: int
+    strategy: str, activations: str | None, rows: int, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     spec = build_model(
         config_of(
             "Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS},
@@ -145,6 +154,9 @@ def test_8bit_experts_of_compressed_tensors_keep_their_values(
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         assert tensor_of(node.args[3]).dtype == torch.float8_e4m3fn
         assert tensor_of(node.args[12]).shape[1] == rows // size
+        assert node.args[ACTIVATIONS] == ("none" if activations is None else "dynamic")
+    remark = "Activations of experts get one scale per token: the checkpoint's static scales are not used."
+    assert (remark in caplog.messages) == (activations == "static")
 
 
 def test_packed_codes_of_experts_are_dequantized_which_the_pass_says() -> None:
@@ -192,9 +204,11 @@ def test_quantized_experts_are_packed_for_the_cpu(quantization: Any, size: int) 
             assert record.verification.passed, record.verification.reason
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         assert is_packed(tensor_of(node.args[3]), tensor_of(node.args[12]))
+        assert node.args[ACTIVATIONS] == ("dynamic" if quantization == "fp8" else "none")
 
 
-def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them() -> None:
+def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
     config = CompileConfig(quantization="fp8-block")
     _, _, records = rewrite(spec, config, kernels=KERNELS | {PACKED_KERNEL}, verify=False)
@@ -202,6 +216,10 @@ def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them() -> None:
     assert isinstance(result, PassResult)
     assert {miss.reason for miss in result.near_misses} == {"the CPU kernels take a scale per output, not per block"}
     assert records["fuse_experts"].result == PassResult(matched=LAYERS)  # packed unquantized
+    assert (
+        "Activations of experts stay in torch.bfloat16, because the weights are not quantized: the CPU kernels take a scale per output, "
+        "not per block." in caplog.messages
+    )
 
 
 def test_experts_that_a_checkpoint_holds_transposed_are_sharded_and_quantized() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts, triton_experts
+from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts, triton_experts, triton_gemv_experts
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.quantization import (
     dequantize_experts,
@@ -68,7 +68,7 @@ def test_methods_equal_the_definition(
     operands, expected = case(num_tokens, kind, dtype, weight_dtype, per_block)
     tiles = triton_experts.Tiles(16, 16, 32, 32, 2, 4)
     if method == "gemv":
-        out = triton_experts.run_gemv(operands, operands.gate_up)
+        out = triton_gemv_experts.run_gemv(operands, operands.gate_up)
     elif method == "grouped":
         out = triton_experts.run_grouped(tiles, operands, operands.gate_up)
     elif method == "expanded":

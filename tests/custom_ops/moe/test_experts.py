@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.moe import cuda_experts, triton_experts, triton_order, triton_route
+from compile_and_serve.custom_ops.moe import (
+    cuda_experts,
+    triton_experts,
+    triton_gemv_experts,
+    triton_order,
+    triton_route,
+)
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
 from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM, route
 
@@ -85,7 +91,7 @@ def test_triton_kernels_equal_the_definition(
     x, ids, weights, gate_up, down, gate_up_bias, down_bias = args = operands(num_tokens, kind, dtype, biased)
     ours = triton_experts.Operands(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, 1.5)  # type: ignore[arg-type]
     if method == "gemv":
-        out = triton_experts.run_gemv(ours, gate_up)  # type: ignore[arg-type]
+        out = triton_gemv_experts.run_gemv(ours, gate_up)  # type: ignore[arg-type]
     else:
         out = triton_experts.run_grouped(triton_experts.Tiles(16, 16, 32, 32, 2, 4), ours, gate_up)  # type: ignore[arg-type]
     assert relative_error(out, by_loops(args, activation, 1.5)) < TOLERANCE[dtype]

@@ -17,6 +17,7 @@ import re
 import triton.language as tl
 from compile_and_serve.custom_ops.moe import triton_experts as e
 from compile_and_serve.custom_ops.moe import triton_expand_experts as x
+from compile_and_serve.custom_ops.moe import triton_gemv_experts as v
 from compile_and_serve.custom_ops.moe import triton_mxfp4_experts as m
 from compile_and_serve.custom_ops.moe import triton_mxfp4_gemv as g
 from compile_and_serve.custom_ops.moe.triton_order import _count_kernel, _order_kernel, _place_kernel
@@ -25,14 +26,18 @@ from tests.support.hopper import compiled
 
 INT32 = {"ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
 FLOATS = {"weights_ptr", "limit", "eps", "scale", "smallest_sum"}
-NOTHING = {"scale_ptr": None, "SCALES": 0, "bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_NORM": True}
+NOTHING = {"scale_ptr": None, "SCALES": 0, "bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_NORM": True,
+           "x_scale_ptr": None, "h_scale_ptr": None, "HAS_X_SCALE": False}
 
 def facts(kernel, constants, num_warps):
     is_8bit = bool(constants.get("SCALES"))
+    has_h_out = "gate_up" in kernel.__name__
     is_mxfp4 = "mxfp4" in kernel.__name__ or "dequantize" in kernel.__name__
     def type_of(name):
         if is_8bit and name in ("w_ptr", "scale_ptr"):
             return "*fp8e4nv" if name == "w_ptr" else "*fp32"
+        if constants.get("HAS_X_SCALE") and name in ("x_ptr", "x_scale_ptr", "h_scale_ptr") + (() if has_h_out else ("h_ptr",)):
+            return "*fp32" if name.endswith("scale_ptr") else "*fp8e4nv"
         if is_mxfp4 and name in ("w_ptr", "scale_ptr", "experts_ptr"):
             return "*i16" if name == "w_ptr" and "gemv" not in kernel.__name__ else "*i32"
         if not name.endswith("_ptr"):
@@ -51,8 +56,8 @@ found["route"] = facts(_route_kernel, NOTHING | dict(NUM_EXPERTS=128, BLOCK_X=12
 found["count"] = facts(_count_kernel, dict(BINS=256, TILE=1024), 4)
 found["order"] = facts(_order_kernel, dict(NUM_EXPERTS=128, BINS=256, BLOCK_SIZE=128, TILE=4096, HAS_COUNTS=True, COUNT_ROWS=16), 8)
 found["place"] = facts(_place_kernel, dict(NUM_EXPERTS=128, BINS=256, BLOCK_SIZE=128, TILE=1024, COUNT_ROWS=16), 4)
-found["gemv gate_up"] = facts(e._gemv_gate_up_kernel, NOTHING | dict(CLAMPED=False, BLOCK_F=4, BLOCK_D=1024, LANES=8), 4)
-found["gemv down"] = facts(e._gemv_down_kernel, NOTHING | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
+found["gemv gate_up"] = facts(v._gemv_gate_up_kernel, NOTHING | dict(CLAMPED=False, BLOCK_F=4, BLOCK_D=1024, LANES=8), 4)
+found["gemv down"] = facts(v._gemv_down_kernel, NOTHING | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
 for tiles in {*e._FEW, *e._SOME, *e._MORE, *e._MANY}:
     sizes = dict(BLOCK_P=tiles.block_p, STAGES=tiles.stages)
     found[f"gate_up {tiles.name}"] = facts(
@@ -73,8 +78,8 @@ for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE,
 for scales in (1, 2):
     quantized = {name: value for name, value in NOTHING.items() if name != "scale_ptr"} | dict(SCALES=scales)
     found[f"8-bit gemv gate_up {scales}"] = facts(
-        e._gemv_gate_up_kernel, quantized | dict(CLAMPED=False, BLOCK_F=4, BLOCK_D=2048, LANES=16), 4)
-    found[f"8-bit gemv down {scales}"] = facts(e._gemv_down_kernel, quantized | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
+        v._gemv_gate_up_kernel, quantized | dict(CLAMPED=False, BLOCK_F=4, BLOCK_D=2048, LANES=16), 4)
+    found[f"8-bit gemv down {scales}"] = facts(v._gemv_down_kernel, quantized | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
     for tiles in (e._FEW[0], e._MORE[0]):
         sizes = dict(BLOCK_P=tiles.block_p, STAGES=tiles.stages)
         found[f"8-bit gate_up {scales} {tiles.block_p}"] = facts(
@@ -83,6 +88,19 @@ for scales in (1, 2):
         found[f"8-bit down {scales} {tiles.block_p}"] = facts(
             e._grouped_down_kernel, quantized | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
     found[f"expand {scales}"] = facts(x._dequantize_experts_kernel, dict(SCALES=scales, BLOCK_O=32, BLOCK_I=128), 4)
+    rounded = {n: c for n, c in quantized.items() if n not in ("x_scale_ptr", "h_scale_ptr")} | dict(HAS_X_SCALE=True, HAS_NORM=False)
+    found[f"float8 gemv gate_up {scales}"] = facts(
+        v._gemv_gate_up_kernel, rounded | dict(norm_ptr=None, CLAMPED=False, BLOCK_F=4, BLOCK_D=2048, LANES=16), 4)
+    found[f"float8 gemv down {scales}"] = facts(v._gemv_down_kernel, rounded | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
+    for tiles in {*e._FLOAT8_FEW, *e._FLOAT8_SOME, *e._FLOAT8_MORE, *e._FLOAT8_MANY}:
+        if scales == 2 and tiles.depth > 128:
+            continue
+        sizes = dict(BLOCK_P=tiles.block_p, STAGES=tiles.stages)
+        found[f"float8 gate_up {scales} {tiles.name}"] = facts(
+            e._grouped_gate_up_kernel, rounded | sizes | dict(CLAMPED=False, BLOCK_F=tiles.block_f, BLOCK_D=tiles.depth, WHOLE_D=True),
+            tiles.warps)
+        found[f"float8 down {scales} {tiles.name}"] = facts(
+            e._grouped_down_kernel, rounded | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
 for tiles in g.GEMV_TILES:
     sizes = dict(HAS_BIAS=True, NUM_BLOCKS=23, PTX=True)
     found[f"pairs gate_up {tiles.gate_up}"] = facts(
@@ -112,6 +130,17 @@ def test_every_tile_fits_a_multiprocessor(kernels: dict[str, Any]) -> None:
 def test_kernels_wait_for_the_one_before(kernels: dict[str, Any]) -> None:
     """Without this instruction a kernel reads what is still being written, which a run may not show."""
     assert [name for name, kernel in kernels.items() if "griddepcontrol.wait" not in kernel["ptx"]] == []
+
+
+def test_float8_activations_are_multiplied_by_float8_tensor_cores(kernels: dict[str, Any]) -> None:
+    """Tiles of 64 rows and more by Hopper's instruction, which has one product of at most 128 inputs before a sum in float32."""
+    ours = {name: kernel["ptx"] for name, kernel in kernels.items() if name.startswith("float8 ") and "grouped" in name}
+    large = {name: ptx for name, ptx in ours.items() if int(name.split("grouped ")[1].split("x")[0]) >= 64}
+    assert large
+    for name, ptx in large.items():
+        assert "wgmma.mma_async" in ptx, name
+        assert ".f32.e4m3.e4m3" in ptx, name
+        assert ".f32.bf16" not in ptx, name
 
 
 def test_mxfp4_is_decoded_two_codes_at_a_time(kernels: dict[str, Any]) -> None:
