@@ -135,6 +135,7 @@ class QuantizeExperts(BasePass):
 
     def _activations(self, weights: list[Node], ctx: PassContext) -> tuple[Activations, str | None]:
         """The activations of experts with these weights, and a sentence where they are not what is asked for."""
+        asked: set[tuple[torch.dtype | None, Activations]]
         if self.scheme is not None:
             asked = {(self.scheme.dtype, self.scheme.activations)}
         else:

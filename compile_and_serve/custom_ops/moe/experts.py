@@ -188,7 +188,8 @@ def _check_activations(activations: str, gate_up: torch.Tensor, gate_up_scale: t
 
 def exact_experts(*args: Any) -> torch.Tensor:
     """`experts` in plain torch without quantizing activations, for the verification of passes. All arguments are positional."""
-    return _experts(*args[: NUM_OPERANDS - 1], "none", *args[NUM_OPERANDS:])
+    exact = [*args[: NUM_OPERANDS - 1], "none", *args[NUM_OPERANDS:]] if len(args) >= NUM_OPERANDS else args
+    return _experts(*exact)
 
 
 def _experts_fake(x_TD: torch.Tensor, *_: Any) -> torch.Tensor:

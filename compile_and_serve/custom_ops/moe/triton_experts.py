@@ -46,6 +46,15 @@ def block_scale_at(scale_ptr, expert, row, outputs, inputs):
 
 
 @triton.jit
+def _block_scales(scale_ptr, expert, first_row, rows_O, outputs, inputs, column, ONE_SCALE: tl.constexpr):
+    """The scales of a tile's rows in the block of a column: one number if the rows lie in one block, which takes fewer registers."""
+    if ONE_SCALE:
+        return tl.load(block_scale_at(scale_ptr, expert, first_row, outputs, inputs) + column // BLOCK)
+    else:
+        return tl.load(block_scale_at(scale_ptr, expert, rows_O, outputs, inputs) + column // BLOCK)[None, :]
+
+
+@triton.jit
 def multiply_tiles(x_PI, w_OI, acc_PO=None):
     """x wᵀ in float32, added to `acc_PO`. Products are in x's dtype.
 
@@ -75,7 +84,8 @@ def _grouped_gate_up_kernel(
     x_ptr, x_scale_ptr, order_ptr, block_experts_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, top_k,
     limit,
     HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE_D: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE_D: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -107,18 +117,16 @@ def _grouped_gate_up_kernel(
                 gate = tl.load(gate_FD + start, mask=ok_1D, other=0.0)
                 up = tl.load(up_FD + start, mask=ok_1D, other=0.0)
             if SCALES == BLOCK_SCALES:
-                at_F = block_scale_at(scale_ptr, expert, safe_rows_F, 2 * features, inputs) + start // BLOCK
-                up_at_F = (
-                    block_scale_at(scale_ptr, expert, features + safe_rows_F, 2 * features, inputs) + start // BLOCK
+                first = tl.program_id(0) * BLOCK_F
+                scale = _block_scales(scale_ptr, expert, first, safe_rows_F, 2 * features, inputs, start, ONE_SCALE)
+                up_scale = _block_scales(
+                    scale_ptr, expert, features + first, features + safe_rows_F, 2 * features, inputs, start, ONE_SCALE
                 )
-                sums_PF = multiply_tiles(x, gate) * tl.load(at_F)[None, :]
-                sums_up_PF = multiply_tiles(x, up) * tl.load(up_at_F)[None, :]
+                x_scale_P1 = tl.full((BLOCK_P, 1), 1.0, dtype=tl.float32)
                 if HAS_X_SCALE:
                     x_scale_P1 = tl.load(x_scale_ptr + tokens_P * tl.cdiv(inputs, BLOCK) + start // BLOCK)[:, None]
-                    sums_PF *= x_scale_P1
-                    sums_up_PF *= x_scale_P1
-                acc_PF += sums_PF
-                acc_up_PF += sums_up_PF
+                acc_PF += multiply_tiles(x, gate) * (scale * x_scale_P1)
+                acc_up_PF += multiply_tiles(x, up) * (up_scale * x_scale_P1)
             else:
                 acc_PF = multiply_tiles(x, gate, acc_PF)
                 acc_up_PF = multiply_tiles(x, up, acc_up_PF)
@@ -142,7 +150,7 @@ def _grouped_gate_up_kernel(
 def _grouped_down_kernel(
     h_ptr, x_scale_ptr, order_ptr, block_experts_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, num_pairs, outputs, features,
     HAS_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE_F: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, PDL: tl.constexpr,
+    WHOLE_F: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -168,12 +176,13 @@ def _grouped_down_kernel(
                 h = tl.load(h_PF + start, mask=ok_1F, other=0.0)
                 w = tl.load(w_OF + start, mask=ok_1F, other=0.0)
             if SCALES == BLOCK_SCALES:
-                at_O = block_scale_at(scale_ptr, expert, safe_rows_O, outputs, features) + start // BLOCK
-                sums_PO = multiply_tiles(h, w) * tl.load(at_O)[None, :]
+                first = tl.program_id(0) * BLOCK_O
+                scale = _block_scales(scale_ptr, expert, first, safe_rows_O, outputs, features, start, ONE_SCALE)
+                x_scale_P1 = tl.full((BLOCK_P, 1), 1.0, dtype=tl.float32)
                 if HAS_X_SCALE:
                     at_P = x_scale_ptr + safe_pairs_P * tl.cdiv(features, BLOCK) + start // BLOCK
-                    sums_PO *= tl.load(at_P)[:, None]
-                acc_PO += sums_PO
+                    x_scale_P1 = tl.load(at_P)[:, None]
+                acc_PO += multiply_tiles(h, w) * (scale * x_scale_P1)
             else:
                 acc_PO = multiply_tiles(h, w, acc_PO)
         if SCALES == ROW_SCALES:
@@ -221,6 +230,11 @@ class Tiles:
         return f"grouped {self.block_p}x{self.block_f}x{self.depth}/{self.block_o} {self.stages} stages"
 
 
+def is_in_one_block(rows: int) -> bool:
+    """Whether the rows of each tile of so many rows share their scales per block."""
+    return SCALE_BLOCK % rows == 0
+
+
 # By the number of pairs that an expert has on average, the likely best first.
 _FEW = (Tiles(16, 64, 128, 128, 4, 4), Tiles(16, 32, 64, 256, 3, 4), Tiles(16, 64, 64, 128, 4, 4))
 _SOME = (
@@ -246,12 +260,13 @@ _FLOAT8_MORE = (
     Tiles(32, 64, 128, 128, 4, 4),
     Tiles(128, 64, 128, 128, 4, 8),
 )
+# Two sums are kept in registers (`multiply_tiles`), which rules out tiles of 256 rows of down.
 _FLOAT8_MANY = (
-    Tiles(128, 128, 256, 128, 3, 8),
-    Tiles(128, 128, 256, 128, 4, 8),
-    Tiles(128, 64, 128, 128, 3, 4),
+    Tiles(128, 128, 128, 128, 3, 8),
+    Tiles(128, 128, 128, 128, 4, 8),
     Tiles(128, 64, 128, 128, 4, 8),
-    Tiles(256, 64, 128, 128, 3, 8),
+    Tiles(128, 64, 64, 128, 3, 4),
+    Tiles(256, 64, 64, 128, 3, 8),
 )
 
 
@@ -389,7 +404,8 @@ def _grouped_gate_up(
         hidden, operands.top_k, operands.limit,
         HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_P=tiles.block_p, BLOCK_F=tiles.block_f,
         BLOCK_D=tiles.depth, STAGES=tiles.stages, WHOLE_D=hidden % tiles.depth == 0, SCALES=operands.scales,
-        HAS_X_SCALE=x_scale is not None, PDL=pdl, num_warps=tiles.warps, **launch_options(pdl),
+        HAS_X_SCALE=x_scale is not None, ONE_SCALE=is_in_one_block(tiles.block_f) and features % SCALE_BLOCK == 0, PDL=pdl,
+        num_warps=tiles.warps, **launch_options(pdl),
     )  # fmt: skip
     return h_PF
 
@@ -415,7 +431,8 @@ def multiply_pairs(
         x_PI, x_scale, order.pairs, order.experts, weights_TK, weight, scale, bias, y_PO, num_pairs, outputs, inputs,
         HAS_BIAS=bias is not None, BLOCK_P=tiles.block_p, BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth,
         STAGES=tiles.stages, WHOLE_F=inputs % tiles.depth == 0, SCALES=0 if scale is None else scale.dim() - 1,
-        HAS_X_SCALE=x_scale is not None, PDL=pdl, num_warps=tiles.warps, **launch_options(pdl),
+        HAS_X_SCALE=x_scale is not None, ONE_SCALE=is_in_one_block(tiles.block_o), PDL=pdl, num_warps=tiles.warps,
+        **launch_options(pdl),
     )  # fmt: skip
     return y_PO
 

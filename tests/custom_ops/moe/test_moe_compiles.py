@@ -27,7 +27,7 @@ from tests.support.hopper import compiled
 INT32 = {"ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
 FLOATS = {"weights_ptr", "limit", "eps", "scale", "smallest_sum"}
 NOTHING = {"scale_ptr": None, "SCALES": 0, "bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_NORM": True,
-           "x_scale_ptr": None, "h_scale_ptr": None, "HAS_X_SCALE": False}
+           "x_scale_ptr": None, "h_scale_ptr": None, "HAS_X_SCALE": False, "ONE_SCALE": False}
 
 def facts(kernel, constants, num_warps):
     is_8bit = bool(constants.get("SCALES"))
@@ -95,7 +95,7 @@ for scales in (1, 2):
     for tiles in {*e._FLOAT8_FEW, *e._FLOAT8_SOME, *e._FLOAT8_MORE, *e._FLOAT8_MANY}:
         if scales == 2 and tiles.depth > 128:
             continue
-        sizes = dict(BLOCK_P=tiles.block_p, STAGES=tiles.stages)
+        sizes = dict(BLOCK_P=tiles.block_p, STAGES=tiles.stages, ONE_SCALE=e.is_in_one_block(tiles.block_o))
         found[f"float8 gate_up {scales} {tiles.name}"] = facts(
             e._grouped_gate_up_kernel, rounded | sizes | dict(CLAMPED=False, BLOCK_F=tiles.block_f, BLOCK_D=tiles.depth, WHOLE_D=True),
             tiles.warps)
