@@ -109,7 +109,10 @@ def _mlp(
     if gate_up.is_packed and activation == "silu":
         h_RF = gate_up.of_expert(x_RD, expert, silu_mul=True)
     else:
-        gate_up_RO = gate_up.of_expert(x_RD, expert).to(torch.promote_types(x_RD.dtype, torch.float32))
+        math_dtype = torch.promote_types(x_RD.dtype, torch.float32)
+        # Where activations are quantized, an error of gate and up moves h to another float8 value, so they are not rounded before.
+        operand = x_RD.to(math_dtype) if gate_up.activations == "dynamic" else x_RD
+        gate_up_RO = gate_up.of_expert(operand, expert).to(math_dtype)
         gate, up = gate_up_RO.chunk(2, dim=-1)
         h_RF = activate(gate, up, activation, limit).to(x_RD.dtype)
     return down.of_expert(h_RF, expert)

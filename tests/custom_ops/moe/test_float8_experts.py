@@ -25,9 +25,9 @@ from tests.custom_ops.moe.test_experts import relative_error, routing
 
 X, K, LIMIT = 6, 2, 1.5
 FLOAT8 = torch.float8_e4m3fn
-# A value of h beside the middle of two float8 values is rounded differently where sums have another order, or where the reference rounds
-# gate and up: by at most 2^-3 of the value, for few values. Without float8 activations, the error is about 3 %.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# A value of h beside the middle of two float8 values is rounded differently where sums have another order: by at most 2^-3 of the value,
+# for few values. Without float8 activations, the error is about 3 %.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,9 @@ def arguments(operands: triton_experts.Operands) -> list[Any]:
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "even"), (13, "even"), (13, "to_one")])
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 @pytest.mark.parametrize("per_block", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16]
+)  # the interpreter does not round to the nearest bfloat16
 @pytest.mark.pairwise
 def test_methods_equal_the_definition(
     method: str, num_tokens: int, kind: str, activation: str, per_block: bool, dtype: torch.dtype
@@ -129,9 +131,10 @@ def test_activations_are_rounded() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
-def test_packed_layout_equals_the_definition(dtype: torch.dtype, activation: str) -> None:
+def test_plain_and_packed_layouts_equal_the_definition(dtype: torch.dtype, activation: str) -> None:
     operands, expected, _ = case(13, "even", dtype, False, activation=activation, sizes=(52, 36))
     args = arguments(operands)
+    assert relative_error(torch.ops.cas.experts(*args), expected) < TOLERANCE[dtype]
     args[3], args[4] = pack_8bit_experts(operands.gate_up), pack_8bit_experts(operands.down)
     assert relative_error(torch.ops.cas.experts(*args), expected) < TOLERANCE[dtype]
 
