@@ -1,6 +1,7 @@
 """`cas::experts` on CUDA by the "gemv" method, for few pairs: each program multiplies a few rows of one expert by one token, in float32,
 without tensor cores. A kernel computes gate and up products with the activation, which writes h [P, F], and one the weighted sums of down
-products. Activations that are rounded to float8 are multiplied by their scales as they are read.
+products. Activations that are rounded to float8 are multiplied by the scales of their blocks as they are read; the scale of a row
+multiplies the sums.
 
 Shape legend: T tokens, K experts of a token, P = T · K pairs (pair p is of token p // K), X experts, D hidden size, F intermediate size
 of an expert.
@@ -34,15 +35,6 @@ GEMV_ROWS = 4  # of a program
 
 
 @triton.jit
-def x_scale_at(scale_ptr, row, cols, inputs, SCALES: tl.constexpr):
-    """The addresses of the scales of a row's columns. One scale per row, or per row and block of columns."""
-    if SCALES == BLOCK_SCALES:
-        return scale_ptr + row * tl.cdiv(inputs, BLOCK) + cols // BLOCK
-    else:
-        return scale_ptr + row + cols * 0
-
-
-@triton.jit
 def _gemv_gate_up_kernel(
     x_ptr, x_scale_ptr, ids_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, h_ptr, x_stride, features, inputs, top_k, limit, eps,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -67,8 +59,9 @@ def _gemv_gate_up_kernel(
         gate = tl.load(gate_FD + start, mask=ok_1D, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(up_FD + start, mask=ok_1D, other=0.0, eviction_policy="evict_first").to(tl.float32)
         x = tl.load(x_1D + start, mask=ok_1D, other=0.0).to(tl.float32)
-        if HAS_X_SCALE:
-            x *= tl.load(x_scale_at(x_scale_ptr, pair // top_k, start + cols_1D, inputs, SCALES), mask=ok_1D, other=0.0)
+        if HAS_X_SCALE and SCALES == BLOCK_SCALES:
+            x_scale_1D = x_scale_ptr + (pair // top_k) * tl.cdiv(inputs, BLOCK) + (start + cols_1D) // BLOCK
+            x *= tl.load(x_scale_1D, mask=ok_1D, other=0.0)
         if HAS_NORM:
             square_1D += x * x
             x *= tl.load(norm_ptr + start + cols_1D, mask=ok_1D, other=0.0).to(tl.float32)
@@ -86,8 +79,9 @@ def _gemv_gate_up_kernel(
         acc_up += tl.sum(tl.reshape(up * x_up, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
     gate_F, up_F = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if SCALES == ROW_SCALES:
-        gate_F *= tl.load(scale_ptr + expert * 2 * features + safe_rows_F)
-        up_F *= tl.load(scale_ptr + expert * 2 * features + features + safe_rows_F)
+        x_scale = tl.load(x_scale_ptr + pair // top_k) if HAS_X_SCALE else 1.0
+        gate_F *= x_scale * tl.load(scale_ptr + expert * 2 * features + safe_rows_F)
+        up_F *= x_scale * tl.load(scale_ptr + expert * 2 * features + features + safe_rows_F)
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1D) / inputs + eps)
         gate_F *= inverse_rms
@@ -128,8 +122,10 @@ def _gemv_down_kernel(
         ok_KF = ok_K[:, None] & ok_F[None, :]
         w = tl.load(w_KOF + start, mask=ok_KF[:, None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         h = tl.load(h_KF + start, mask=ok_KF, other=0.0).to(tl.float32)
-        if HAS_X_SCALE:
-            h_scale_KF = x_scale_at(h_scale_ptr, pairs_K[:, None], (start + cols_F)[None, :], features, SCALES)
+        if HAS_X_SCALE and SCALES == BLOCK_SCALES:
+            h_scale_KF = (
+                h_scale_ptr + pairs_K[:, None] * tl.cdiv(features, BLOCK) + ((start + cols_F) // BLOCK)[None, :]
+            )
             h *= tl.load(h_scale_KF, mask=ok_KF, other=0.0)
         if SCALES == BLOCK_SCALES:
             at_K = block_scale_at(scale_ptr, experts_K, tl.program_id(0) * BLOCK_O, outputs, features)
@@ -138,6 +134,8 @@ def _gemv_down_kernel(
     y_KO = tl.sum(acc_KOF, 2)
     if SCALES == ROW_SCALES:
         y_KO *= tl.load(scale_ptr + experts_K[:, None] * outputs + safe_rows_O[None, :])
+        if HAS_X_SCALE:
+            y_KO *= tl.load(h_scale_ptr + pairs_K)[:, None]
     if HAS_BIAS:
         bias_KO = bias_ptr + experts_K[:, None] * outputs + rows_O[None, :]
         y_KO += tl.load(bias_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0).to(tl.float32)
