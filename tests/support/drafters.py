@@ -15,7 +15,7 @@ from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.custom_ops.step import LOGITS, Step
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.runner.decode_step import DecodeStep, begin_step, keep_gained
+from compile_and_serve.runtime.runner.decode_step import DecodeStep, begin_step, record_gained
 from compile_and_serve.runtime.speculation import speculator
 from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.support.fake_graphs import FakeDevice
@@ -91,7 +91,7 @@ def use_fake_graphs(
             decode_tail=_take_likeliest if samples_greedily else None, **given,
         )  # fmt: skip
         drafter = None if drafter_backends is None else WorkGraphs(sizes, fake, stats, "draft")
-        made.append(GraphRunners([runner], drafted, drafter))
+        made.append(GraphRunners([runner], drafted, drafter, has_draft_model=drafter is not None))
         return made[-1]
 
     monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
@@ -103,7 +103,7 @@ def _take_likeliest(outputs: dict[str, torch.Tensor], step: Step) -> tuple[torch
     assert isinstance(step, DecodeStep)
     best_T, tokens_T = outputs[LOGITS].float().max(dim=1)
     if step.drafts is not None:
-        keep_gained(tokens_T, step)
+        record_gained(tokens_T, step)
     return tokens_T, best_T
 
 

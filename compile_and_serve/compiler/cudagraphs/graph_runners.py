@@ -21,7 +21,7 @@ class GraphRunners:
 
     runners: one for each plan, with one stats object; the first runs the plan that any step may use. drafted: runs the plain plan's steps
     in which all sequences have the same number of draft tokens; None if there are no such steps. drafter: of the model that drafts; None
-    if there is none.
+    if there is none, or if it cannot be captured. has_draft_model: whether there is one.
     """
 
     def __init__(
@@ -29,13 +29,21 @@ class GraphRunners:
         runners: Sequence[CudaGraphRunner],
         drafted: CudaGraphRunner | None = None,
         drafter: WorkGraphs | None = None,
+        *,
+        has_draft_model: bool = False,
     ) -> None:
         self.runners = tuple(runners)
         self.drafted = drafted
         self.drafter = drafter
+        self.has_draft_model = has_draft_model
         self._all = (*self.runners, *(one for one in (drafted, drafter) if one is not None))
         self.stats: GraphStats = self.runners[0].stats
         self.sizes = self.runners[0].sizes
+
+    @property
+    def drafts_run_ahead(self) -> bool:
+        """Whether everything in a step with drafts can be captured. A drafter without a model needs no graph."""
+        return self.drafted is not None and (self.drafter is not None or not self.has_draft_model)
 
     def bind(
         self,

@@ -83,6 +83,7 @@ class EngineCore:
             num_draft_tokens=found.num_draft_tokens,
             num_adapter_slots=config.compile.max_loras,
             speculator=speculator,
+            drafts_run_ahead=found.drafts_run_ahead,
         )
         self.adapters = Adapters(
             self.executor, found.adapter_targets, max_rank=config.compile.max_lora_rank,

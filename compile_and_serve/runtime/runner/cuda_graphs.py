@@ -71,7 +71,7 @@ def make_graph_runners(
             logger.info(
                 "The drafter runs without CUDA graphs: its attention of %s cannot be captured.", ", ".join(others)
             )
-    return GraphRunners(runners, drafted, drafter)
+    return GraphRunners(runners, drafted, drafter, has_draft_model=drafter_backends is not None)
 
 
 def _drafted_runner(

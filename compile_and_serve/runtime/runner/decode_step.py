@@ -2,7 +2,7 @@
 step's inputs, so that the host can replay it without writing anything (the kernels: `custom_ops/sampling/decode_inputs.py`).
 
 A step with draft tokens has q tokens of each sequence. It may run ahead: the host launches it before it knows which drafts the step before
-accepted, and fills its inputs as if that step had gained no tokens. The device knows what was gained, and moves the inputs on.
+accepted, and fills its inputs as if that step had gained no tokens. The device knows what was gained, and advances the inputs by it.
 
 Shape legend: S sequences, q tokens of each, T = S · q, R batch slots, K draft tokens of a sequence at most.
 """
@@ -30,7 +30,7 @@ class DecodeStep(Step):
     padding. last_tokens: int64 [R + 1], sampled last. has_run: int32 [S], 1 where a step has run with these inputs, which are then advanced
     first. seq_lens: int32 [S], 0 for padding. block_sizes: tokens per page of each paged group.
 
-    Of steps with drafts: gained: int64 [R + 1], tokens that each slot's sequence gained in its last such step; 0 for padding.
+    Of steps with drafts: gained: int64 [R + 1], accepted drafts + 1 of each slot's sequence in its last such step; 0 for padding.
     drafts: int64 [R + 1, K], what a drafter on the device made, -1 where there is no draft; None: the host fills in the drafts.
     verdicts: int32 [T], of the draft behind each token (`COMPARE`, `ACCEPT`, `REJECT`).
     """
@@ -60,7 +60,7 @@ def begin_step(step: Step) -> None:
     assert isinstance(step, DecodeStep)
     if step.max_query_len > 1:
         if step.drafts is not None:
-            _move_on(step, step.drafts)
+            _advance_by_gained(step, step.drafts)
         for name in step.block_sizes:
             if step.metadata[name].row_seq_lens is not None:
                 step.metadata[name].fill_rows(step.max_query_len)
@@ -102,13 +102,13 @@ def end_step(outputs: dict[str, torch.Tensor], step: Step) -> tuple[torch.Tensor
     tokens_S, best_S = sample_rows(outputs[LOGITS], step.sampling)
     if step.max_query_len > 1:
         if step.drafts is not None:
-            keep_gained(tokens_S, step)
+            record_gained(tokens_S, step)
         return tokens_S, best_S
     end_decodes(tokens_S, step.last_tokens, step.slots, step.has_run, step.seq_lens)
     return tokens_S, best_S
 
 
-def _move_on(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
+def _advance_by_gained(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
     """Where sequences run ahead (`has_run`): positions, lengths and sample positions += gained; the tokens are those sampled last and the
     drafts. Draft tokens that are missing are padding: nothing is written for them.
     """
@@ -135,7 +135,7 @@ def _move_on(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
         metadata.slot_mapping.copy_(torch.where(is_ahead_S1, mapped_Sq, metadata.slot_mapping.view(-1, q)).flatten())
 
 
-def keep_gained(tokens_T: torch.Tensor, step: DecodeStep) -> None:
+def record_gained(tokens_T: torch.Tensor, step: DecodeStep) -> None:
     """Compare the sampled tokens with the drafts, as `accepted_tokens` does on the host. `gained` and `last_tokens` get the result.
 
     tokens_T: int64, the token of each row.

@@ -83,6 +83,11 @@ class DraftRunner(DeviceDrafts):
             return None
         return self._model.writes_state
 
+    def add(self, slot: int, token_ids: np.ndarray) -> None:
+        """See `DeviceDrafts.add`."""
+        if self._behind is not None:
+            self._behind.add(slot)
+
     def work(self, size: int, plain_step: StepOf, drafted_step: StepOf | None) -> Iterator[Work]:
         """See `DeviceDrafts.work`."""
         step = plain_step(size)
@@ -280,7 +285,7 @@ class DraftRunner(DeviceDrafts):
         self._draft(num_seqs, num_drafts, self._asked.host)
 
     def _draft(self, num_seqs: int, num_drafts: int, host: Mapping[str, np.ndarray] | None) -> None:
-        """Write `_drafts` of the first `num_seqs` sequences that were asked for, up to `num_drafts` each, and -1 behind as many as were.
+        """Write `drafts` of the first `num_seqs` sequences that were asked for, up to `num_drafts` each, and -1 behind as many as were.
         host: `_asked` on the host, for attention that plans there; None: it reads all lengths from the device.
         """
         asked = self._asked.device

@@ -54,10 +54,13 @@ class LayersBehind:
         # Hidden states of all layers but the last: by batch slot, then a row for padding sequences; by page, then a page that nobody reads.
         by_slot, by_page = ((len(layers), count + 1, hidden_like.shape[-1]) for count in (num_slots, num_pages))
         self._hidden, self._page_hidden = hidden_like.new_zeros(by_slot), hidden_like.new_zeros(by_page)
-        self._ends = torch.full(
-            (num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device
-        )  # times, by batch slot
+        # Times, by batch slot.
+        self._ends = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device)
         self._one_row = torch.zeros(1, dtype=torch.int64, device=hidden_like.device)
+
+    def add(self, slot: int) -> None:
+        """A request has begun in a batch slot: what the slot's last one has left is not its own."""
+        self._ends[slot] = -1
 
     def follow(self, first: Step, hidden_TD: torch.Tensor, sequences: SequenceRows | None) -> None:
         """Compute the times of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: it is made up."""

@@ -130,9 +130,9 @@ class ModelRunner:
                 repeats=speculative.synthetic_acceptance_rate is not None,
             )  # fmt: skip
         self._drafts_on_device = False  # the step's drafts are not known to the host yet
-        self._runs_ahead = False  # so is what the step before gained
+        self._runs_ahead = False  # the host does not know what the step before gained
         self._last_drafted: PendingStep | None = None  # the last step with drafts
-        self._is_gained_on_device = False  # the device has compared its tokens with the drafts
+        self._gained_is_valid = False  # it ran in a graph that filled `batch.gained`
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(
@@ -224,7 +224,7 @@ class ModelRunner:
         )
         if layout.has_drafts and batch.query_len == 1:
             self._last_drafted = pending
-            self._is_gained_on_device = drawn is not None and sampled.tokens_S is drawn[0] and self.drafter is not None
+            self._gained_is_valid = drawn is not None and sampled.tokens_S is drawn[0] and self.drafter is not None
         self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
@@ -318,7 +318,7 @@ class ModelRunner:
         self._runs_ahead = scheduled.is_ahead and self._can_run_ahead(scheduled)
         if scheduled.is_ahead and not self._runs_ahead:
             assert self._last_drafted is not None
-            gained = self._last_drafted.tokens_of()  # waits
+            gained = self._last_drafted.wait_for_tokens()
             told = scheduled.last_tokens.items()
             last_tokens = {name: (count + len(gained[name]), gained[name][-1]) for name, (count, _) in told}
             self._correct(last_tokens, scheduled.drafts)
@@ -330,7 +330,8 @@ class ModelRunner:
         steps, drafter, q = self._drafted_steps, self.drafter, self._drafted_len
         num_seqs = len(scheduled.last_tokens)
         if not (
-            self._is_gained_on_device
+            scheduled.drafts
+            and self._gained_is_valid
             and advances_on_device(self.spec.inputs)
             and self.batch.can_run_ahead(scheduled.last_tokens)
         ):

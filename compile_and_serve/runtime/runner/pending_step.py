@@ -88,7 +88,7 @@ class PendingStep:
             for index, grammar in grammars:
                 grammar.advance(accepted[index])
 
-    def tokens_of(self) -> dict[str, list[int]]:
+    def wait_for_tokens(self) -> dict[str, list[int]]:
         """Wait for the device; request → the tokens that it gained."""
         if self._event is not None:
             self._event.synchronize()

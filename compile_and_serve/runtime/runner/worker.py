@@ -46,6 +46,7 @@ from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
+from compile_and_serve.runtime.runner.decode_step import advances_on_device
 from compile_and_serve.runtime.runner.device import (
     model_dtype,
     num_cores,
@@ -209,6 +210,9 @@ class Worker:
                 if group.paged
             ],
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
+            drafts_run_ahead=self._graphs is not None
+            and self._graphs.drafts_run_ahead
+            and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),
             adapter_targets=None if self._adapters is None else dict(self._adapters.targets),
             compile_report=flat_report(model.report) | facts | self._memory_facts() | self._drafter_facts(),

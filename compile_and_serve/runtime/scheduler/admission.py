@@ -55,6 +55,14 @@ class Admission:
         self.waiting = [entry for entry in self.waiting if entry[1].status is RequestStatus.WAITING]
         heapq.heapify(self.waiting)
 
+    def may_admit(self, num_running: int) -> bool:
+        """Whether a request may start in the next step: one is ready, there is a batch slot, and it is not known that it does not fit."""
+        if not self.waiting or num_running >= self._max_num_seqs:
+            return False
+        ready = (entry for entry in self.waiting if entry[1].is_ready and not entry[1].num_pending_steps)
+        first = min(ready, default=None)
+        return first is not None and not self._is_blocked(first[1], self._manager.num_spare - num_running)
+
     def admit(
         self,
         running: list[Request],

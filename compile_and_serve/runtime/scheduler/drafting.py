@@ -14,8 +14,9 @@ from compile_and_serve.runtime.speculation.speculator import Speculator
 class Drafting:
     """Connects a scheduler to its speculator."""
 
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
+    def __init__(self, speculator: Speculator, *, runs_ahead: bool) -> None:
+        """runs_ahead: the runner can go on from drafts whose outcome is not known here."""
+        self._speculator, self._runs_ahead = speculator, runs_ahead
         self._to_correct: dict[str, Request] = {}  # of a step with drafts: the runner must be told their true lengths
         self._is_off = False  # as `is_off` said of the last step
 
@@ -56,7 +57,7 @@ class Drafting:
 
     def _can_run_ahead(self, running: Sequence[Request], decodes: Sequence[Request], before: StepInFlight) -> bool:
         """Whether the runner can go on from the drafts of the step before on its own: see `SchedulerOutput.is_ahead`."""
-        if not self._speculator.drafts_on_device or before.chunks or len(decodes) < len(running):
+        if not self._runs_ahead or before.chunks or len(decodes) < len(running):
             return False
         known = set(map(id, before.decodes))
         return all(id(request) in known and not request.changes_logits for request in decodes)

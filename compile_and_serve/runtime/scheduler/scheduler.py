@@ -67,7 +67,7 @@ class Scheduler:
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
     request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
     `cache.block_size`. num_draft_tokens: of each decode, drafted by the runner. num_adapter_slots: LoRA adapters that one step may use.
-    speculator: drafts here instead.
+    speculator: drafts here instead. drafts_run_ahead: of `WorkerInfo`.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Scheduler:
         num_draft_tokens: int = 0,
         num_adapter_slots: int = 0,
         speculator: Speculator | None = None,
+        drafts_run_ahead: bool = False,
     ) -> None:
         assert speculator is None or not num_draft_tokens, "the runner drafts, and the scheduler too"
         if config.max_num_seqs < 1 or config.token_budget < 1 + num_draft_tokens:
@@ -120,7 +121,7 @@ class Scheduler:
             max_num_seqs=self.max_num_seqs,
             admit_in_groups=bool(config.admit_in_groups),
         )
-        self._drafting = None if speculator is None else Drafting(speculator)
+        self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
 
     def add_request(
         self,
@@ -238,7 +239,7 @@ class Scheduler:
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
         if self._drafting is not None:
-            may_admit = bool(self._admission.waiting) and len(self._running) < self.max_num_seqs
+            may_admit = self._admission.may_admit(len(self._running))
             proposed = self._drafting.drafts(step, self._running, self._in_flight, may_admit=may_admit)
             if proposed is None:
                 return None

@@ -90,8 +90,9 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     drafts: draft tokens of decodes, at least one each. last_tokens: number of tokens and last token of every decode in a step with
         drafts, and of every request of the step before if that had drafts: the runner takes back what it computed beyond.
     is_drafting_off: the next step will have no drafts either.
-    is_ahead: the step before has drafts too, and its tokens are not known here yet: `last_tokens` are those before that step. All
-        requests are decodes of the step before, whose logits depend on no tokens but the model's input.
+    is_ahead: the step before has drafts, and its tokens are not known here yet: `last_tokens` are those before that step. All requests
+        are decodes of the step before, and none has a grammar, penalties or other options that change logits. The step may have no drafts,
+        if the requests that had some were preempted for the others' blocks.
     """
 
     step: int
@@ -139,7 +140,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     num_blocks: KV blocks that it has room for, over all groups. is_asynchronous: of its platform. has_idle_tasks: whether `Worker.idle`
     may have work to do. prefix_caching_unsupported: why this model's cache
     cannot be reused by other requests, as a sentence. num_draft_tokens: draft tokens that a decode checks. adapter_targets: the linears
-    that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters.
+    that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
+    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured.
     """
 
     num_blocks: int
@@ -152,6 +154,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     groups: list[PagedGroup]
     prefix_caching_unsupported: str | None = None
     num_draft_tokens: int = 0
+    drafts_run_ahead: bool = False
     adapter_targets: dict[str, list[AdapterTarget]] | None = None
     compile_report: dict[str, int | float | str]
     pooling: PoolingInfo | None = None

@@ -36,7 +36,7 @@ def accepted_tokens(
             is_wrong = tokens[:-1] != drafts_D
         else:
             is_wrong = (chances_L[first : first + count - 1] >= rate) | (drafts_D < 0)
-            tokens = np.append(np.where(drafts_D < 0, tokens[:-1], drafts_D), tokens[-1])
+            tokens = np.append(np.where(is_wrong, tokens[:-1], drafts_D), tokens[-1])
         wrong = np.flatnonzero(is_wrong)
         accepted.append(tokens[: wrong[0] + 1 if len(wrong) else count].tolist())
         first += count

@@ -174,6 +174,26 @@ def test_without_graphs_the_runner_waits_for_the_tokens(
     core.shutdown()
 
 
+def test_a_step_ahead_may_lose_its_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last request gets drafts, and it is preempted for a block of the first."""
+    given = [
+        request("first", prompt_of(0, 30), max_tokens=50, speculate=False),
+        request("last", prompt_of(1, 30), max_tokens=50),
+    ]
+    without_drafts: list[bool] = []
+    launch = ModelRunner.launch
+
+    def recorded(self: ModelRunner, scheduled: SchedulerOutput) -> PendingStep:
+        without_drafts.append(scheduled.is_ahead and not scheduled.drafts)
+        return launch(self, scheduled)
+
+    monkeypatch.setattr(ModelRunner, "launch", recorded)
+    core, found, expected = both(folders, "eagle3", monkeypatch, given, num_kv_blocks=28, max_model_len=108)
+    assert found == expected
+    assert any(without_drafts)
+    core.shutdown()
+
+
 def test_few_blocks_preempt_while_a_step_runs_ahead(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given = [request(f"q{i}", prompt_of(i, 30 + i), max_tokens=40) for i in range(8)]
     launched = record_steps(monkeypatch)
