@@ -23,11 +23,12 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.runner.decode_step import ACCEPT, REJECT, DecodeStep, advances_on_device
+from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores
 from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
+from compile_and_serve.runtime.runner.drafted_sequences import DraftedSequences
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
 from compile_and_serve.runtime.runner.ngram_runner import NgramRunner
 from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
@@ -38,7 +39,6 @@ from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
-from compile_and_serve.runtime.speculation.acceptance import chances_of
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
 from compile_and_serve.runtime.structured.masks import GrammarSequence, MaskedRows, TokenMasks
 from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
@@ -129,21 +129,19 @@ class ModelRunner:
                 self.batch, device, speculative.num_tokens, self.max_model_len, speculative.ngram_lengths,
                 repeats=speculative.synthetic_acceptance_rate is not None,
             )  # fmt: skip
-        self._drafts_on_device = False  # the step's drafts are not known to the host yet
-        self._runs_ahead = False  # the host does not know what the step before gained
-        self._last_drafted: PendingStep | None = None  # the last step with drafts
-        self._gained_is_valid = False  # it ran in a graph that filled `batch.gained`
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(
             vocab_size=spec.vocab_size, num_slots=num_slots, device=device, logprobs_mode=config.model.logprobs_mode
         )
+        self.drafted = DraftedSequences(
+            self.batch, self.sampler, spec.inputs, self.drafter, drafted_steps, self._drafted_len, self._acceptance_rate, device
+        )  # fmt: skip
         self._advances_on_device = (
             spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         )
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
-        self._drafted: dict[int, np.ndarray] = {}  # slot → its last drafts, while it is not known which were accepted
         self._masks: TokenMasks | None = None
         self._structured_step: PendingStep | None = None  # the last one with structured output
         self._plan: SamplingPlan | None = None
@@ -173,10 +171,11 @@ class ModelRunner:
         plan = self._plan
         if plan is None or plan.valid_steps <= 0:
             batch.forget_advanced()  # what it is sampled with is new
-        layout, buffers, tokens = batch.prepare(scheduled, is_ahead=self._runs_ahead)
+        layout, buffers, tokens = batch.prepare(scheduled, is_ahead=self.drafted.runs_ahead)
         structured = self._structured_rows(layout) if self._sequences else []
-        if layout.has_drafts and batch.query_len == 1:
-            self._drafted |= dict(zip(layout.sampled_slots.tolist(), layout.sampled_drafts, strict=True))
+        has_drafts = layout.has_drafts and batch.query_len == 1  # of the scheduler's
+        if has_drafts:
+            self.drafted.laid_out(scheduled.step, layout, buffers)
         is_valid = plan is not None and self._plan_version == layout.version and plan.valid_steps > 0
         if plan is None or not is_valid or (layout.has_drafts and plan.logits is not None):  # which reads the drafts
             plan = self._plan = self._sampling_plan(layout)
@@ -186,10 +185,6 @@ class ModelRunner:
         else:
             for name, values in sampler.inputs(plan).items():
                 buffers.host[name][: len(values)] = values
-            if self._acceptance_rate is not None and layout.has_drafts:
-                chances = chances_of(scheduled.step, sum(layout.sampled_counts))
-                verdicts = np.where(chances < self._acceptance_rate, ACCEPT, REJECT)
-                buffers.host["verdicts"][: len(verdicts)] = verdicts
             result = self._run(layout, buffers, tokens, with_sampling=not structured)
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
@@ -204,7 +199,7 @@ class ModelRunner:
             drawn = result.sampled[0][:num_sampled], result.sampled[1][:num_sampled]
             if self._advances_on_device and not layout.has_drafts:
                 batch.will_advance_on_device()
-        assert drawn is not None or not self._runs_ahead, "a step that runs ahead ran without its graph"
+        assert drawn is not None or not self.drafted.runs_ahead, "a step that runs ahead ran without its graph"
         self.captures_due += result.is_capture_due
         exclude = self._fill_masks(layout, structured) if structured else None
         sampled = sampler.sample(logits_SV, plan, buffers.device, drawn, exclude)
@@ -222,9 +217,8 @@ class ModelRunner:
         pending = self._pending(
             scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
         )
-        if layout.has_drafts and batch.query_len == 1:
-            self._last_drafted = pending
-            self._gained_is_valid = drawn is not None and sampled.tokens_S is drawn[0] and self.drafter is not None
+        if has_drafts:
+            self.drafted.launched(pending, sampled_in_graph=drawn is not None and sampled.tokens_S is drawn[0])
         self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
@@ -290,7 +284,7 @@ class ModelRunner:
             if gone is not None:
                 sampler.remove(gone.slot)
                 self._sequences.pop(gone.slot, None)
-                self._drafted.pop(gone.slot, None)
+                self.drafted.forget(gone.slot)
         for data in scheduled.new_requests:
             request = batch.add(data)
             if self.drafter is not None:
@@ -315,68 +309,7 @@ class ModelRunner:
                 sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
-        self._runs_ahead = scheduled.is_ahead and self._can_run_ahead(scheduled)
-        if scheduled.is_ahead and not self._runs_ahead:
-            assert self._last_drafted is not None
-            gained = self._last_drafted.wait_for_tokens()
-            told = scheduled.last_tokens.items()
-            last_tokens = {name: (count + len(gained[name]), gained[name][-1]) for name, (count, _) in told}
-            self._correct(last_tokens, scheduled.drafts)
-        elif scheduled.last_tokens:
-            self._correct(scheduled.last_tokens, scheduled.drafts)
-
-    def _can_run_ahead(self, scheduled: SchedulerOutput) -> bool:
-        """Whether graphs can compute the step without the host knowing what the step before gained."""
-        steps, drafter, q = self._drafted_steps, self.drafter, self._drafted_len
-        num_seqs = len(scheduled.last_tokens)
-        if not (
-            scheduled.drafts
-            and self._gained_is_valid
-            and advances_on_device(self.spec.inputs)
-            and self.batch.can_run_ahead(scheduled.last_tokens)
-        ):
-            return False
-        assert steps is not None
-        assert drafter is not None
-        size = steps.padded_size(num_seqs * q, num_seqs, q)
-        return (
-            size is not None
-            and steps.captured_graph(num_seqs) is not None
-            and drafter.can_run_ahead(len(scheduled.drafts), size // q, q)
-        )
-
-    def _correct(self, last_tokens: Mapping[str, tuple[int, int]], new_drafts: Mapping[str, list[int]]) -> None:
-        """Go on from the tokens that were accepted. last_tokens, new_drafts: of `SchedulerOutput`. In a step that runs ahead the device
-        adds what the step before gained.
-        """
-        slots = [self.batch.slot_of(request_id) for request_id in last_tokens]
-        self._drafts_on_device = False
-        if self.drafter is not None and new_drafts:
-            self.drafter.propose(last_tokens, new_drafts, is_ahead=self._runs_ahead)
-            if not self._sequences.keys().isdisjoint(slots) or self.sampler.needs_history(slots):
-                assert not self._runs_ahead, "a step that runs ahead has logits that depend on earlier tokens"
-                new_drafts = self.drafter.known_drafts(new_drafts)
-            else:
-                self._drafts_on_device = True
-                new_drafts = {name: [0] * len(draft) for name, draft in new_drafts.items()}
-        num_outputs: dict[int, int] = {}
-        gained: dict[int, list[int]] = {}
-        for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):
-            self.batch.correct(slot, num_tokens, token, new_drafts.get(request_id, ()))
-            num_outputs[slot] = num_tokens - self.batch.num_prompt_tokens(request_id)
-            drafts = self._drafted.pop(slot, None)
-            if drafts is not None and not self._runs_ahead:
-                num_gained = num_outputs[slot] - int(self.sampler.num_outputs[slot])
-                gained[slot] = [*drafts[: num_gained - 1].tolist(), token]
-        self.sampler.take(num_outputs, gained)
-        if new_drafts:
-            return  # the step's inputs come from the host, and the next step is told the last tokens again
-        tokens = np.array([token for _, token in last_tokens.values()], dtype=np.int64)
-        if self._shares_memory:
-            self.batch.host_last_tokens[slots] = tokens
-        else:
-            upload = self.platform.upload
-            self.batch.last_tokens.index_copy_(0, upload(np.array(slots, dtype=np.int64)), upload(tokens))
+        self.drafted.take_in(scheduled, self._sequences)
 
     def _add_sequence(self, request: HeldRequest, stop_ids: Sequence[int], output: np.ndarray) -> None:
         structured = request.params.structured_outputs
@@ -462,10 +395,10 @@ class ModelRunner:
             slots = device["slots"][: layout.num_decodes]
             for name in self._sampled_inputs:
                 torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
-        if self._drafts_on_device and layout.has_drafts and not self._runs_ahead:
+        if self.drafted.are_on_device and layout.has_drafts and not self.drafted.runs_ahead:
             assert self.drafter is not None
             self.drafter.put_drafts(step, layout)
-        self.steps_on_device += self._runs_ahead
+        self.steps_on_device += self.drafted.runs_ahead
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
         return steps.run(step, with_sampling=with_sampling)
@@ -567,7 +500,7 @@ class ModelRunner:
         if not self._shares_memory:
             self._num_launched += 1
         drafts = None
-        if self._drafts_on_device and layout.has_drafts:
+        if self.drafted.are_on_device and layout.has_drafts:
             assert self.drafter is not None
             drafts = self.drafter.download().numpy()
         event = self.platform.record_event()

@@ -50,7 +50,7 @@ def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     def recorded(self: ModelRunner, scheduled: SchedulerOutput) -> PendingStep:
         pending = launch(self, scheduled)
         if scheduled.drafts:
-            launched.append((scheduled.is_ahead, self._runs_ahead))
+            launched.append((scheduled.is_ahead, self.drafted.runs_ahead))
         return pending
 
     monkeypatch.setattr(ModelRunner, "launch", recorded)
