@@ -66,7 +66,7 @@ class Linears:
 
     def of_expert(self, x_RI: torch.Tensor, expert: int, *, silu_mul: bool = False) -> torch.Tensor:
         """The rows of one expert. silu_mul: only of packed weights. → [R, O], or [R, O / 2]"""
-        bias = None if self.bias is None else self.bias[expert]
+        bias = None if self.bias is None else self.bias[expert].to(x_RI.dtype)
         if self.is_packed:
             scale = None if self.scale is None else self.scale[expert]
             return packed_linear(
