@@ -30,28 +30,10 @@ weight_function("pack_expert_weights")(pack_expert_weights)
 
 
 EXPERTS = torch.ops.cas.experts.default
-GATE_UP, DOWN, RESIDUAL, NORM, EPS, GATE_UP_SCALE, DOWN_SCALE, ACTIVATIONS = (
-    3,
-    4,
-    9,
-    10,
-    11,
-    12,
-    13,
-    14,
-)  # arguments of `cas::experts`
-DEFAULTS = (
-    None,
-    None,
-    "silu",
-    0.0,
-    None,
-    None,
-    1e-6,
-    None,
-    None,
-    "none",
-)  # of its arguments from the biases to adapters
+# Arguments of `cas::experts`.
+GATE_UP, DOWN, RESIDUAL, NORM, EPS = 3, 4, 9, 10, 11
+GATE_UP_SCALE, DOWN_SCALE, ACTIVATIONS = 12, 13, 14
+DEFAULTS = (None, None, "silu", 0.0, None, None, 1e-6, None, None, "none")  # from the biases to adapters
 
 
 class FuseExperts(BasePass):

@@ -110,7 +110,6 @@ def test_tokens_are_those_without_drafts(
     stats = core.stats()
     assert 0.4 < stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens < 0.95
     assert stats.num_free_blocks == stats.num_total_blocks
-    assert (False, True) not in launched
     assert launched.count((True, True)) > 0.6 * len(launched) > 10
     core.shutdown()
 
