@@ -299,8 +299,8 @@ def decode_config(
     24000 tokens take 262 µs instead of 363 µs with two splits; 16 of 640 tokens take 21 µs instead of 17 µs
     (`h200-decode-attention-2026-11-22.jsonl`). Many sequences fill the device, and the longest run first, so only sequences of more than
     2048 tokens are split: one of them would otherwise run alone at the end. One warp per program is the fastest if there are enough
-    programs to keep the loads in flight: for 256 sequences
-    of 200 tokens and 4 heads it takes 37 µs, four warps take 41 µs (`h200-decode-choices-2026-11-24.jsonl`).
+    programs to keep the loads in flight: for 256 sequences of 200 tokens and 4 heads it takes 37 µs, and four warps take 41 µs
+    (`h200-decode-choices-2026-11-24.jsonl`).
     Heads of more than 128 values get tiles of half as many keys, or two warps, so that a tile fits the registers.
     """
     tile, splits, stages, warps, min_split = _decode_config(num_seqs, num_kv_heads, sms, itemsize)
