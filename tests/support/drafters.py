@@ -47,6 +47,13 @@ def check_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Payoff, "draft_lengths", _all_that_fit)
 
 
+def draft_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made from now on have drafts, all of which they check, in six of nine steps."""
+    check_every_draft(monkeypatch)
+    steps = iter(range(10_000))
+    monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: next(steps) % 9 < 6)
+
+
 def _all_that_fit(
     self: Payoff, num_seqs: int, drafted: Mapping[str, tuple[int, float]], max_tokens: int
 ) -> dict[str, int]:

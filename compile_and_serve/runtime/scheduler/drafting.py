@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compile_and_serve.runtime.messages import EngineStats
+from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
@@ -21,18 +22,19 @@ class Drafting:
         self._is_off = False  # as `is_off` said of the last step
 
     def drafts(
-        self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight], *, may_admit: bool
+        self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight], admission: Admission
     ) -> dict[str, list[int]] | None:
         """Drafts of the decodes, as many as the step has room for. None: the step must wait for the tokens of the steps in flight.
-        may_admit: waiting requests may start in this step.
+        A step that runs ahead admits no request, so it must not be one in which a request may start.
 
         Sets `step.was_drafting` and `step.is_ahead`.
         """
         before = in_flight[-1] if in_flight else None
         decodes = [request for request in running if request.num_computed_tokens >= request.prefill_end]
-        step.is_ahead = before is not None and bool(before.drafts)
-        if before is not None and step.is_ahead and (may_admit or not self._can_run_ahead(running, decodes, before)):
-            return None  # how many of its drafts were accepted is not known
+        if before is not None and before.drafts:  # how many of them were accepted is not known
+            step.is_ahead = self._can_run_ahead(running, decodes, before) and not admission.may_admit(len(running))
+            if not step.is_ahead:
+                return None
         can_draft = any(request.can_draft for request in decodes)
         step.was_drafting = can_draft and self._speculator.is_on(len(decodes))
         if not step.was_drafting:

@@ -239,8 +239,7 @@ class Scheduler:
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
         if self._drafting is not None:
-            may_admit = self._admission.may_admit(len(self._running))
-            proposed = self._drafting.drafts(step, self._running, self._in_flight, may_admit=may_admit)
+            proposed = self._drafting.drafts(step, self._running, self._in_flight, self._admission)
             if proposed is None:
                 return None
             drafts = proposed

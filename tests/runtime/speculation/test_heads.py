@@ -25,9 +25,8 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
-from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.runtime.speculation.test_lossless import hard_requests
-from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs
+from tests.support.drafters import capture_all, check_every_draft, draft_in_turns, use_fake_graphs
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.platforms import OwnMemory
 
@@ -277,9 +276,7 @@ def test_a_head_drafts_what_a_pass_over_the_whole_sequence_says(
     method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the steps before: chunks of prompts, prefix hits, preemptions, wrong and right drafts, none at all."""
-    steps = iter(range(10_000))
-    check_every_draft(monkeypatch)
-    monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: next(steps) % 9 < 6)
+    draft_in_turns(monkeypatch)
     proposed = record_drafts(monkeypatch)
     core = engine(folders, method, num_kv_blocks=90, async_scheduling=True)
     given = requests()
@@ -359,8 +356,7 @@ def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], m
     check_every_draft(monkeypatch)
     found = []
     for is_captured in (False, True):
-        steps = iter(range(10_000))
-        monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
+        draft_in_turns(monkeypatch)
         made = use_fake_graphs(monkeypatch, 3) if is_captured else []
         proposed = record_drafts(monkeypatch)
         core = engine(folders, method, max_num_seqs=8)
@@ -404,8 +400,7 @@ def test_a_compiled_head_drafts_the_same(
     monkeypatch.setattr(DraftRunner, "_run", counted)
     found, num_kept = [], []
     for mode in ("eager", "compiled", "captured"):
-        steps = iter(range(10_000))
-        monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
+        draft_in_turns(monkeypatch)
         made = use_fake_graphs(monkeypatch, 3, max_drafted_seqs=2) if mode == "captured" else []
         proposed = record_drafts(monkeypatch)
         core = engine(folders, method, enforce_eager=mode == "eager", cache_dir=shared_cache_dir, max_num_seqs=8)

@@ -16,7 +16,6 @@ import torch
 from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
-from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.runtime.speculation.test_heads import (
     DEEPSEEK,
     GLM,
@@ -29,7 +28,7 @@ from tests.runtime.speculation.test_heads import (
     write_model,
 )
 from tests.runtime.speculation.test_lossless import hard_requests
-from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs
+from tests.support.drafters import capture_all, check_every_draft, draft_in_turns, use_fake_graphs
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.platforms import OwnMemory
 
@@ -91,9 +90,7 @@ def test_each_draft_is_that_of_its_layer(
     family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the steps before: chunks of prompts, preemptions, wrong and right drafts, none at all; more drafts than layers."""
-    steps = iter(range(10_000))
-    check_every_draft(monkeypatch)
-    monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: next(steps) % 9 < 6)
+    draft_in_turns(monkeypatch)
     proposed = record_drafts(monkeypatch)
     core = engine(folders[family], num_kv_blocks=90, async_scheduling=True, enable_prefix_caching=False)
     given = requests()
@@ -148,8 +145,7 @@ def test_compiled_layers_draft_the_same(
     check_every_draft(monkeypatch)
     found = []
     for is_eager in (True, False):
-        steps = iter(range(10_000))
-        monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
+        draft_in_turns(monkeypatch)
         proposed = record_drafts(monkeypatch)
         core = engine(folders["glm"], enforce_eager=is_eager, cache_dir=shared_cache_dir)
         found.append((tokens_of(run_requests(core, requests())), proposed))
@@ -162,8 +158,7 @@ def test_captured_passes_draft_the_same(folders: dict[str, Path], monkeypatch: p
     check_every_draft(monkeypatch)
     found = []
     for is_captured in (False, True):
-        steps = iter(range(10_000))
-        monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
+        draft_in_turns(monkeypatch)
         made = use_fake_graphs(monkeypatch, 4) if is_captured else []
         proposed = record_drafts(monkeypatch)
         core = engine(folders["glm"], max_num_seqs=8)
