@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from compile_and_serve.custom_ops.moe import adapted_cuda_experts, cuda_experts, triton_experts, triton_gemv_experts
 from compile_and_serve.custom_ops.moe.activation import activate
 from compile_and_serve.custom_ops.moe.experts import exact_experts, experts
@@ -132,6 +133,8 @@ def test_activations_are_rounded() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 def test_plain_and_packed_layouts_equal_the_definition(dtype: torch.dtype, activation: str) -> None:
+    quantized_cpu_kernel_library()
+    assert quantized_cpu_kernels_status() is None
     operands, expected, _ = case(13, "even", dtype, False, activation=activation, sizes=(52, 36))
     args = arguments(operands)
     assert relative_error(torch.ops.cas.experts(*args), expected) < TOLERANCE[dtype]
