@@ -82,17 +82,8 @@ class Linears:
         if self.activations == "dynamic":
             assert self.scale is not None
             return quantized_linear_reference(
-                x_RI,
-                self.weight[expert],
-                self.scale[expert],
-                self.out_features,
-                None,
-                0.0,
-                bias,
-                False,
-                None,
-                self.activations,
-            )
+                x_RI, self.weight[expert], self.scale[expert], self.out_features, None, 0.0, bias, False, None, self.activations
+            )  # fmt: skip
         return F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias)
 
     def run(self, x_PI: torch.Tensor, counts: list[int]) -> torch.Tensor:

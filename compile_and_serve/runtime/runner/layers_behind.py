@@ -3,22 +3,22 @@
 Shape legend: T tokens of the target's step, S sequences, D hidden size, N layers with the first one, R batch slots, P tokens per page.
 
 Layers are numbered from 0. At position p, layer k reads the hidden state of layer k - 1 at p (layer 0: the target's) and the embedding of
-token p + k + 1, and predicts token p + k + 2 (DeepSeek-V3, arXiv:2412.19437, section 2.2). This file calls i = p + k the layer's time. At
-time i, layer k reads what layer k - 1 gave at time i - 1 and the embedding of token i + 1, and predicts token i + 2. At one time all layers
-read the same token. So the keys and values of time i lie under the target's slot of position i, and RoPE, which is relative, rotates by i.
+token p + k + 1, and predicts token p + k + 2 (DeepSeek-V3, arXiv:2412.19437, section 2.2). Here that is called the layer's entry p + k. So
+for entry i, layer k reads what layer k - 1 gave for entry i - 1 and the embedding of token i + 1, and predicts token i + 2. For the same
+entry, all layers read the same token. Keys and values of entry i therefore lie in the target's cache slot of position i. RoPE rotates by i,
+which changes nothing, because it depends on differences alone.
 
-- While the drafter follows the target, every layer computes every time that the first layer computes. It reads only tokens that the target
-  sampled or was given, and no draft. So nothing is computed again behind rejected drafts: the next step overwrites their times. (With
-  keys and values under p, those of the last k positions of layer k depend on drafts. vLLM computes them again.)
-- The hidden states of the last time are kept by batch slot, for the first time of the next step. Those of a page's last time are kept by
+- While the drafter follows the target, all layers compute the entries that the first layer computes. They read tokens that the target
+  sampled or was given, and no draft. So rejected drafts need no second computation: the next step overwrites their entries. (If keys and
+  values lay under p, the last k of layer k would depend on drafts. vLLM computes those again.)
+- The hidden states of the last entry are kept by batch slot, for the first entry of the next step. Those of a page's last entry are kept by
   page, for a sequence that begins behind a prefix hit.
-- Draft k is made by layer min(k, N - 1), at a time that only drafts lead to. The layers behind it compute the same time, because their next
-  one reads it. When there are more drafts than layers, the last layer goes on from its own output, as a single layer does: it read the
-  tokens up to the same one as the output of the layer before, which does not exist.
+- Layer min(k, N - 1) makes draft k. The layers behind it compute the same entry, because their next one reads it. If there are more drafts
+  than layers, the last layer goes on from its own output, as a single layer does.
 
-Two kinds of entries differ from training. Layer k has no position for the times before k; zeros stand for the hidden state there. And the
-last entry of a shared prefix, of any drafter, was computed with the token behind it in the sequence that came first. The target checks
-whatever a drafter says, so that only acceptance may suffer.
+Two kinds of entries differ from training. Layer k has no position for the entries before k: its hidden state there is zero. And the last
+entry of a shared prefix was computed with the token behind it in the sequence that came first, as with every drafter. The target checks all
+drafts, so only acceptance may suffer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LayersBehind:
         # Hidden states of all layers but the last: by batch slot, then a row for padding sequences; by page, then a page that nobody reads.
         by_slot, by_page = ((len(layers), count + 1, hidden_like.shape[-1]) for count in (num_slots, num_pages))
         self._hidden, self._page_hidden = hidden_like.new_zeros(by_slot), hidden_like.new_zeros(by_page)
-        # Times, by batch slot.
+        # The last entry, by batch slot.
         self._ends = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=hidden_like.device)
         self._one_row = torch.zeros(1, dtype=torch.int64, device=hidden_like.device)
 
@@ -63,7 +63,7 @@ class LayersBehind:
         self._ends[slot] = -1
 
     def follow(self, first: Step, hidden_TD: torch.Tensor, sequences: SequenceRows | None) -> None:
-        """Compute the times of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: it is made up."""
+        """Compute the entries of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: it is made up."""
         positions_T = first.inputs["positions"]
         if sequences is not None:
             (metadata,) = first.metadata.values()
@@ -92,7 +92,7 @@ class LayersBehind:
                 hidden_TD = layer.model(step)[HIDDEN_STATES]
 
     def known_hidden(self, slots_S: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Layer → hidden states [S, D] of the last time, as `draft` takes them."""
+        """Layer → hidden states [S, D] of the last entry, as `draft` takes them."""
         return {index: self._hidden[index][slots_S] for index in range(len(self._layers))}
 
     def draft(
@@ -100,7 +100,7 @@ class LayersBehind:
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """Make a draft of each sequence: the outputs of its layer, and the hidden states for the next one.
 
-        number: of the draft, from 0; `follow` makes draft 0. step: one token of each sequence. hidden: of the time before.
+        number: of the draft, from 0; `follow` makes draft 0. step: one token of each sequence. hidden: of the entry before.
         """
         assert number > 0
         drafting = min(number, len(self._layers))

@@ -94,9 +94,8 @@ def arguments(operands: triton_experts.Operands) -> list[Any]:
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "even"), (13, "even"), (13, "to_one")])
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 @pytest.mark.parametrize("per_block", [False, True])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16]
-)  # the interpreter does not round to the nearest bfloat16
+# The interpreter does not round to the nearest bfloat16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.pairwise
 def test_methods_equal_the_definition(
     method: str, num_tokens: int, kind: str, activation: str, per_block: bool, dtype: torch.dtype
@@ -112,9 +111,8 @@ def test_methods_equal_the_definition(
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(256, 128), (144, 272)]
-)  # whole tiles; gate and up share a block, and the last one is not full
+# Whole tiles; gate and up share a block, and the last one is not full.
+@pytest.mark.parametrize("sizes", [(256, 128), (144, 272)])
 def test_blocks_of_scales_fill_tiles(sizes: tuple[int, int]) -> None:
     operands, expected, _ = case(21, "even", torch.float32, True, sizes=sizes)
     out = triton_experts.run_grouped(triton_experts.Tiles(16, 64, 128, 128, 2, 4), operands, operands.gate_up)

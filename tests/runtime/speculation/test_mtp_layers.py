@@ -78,7 +78,7 @@ class LayersReference(Reference):
             if number > last_layer:  # it goes on from its own output
                 hidden_TD = torch.cat((hidden_TD, own_TD[-1:]))
             draft, own_TD = self.layer(min(number, last_layer), known, hidden_TD)
-            if number < last_layer:  # the time before the first has no hidden state
+            if number < last_layer:  # before the first entry there is no hidden state
                 hidden_TD = torch.cat((torch.zeros(1, D), own_TD))
             drafts.append(draft)
             known.append(draft)
