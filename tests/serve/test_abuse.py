@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -291,18 +292,24 @@ def test_slow_clients(server: ServerProcess) -> None:
 
 def test_full_queue(server: ServerProcess) -> None:
     """What does not fit is refused at once with 503 and Retry-After; everything else is answered."""
-    count = 2 * (MAX_WAITING + 64)
+    count, clients = 2 * (MAX_WAITING + 64), 200
+    all_are_connected = threading.Barrier(
+        clients
+    )  # so that the first requests come at once, however slow this process is
 
     def send(index: int) -> tuple[int, bool]:
         connection = http.client.HTTPConnection(*address(server), timeout=120)
         body = json.dumps({"prompt": f"{index}", "max_tokens": 40, "ignore_eos": True, "n": 4})
+        if index < clients:
+            connection.connect()
+            all_are_connected.wait(60)
         connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.read()
         connection.close()
         return response.status, response.getheader("retry-after") is not None
 
-    with Watch(server, "full queue", requests=count, sequences_each=4) as watch, ThreadPoolExecutor(200) as pool:
+    with Watch(server, "full queue", requests=count, sequences_each=4) as watch, ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(send, range(count)))
         watch.statuses.update(status for status, _ in answers)
     assert set(watch.statuses) == {200, 503}
