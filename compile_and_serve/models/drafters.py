@@ -26,11 +26,13 @@ from compile_and_serve.custom_ops.step import (
     StepOutput,
 )
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
+from compile_and_serve.models.dflash import DFlashContext
 from compile_and_serve.models.eagle import Eagle3ForCausalLM, EagleForCausalLM
 from compile_and_serve.models.hidden_states import num_layers_of, with_hidden_states
 from compile_and_serve.models.medusa import MedusaHeads
 from compile_and_serve.models.mtp import MtpForCausalLM
 from compile_and_serve.models.quantization_config import with_stored_weights
+from compile_and_serve.models.qwen3 import Qwen3ForCausalLM
 from compile_and_serve.models.registry import (
     ARCHITECTURES,
     DECODER_TP_PLAN,
@@ -43,8 +45,10 @@ from compile_and_serve.models.registry import (
 )
 from compile_and_serve.models.spec import ModelSpec, full_attention
 
-DrafterKind = Literal["tokens", "hidden", "heads"]
+DrafterKind = Literal["tokens", "hidden", "heads", "block"]
 DRAFT_TOKENS = "draft_tokens"  # the output of Medusa heads
+CONTEXT = "context"  # the output of `DFlashContext`
+DFLASH_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -53,7 +57,8 @@ class DrafterSpec:
     """A model that drafts.
 
     kind: "tokens" is a decoder of its own. "hidden" takes a hidden state and the token after it, and gives logits and a hidden state to
-    go on with. "heads" takes a hidden state and gives all draft tokens at once.
+    go on with. "heads" takes a hidden state and gives all draft tokens at once. "block" is a decoder that fills in the mask tokens of a
+    block.
     target: the target's spec, which gives the hidden states that the drafter reads.
     hidden_size: of the hidden states that `spec` takes. combine: the target gives hidden states of several layers, and a linear
     fc [hidden_size, D · layers] makes one of them.
@@ -62,6 +67,8 @@ class DrafterSpec:
     borrowed_weights: parameter → names of the target's tensor that it takes if the drafter's checkpoint has none.
     prefix: of the names of the drafter's tensors in the checkpoint.
     layers_behind: further layers for multi-token prediction. Each reads the hidden states of the one before.
+    context: of a block drafter: writes the keys and values of the tokens before the block, from the target's hidden states.
+    mask_token: of a block drafter.
     """
 
     kind: DrafterKind
@@ -74,6 +81,8 @@ class DrafterSpec:
     borrowed_weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     prefix: str = ""
     layers_behind: tuple[DrafterSpec, ...] = ()
+    context: ModelSpec | None = None
+    mask_token: int = 0
 
 
 def draft_model(
@@ -241,6 +250,77 @@ def medusa(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
         hidden_size=size,
         max_tokens=num_heads,
     )
+
+
+def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
+    """A DFlash block drafter. Raises `ModelConfigError` with one sentence for a wrong config, and for one of a later kind."""
+    own = config.get("dflash_config")
+    own = own if isinstance(own, Mapping) else {}
+    _check_dflash(config, own)
+    decoder, size = DecoderConfig.from_dict({**config, "tie_word_embeddings": False}), _hidden_size(target)
+    if decoder.hidden_size != size:
+        raise ModelConfigError(
+            f"The drafter's hidden size is {decoder.hidden_size} and the model's {size}: use a drafter that was trained for this model."
+        )
+    _check_vocabulary(decoder.vocab_size, target)
+    layers, mask_token = own.get("target_layer_ids"), own.get("mask_token_id", config.get("mask_token_id"))
+    if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
+        raise ModelConfigError(
+            f"target_layer_ids in the drafter's dflash_config must be a list of layer numbers, got {layers!r:.200}."
+        )
+    if type(mask_token) is not int or not 0 <= mask_token < decoder.vocab_size:
+        raise ModelConfigError(
+            f"mask_token_id in the drafter's dflash_config must be a token of its vocabulary, got {mask_token!r:.200}."
+        )
+    state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
+    target = with_hidden_states(_checked(target), tuple(layer + 1 for layer in layers))
+    num_features = size * len(layers)
+    spec = decoder_spec(
+        on_meta(lambda: Qwen3ForCausalLM(decoder), dtype), decoder, config, [state], DECODER_TP_PLAN
+    )
+    context = decoder_spec(
+        on_meta(lambda: DFlashContext(decoder, num_features), dtype), decoder, config, [state], DECODER_TP_PLAN
+    )
+    return DrafterSpec(
+        kind="block",
+        spec=_shares_checkpoint(spec, context),
+        context=replace(
+            _shares_checkpoint(context, spec),
+            inputs=(_hidden_input(num_features, dtype), POSITIONS),
+            outputs=(StepOutput(name=CONTEXT, dims=(TOKENS, size)),),
+        ),
+        target=target,
+        max_tokens=positive_int(config, "block_size") - 1,
+        borrowed_weights={_EMBEDDING: (_EMBEDDING,), _HEAD: (_HEAD, _EMBEDDING)},
+        mask_token=mask_token,
+    )
+
+
+def _check_dflash(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise `ModelConfigError` for what other kinds of block drafters have."""
+    architecture = (config.get("architectures") or ["?"])[0]
+    if architecture not in DFLASH_ARCHITECTURES:
+        raise ModelConfigError(
+            f"The drafter is a {architecture}, but the method dflash takes one of {', '.join(DFLASH_ARCHITECTURES)}."
+        )
+    unsupported = {
+        "a sliding window": "sliding_attention" in (config.get("layer_types") or ()) or own.get("use_swa"),
+        "a causal mask": config.get("is_causal") or own.get("causal"),
+        "attention sinks": own.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
+        "scaled embeddings": own.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)) != 1.0,
+    }
+    if found := [what for what, is_there in unsupported.items() if is_there]:
+        raise ModelConfigError(
+            f"The block drafter has {' and '.join(found)}, which is not supported: choose another one in speculative_config."
+        )
+
+
+def _shares_checkpoint(spec: ModelSpec, other: ModelSpec) -> ModelSpec:
+    """The spec, which reads its tensors from the checkpoint that `other` reads too. Names there lack "model."."""
+    names, others = (
+        {name.removeprefix("model."): name for name, _ in one.module.named_parameters()} for one in (spec, other)
+    )
+    return replace(spec, weight_map={**dict.fromkeys(others), **names, **spec.weight_map})
 
 
 def _hidden_input(size: int, dtype: torch.dtype) -> StepInput:

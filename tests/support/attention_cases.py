@@ -6,7 +6,7 @@ Shape legend: T tokens of the step, S sequences, H query heads, K key/value head
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,7 @@ BATCHES = {
     "many keys in odd blocks": Batch(query_lens=(1, 9, 70), seq_lens=(203, 150, 131), block_size=5),
     "blocks of more keys than a step": Batch(query_lens=(1, 9, 70), seq_lens=(300, 150, 131), block_size=128),
 }
+DRAFTED_BLOCKS = Batch(query_lens=(5, 1, 8, 3), seq_lens=(5, 33, 2200, 300), padding=2)
 
 
 def make_metadata(
@@ -79,6 +80,21 @@ def make_metadata(
         chunked=chunked,
     )
     return metadata, num_blocks
+
+
+def reading_later(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The batch, in which each new token reads all tokens of its sequence."""
+    counts = metadata.query_start_loc.diff()
+    return replace(
+        metadata, query_start_loc=torch.arange(metadata.num_tokens + 1, dtype=torch.int32),
+        seq_lens=metadata.seq_lens.repeat_interleave(counts), block_table=metadata.block_table.repeat_interleave(counts, dim=0),
+        num_seqs=metadata.num_tokens, max_query_len=1, reads_later=True,
+    )  # fmt: skip
+
+
+def without_sequences(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The batch's keys and values alone, which are only written."""
+    return replace(metadata, num_seqs=0, max_query_len=1)
 
 
 def first_visible(position: int, window: int | None, chunked: bool) -> int:

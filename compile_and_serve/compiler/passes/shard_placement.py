@@ -43,7 +43,7 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
     dimension = dimensions[cut[0]]
     if is_call(node, _SIZE):
         return None
-    if is_call(node, ATTENTION) and all(dimensions.get(value) == 1 for value in node.all_input_nodes[:3]):
+    if is_call(node, ATTENTION) and all(dimensions.get(value) == 1 for value in arguments(node)[:3]):
         return 1
     if (
         is_call(node, MLA_ATTENTION) and cut == [node.args[0]] and dimension == 1

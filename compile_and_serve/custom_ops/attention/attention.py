@@ -27,7 +27,7 @@ class AttentionMetadata:
     """The batch of one step. Tensors are on the model's device; integers are on the host.
 
     Sequences are contiguous in the token dimension: sequence s has tokens query_start_loc[s] … query_start_loc[s+1]-1, which are the
-    last of its seq_lens[s] tokens. A batch may mix decodes and prefill chunks.
+    last of its seq_lens[s] tokens. A batch may mix decodes and prefill chunks. Without sequences, keys and values are only written.
     """
 
     backend: AttentionBackend
@@ -41,6 +41,8 @@ class AttentionMetadata:
     max_seq_len: int
     window: int | None = None  # a token reads the last `window` tokens, itself included; None: all
     chunked: bool = False  # a token reads only its own chunk of `window` tokens; chunks start at multiples of `window`
+    # The token of each sequence (it has one) is somewhere among its seq_lens[s] tokens, not the last, and reads all of them.
+    reads_later: bool = False
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]

@@ -161,6 +161,12 @@ class TritonAttention:
 
         num_tokens, num_heads, head_dim = q_THE.shape
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
+        if metadata.num_seqs == 0 or metadata.reads_later:
+            rope_kv_write(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps, write_q=False
+            )
+            if metadata.num_seqs == 0:
+                return out_THE.zero_()
         # Tokens of no sequence get zeros here. A decode step is padded with sequences of length 0, which get zeros in the decode kernel.
         num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
         if num_covered < num_tokens:
@@ -192,6 +198,6 @@ class TritonAttention:
         num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,
-            q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores,
+            q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores, reads_later=metadata.reads_later,
         )  # fmt: skip
         return out_THE

@@ -14,7 +14,7 @@ from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, StateGroup
-from compile_and_serve.models.drafters import DrafterSpec, draft_model, eagle, eagle3, medusa, mtp
+from compile_and_serve.models.drafters import DrafterSpec, dflash, draft_model, eagle, eagle3, medusa, mtp
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
@@ -58,6 +58,8 @@ def _build(config: EngineConfig, method: DeviceMethod, target: ModelSpec, dtype:
         return draft_model(given, target, dtype=dtype, model_impl=config.model.model_impl)
     if method == "medusa":
         return medusa(given, target, dtype=dtype)
+    if method == "dflash":
+        return dflash(given, target, dtype=dtype)
     tensors = open_drafter(path).shapes if config.model.load_format == "auto" else {}
     return (eagle if method == "eagle" else eagle3)(given, target, tensors, dtype=dtype)
 
@@ -66,7 +68,7 @@ def _build(config: EngineConfig, method: DeviceMethod, target: ModelSpec, dtype:
 class CompiledDrafter:
     """drafter: with the rank's part of its state. backends: by its attention groups. borrowed: its state group → the target's group whose
     block tables it uses. extras: the tensors outside of the model, "fc.weight", "fc.bias" and "d2t". behind: the drafter's further
-    layers, with the same backends. load: fills all of it.
+    layers, with the same backends. context: a block drafter's `DFlashContext`, over the same cache. load: fills all of it.
     """
 
     drafter: DrafterSpec
@@ -77,6 +79,7 @@ class CompiledDrafter:
     extras: Mapping[str, torch.Tensor]
     hidden_dtype: torch.dtype
     behind: tuple[CompiledDrafter, ...]
+    context: CompiledDrafter | None
     load: Callable[[], None]
 
     def page_bytes(self, tokens_per_page: Mapping[str, int]) -> int:
@@ -90,8 +93,9 @@ class CompiledDrafter:
 
     def weight_memory(self) -> list[torch.Tensor]:
         """As of a model."""
-        behind = (tensor for one in self.behind for tensor in one.weight_memory())
-        return [*self.model.weight_memory(), *self.extras.values(), *behind]
+        others = self.behind if self.context is None else (*self.behind, self.context)
+        more = (tensor for one in others for tensor in one.weight_memory())
+        return [*self.model.weight_memory(), *self.extras.values(), *more]
 
 
 def compile_drafter(
@@ -130,6 +134,12 @@ def compile_drafter(
         )
         for number, one in enumerate(drafter.layers_behind, start=2)
     )  # fmt: skip
+    context = None
+    if drafter.context is not None:
+        context = compile_drafter(
+            config, replace(drafter, spec=drafter.context, context=None, borrowed_weights={}), max_model_len, device=device, dtype=dtype,
+            on_stage=on_stage, rank=rank, backends=backends, title="drafter context",
+        )  # fmt: skip
     path = config.drafter_path or config.model.path
     is_dummy = config.model.load_format == "dummy"
     own = None if is_dummy else open_drafter(path)
@@ -150,7 +160,7 @@ def compile_drafter(
                 extras[name].copy_(tensor)
             _check_token_map(extras, drafter.target.vocab_size, path)
         on_stage(f"{title} load", time.perf_counter() - start, str(path))
-        for one in behind:
+        for one in behind if context is None else (*behind, context):
             one.load()
 
     size = config.num_ranks
@@ -164,6 +174,7 @@ def compile_drafter(
         extras=extras,
         hidden_dtype=dtype,
         behind=behind,
+        context=context,
         load=load,
     )
 

@@ -9,7 +9,7 @@ preemptions and rejected tokens need nothing here: whatever holds for the target
 - `follow`, after each step of the target: the drafter computes the same tokens, so that its cache holds what the target's holds. A head
   reads the hidden state of each token and the token behind it; it keeps the first draft token, and the hidden state to go on from, of the
   row that the device finds to be the last accepted one. While drafting does not pay, it stops behind the last keys and values.
-- `propose`, before a step with drafts: one pass of the drafter for each further draft token.
+- `propose`, before a step with drafts: one pass of the drafter for each further draft token. A block drafter makes all in one pass.
 
 After steps of decodes alone `follow` is one CUDA graph, and so is `propose`.
 """
@@ -31,6 +31,7 @@ from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
 from compile_and_serve.models.drafters import DRAFT_TOKENS
+from compile_and_serve.runtime.runner.block_drafts import BlockDrafts
 from compile_and_serve.runtime.runner.decode_step import DecodeStep
 from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts, StepOf, aligned
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
@@ -62,6 +63,7 @@ class DraftRunner(DeviceDrafts):
         self._tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_slots + 1, size, dtype=dtype, device=device)
         self._behind = None
+        self._block = BlockDrafts(compiled, batch, self._state) if self._kind == "block" else None
         if compiled.behind:
             states = tuple(_state_of(one, batch, num_pages, device) for one in compiled.behind)
             (source,) = compiled.borrowed.values()
@@ -79,7 +81,7 @@ class DraftRunner(DeviceDrafts):
     @cached_property
     def _writes_state(self) -> Callable[[Step], dict[str, torch.Tensor]] | None:
         """The model as far as it writes state, once it is loaded; None if it has none, is not compiled, or others read what it gives."""
-        if not self._groups or self._behind is not None or not isinstance(self._model, CompiledModel):
+        if not self._groups or self._kind == "block" or self._behind is not None or not isinstance(self._model, CompiledModel):
             return None
         return self._model.writes_state
 
@@ -114,6 +116,9 @@ class DraftRunner(DeviceDrafts):
         if layout is not None and sampled is not None:  # noqa: SIM102
             if self._replay_follow(step, layout, outputs, sampled, keeps_state_only=keeps_state_only):
                 return
+        if self._block is not None:
+            self._block.follow(step, outputs[HIDDEN_STATES])
+            return
         metadata = self._metadata_of(step, layout)
         self._plan(metadata)
         if self._kind == "tokens":
@@ -161,6 +166,9 @@ class DraftRunner(DeviceDrafts):
     ) -> None:
         """`follow` of decodes with as many tokens each, in persistent memory."""
         size, q = step.padded_seqs, step.max_query_len
+        if self._block is not None:
+            self._block.follow(step, self._hidden_rows[: size * q])
+            return
         for one in metadata.values():
             if one.row_seq_lens is not None:
                 one.fill_rows(q)
@@ -290,10 +298,14 @@ class DraftRunner(DeviceDrafts):
         """
         asked = self._asked.device
         slots_S, counts_S = asked["slots"][:num_seqs], asked["counts"][:num_seqs]
-        if self._kind == "tokens":
+        if self._kind in ("tokens", "block"):
             known_S, sampled_S = asked["last_tokens"][:num_seqs], self._batch.last_tokens[slots_S]
             last_S = torch.where(asked["is_ahead"][:num_seqs] > 0, sampled_S, known_S)
-            drafts_SK = self._chain(num_seqs, num_drafts, 0, host, last_S, None)
+            if self._block is None:
+                drafts_SK = self._chain(num_seqs, num_drafts, 0, host, last_S, None)
+            else:
+                positions_S = self._known_positions()[:num_seqs]
+                drafts_SK = self._block.draft(slots_S, positions_S, counts_S, last_S, num_drafts, host)
         elif self._kind == "heads":
             drafts_SK = self._heads(self._hidden[slots_S])[:, :num_drafts]
         else:

@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 HostMethod = Literal["ngram", "suffix"]
-DeviceMethod = Literal["draft_model", "eagle", "eagle3", "mtp", "medusa"]
+DeviceMethod = Literal["draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash"]
 Method = Literal[HostMethod, DeviceMethod]
 METHODS: tuple[str, ...] = (*get_args(HostMethod), *get_args(DeviceMethod))
 MAX_DRAFT_TOKENS = 64
 _DEFAULT_DRAFT_TOKENS: Mapping[str, int] = {
     "ngram": 5, "suffix": 24, "draft_model": 4, "eagle": 3, "eagle3": 3, "mtp": 1, "medusa": 3,
+    "dflash": 7,
 }  # fmt: skip
-_NEEDS_MODEL: frozenset[str] = frozenset({"draft_model", "eagle", "eagle3", "medusa"})
+_NEEDS_MODEL: frozenset[str] = frozenset({"draft_model", "eagle", "eagle3", "medusa", "dflash"})
 _DEFAULT_NGRAM = (3, 5)
 
 
@@ -25,11 +26,11 @@ class SpeculativeConfig:
 
     method: "ngram" copies what followed the last tokens earlier in the same sequence; "suffix" also looks in the outputs of earlier
     requests, and weighs all places where the longest suffix occurred; "draft_model" is a smaller model of the same vocabulary. "eagle",
-    "eagle3" (EAGLE heads), "mtp" (the layer that DeepSeek-V3's checkpoints bring) and "medusa" (Medusa heads) read the model's
-    hidden states.
+    "eagle3" (EAGLE heads), "mtp" (the layer that DeepSeek-V3's checkpoints bring), "medusa" (Medusa heads) and "dflash"
+    (a block drafter) read the model's hidden states.
     model: the drafter: a folder, a .gguf file, a known name or a Hub id.
     num_speculative_tokens: the most draft tokens of a sequence in one step. None: 5 for ngram, 24 for suffix, 4 for a draft model, 1 for
-    mtp, 3 for the others.
+    mtp, 7 for dflash, 3 for the others.
     prompt_lookup_min, prompt_lookup_max: lengths of the suffixes that ngram looks up, the longest first; None: 3 and 5. If only one is
     given, it is both.
     suffix_decoding_max_tree_depth: the longest suffix that is compared, in tokens. suffix_decoding_max_cached_requests: how many past

@@ -75,6 +75,27 @@ def test_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype, b
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 48)])
+def test_tokens_that_read_later_ones(heads: tuple[int, int, int], backend: AttentionBackend) -> None:
+    """First the keys and values are written alone, then all of each block is read, with others before it."""
+    require(backend, torch.float32)
+    batch, (H, K, E) = cases.DRAFTED_BLOCKS, heads
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    tokens = metadata.num_tokens + batch.padding
+    kv_cache = torch.randn(num_blocks, 2, K, batch.block_size, E)
+    q, old, new = torch.randn(tokens, H, E), torch.randn(tokens, 2, K, E), torch.randn(tokens, 2, K, E)
+    for kv, one in ((old, cases.without_sequences(metadata)), (new, cases.reading_later(metadata))):
+        with attention_metadata(one):
+            out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
+        assert out.isfinite().all()
+        for t in range(metadata.num_tokens):
+            block, offset = divmod(int(metadata.slot_mapping[t]), batch.block_size)
+            assert torch.equal(kv_cache[block, :, :, offset], kv[t])
+    expected = cases.dense_attention(q, kv_cache, E**-0.5, cases.reading_later(metadata))
+    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -95,6 +95,33 @@ def test_attention(
     assert outs[0].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_tokens_that_read_later_ones(cache_dtype: torch.dtype, backend: AttentionBackend) -> None:
+    """Also steps without sequences, which write alone."""
+    batch, (H, K, E) = cases.DRAFTED_BLOCKS, (32, 8, 128)
+    given, num_blocks = cases.make_metadata(batch, backend)
+    tokens = given.num_tokens + batch.padding
+    cos, sin = (torch.rand(tokens, E // 2, device=CUDA).repeat(1, 2) for _ in range(2))
+    cache = random_cache(num_blocks, 2, K, batch.block_size, E, cache_dtype)
+    for metadata in (cases.without_sequences(given), cases.reading_later(given)):
+        to_cuda(metadata)
+        qkv = random(tokens, (H + 2 * K) * E)
+        outs, caches = [], []
+        for one in (backend, TorchAttention()):
+            metadata.backend = one
+            one.plan(metadata)
+            caches.append(cache.clone())
+            with attention_metadata(metadata):
+                outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5))
+        count = metadata.num_seqs
+        assert count == 0 or cases.relative_error(outs[0][:count], outs[1][:count].double()) < LIMIT
+        assert outs[0].isfinite().all()
+        found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.double() for one in caches)
+        assert cases.relative_error(found, expected) < (1e-3 if cache_dtype == torch.bfloat16 else 5e-3)
+        cache = caches[1]
+
+
 MASKS = {"full": (None, False), "window": (37, False), "wide": (5000, False), "chunks": (50, True)}
 
 

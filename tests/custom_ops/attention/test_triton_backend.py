@@ -118,6 +118,32 @@ def test_windows_and_scores(
     assert torch.allclose(out, expected, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8, torch.int8])
+def test_tokens_that_read_later_ones(cache_dtype: torch.dtype) -> None:
+    """Also steps without sequences, which write alone."""
+    batch, (H, K, E) = cases.DRAFTED_BLOCKS, (4, 2, 32)
+    given, num_blocks = cases.make_metadata(batch, TritonAttention())
+    tokens = given.num_tokens + batch.padding
+    cos, sin = (torch.randn(tokens, E // 2).repeat(1, 2) for _ in range(2))
+    if cache_dtype == torch.int8:
+        kv_cache = cases.random_int8_cache(num_blocks, K, batch.block_size, E)
+    else:
+        kv_cache = torch.randn(num_blocks, 2, K, batch.block_size, E).to(cache_dtype)
+    for metadata in (cases.without_sequences(given), cases.reading_later(given)):
+        qkv = torch.randn(tokens, (H + 2 * K) * E)
+        outs, caches = [], []
+        for backend in (TritonAttention(), TorchAttention()):
+            metadata.backend = backend
+            caches.append(kv_cache.clone())
+            with attention_metadata(metadata):
+                outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5))
+        torch.testing.assert_close(*outs, atol=3e-5, rtol=1e-4)
+        found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.float() for one in caches)
+        assert not torch.equal(expected, cases.dequantized(kv_cache) if cache_dtype == torch.int8 else kv_cache.float())
+        assert cases.relative_error(found, expected) < 1e-3
+        kv_cache = caches[1]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("head_dim", "heads", "kv_heads", "has_norm"), [(32, 4, 2, True), (24, 6, 2, False), (16, 3, 1, True)]
