@@ -7,8 +7,8 @@ cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, re
     prompts run with and without speculation, one after another in turns, so that a change of the machine's load meets both. `ratio` is
     the median over the repeats of tokens per second with, divided by without. `equal`: whether all tokens were equal.
 gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are accepted with a given probability (0.8: 3.36 tokens a step for 4
-    drafts). eagle3 is a head of the model's own shape with a draft vocabulary of 32000. How many tokens are drafted is decided as in
-    service. `ratio`: tokens per second with and without. `step_ratio`: time of a step that makes and checks drafts, divided by that of a
+    drafts). eagle3 is a head of the model's own shape with a draft vocabulary of 32000, dflash a block drafter of five such layers. How many
+    tokens are drafted is decided as in service. `ratio`: tokens per second with and without. `step_ratio`: time of a step that makes and checks drafts, divided by that of a
     plain step, both from the end of one step to the end of the next. `verify_ratio`: the same of the model's own part, between device
     events around it. `draft_ms`: between events around the drafter's part, per draft token of a sequence.
     `on`, `off`: `draft_tokens` of a sequence and step, mean. `model_ms`: between the events around the model in steps with (on) or without
@@ -55,6 +55,20 @@ CHAT = [
     "Give me three tips for learning to cook.",
     "Explain what a database index is.",
 ]
+
+
+# Method → what its drafter's config has instead of the model's.
+DRAFTERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "eagle3": lambda given: {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": min(32000, given["vocab_size"]),
+    },
+    "dflash": lambda given: {
+        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5, "block_size": 16, "layer_types": None,
+        "dflash_config": {
+            "mask_token_id": 0, "target_layer_ids": [1 + i * (given["num_hidden_layers"] - 4) // 4 for i in range(5)],
+        },
+    },
+}  # fmt: skip
 
 
 def tasks() -> dict[str, list[str]]:
@@ -126,9 +140,10 @@ def run_gpu(args: argparse.Namespace) -> None:
     for method in args.methods:
         drafts = {"method": method, "num_speculative_tokens": args.tokens, "synthetic_acceptance_rate": args.rate}
         with tempfile.TemporaryDirectory() as folder:
-            if method == "eagle3":
+            if method in DRAFTERS:
                 drafts["model"] = folder
-                _write_eagle3_config(Path(args.model), Path(folder))
+                given = json.loads((Path(args.model) / "config.json").read_text())
+                (Path(folder) / "config.json").write_text(json.dumps(given | DRAFTERS[method](given)))
             drafting = _measure(args, drafts)
         for batch in args.batches:
             on, off = drafting[batch], plain[batch]
@@ -142,16 +157,6 @@ def run_gpu(args: argparse.Namespace) -> None:
             if "model_ms" in on:
                 row["verify_ratio"] = round(on["model_ms"] / off["model_ms"], 3)
             print(json.dumps(row), flush=True)
-
-
-def _write_eagle3_config(model: Path, folder: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    own = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": min(32000, config["vocab_size"]),
-    }
-    (folder / "config.json").write_text(json.dumps(config | own))
 
 
 def _measure(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[int, dict[str, float]]:
@@ -301,7 +306,7 @@ def main() -> None:
     cpu.add_argument("--tokens", type=int, help="num_speculative_tokens")
     gpu = kinds.add_parser("gpu")
     gpu.add_argument("model", type=lambda given: str(Path(given)))
-    gpu.add_argument("--methods", nargs="+", choices=("ngram", "eagle3"), default=["ngram", "eagle3"])
+    gpu.add_argument("--methods", nargs="+", choices=("ngram", *DRAFTERS), default=["ngram", "eagle3"])
     gpu.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
     gpu.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     gpu.add_argument("--rate", type=float, default=0.8, help="synthetic acceptance rate")

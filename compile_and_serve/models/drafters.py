@@ -275,9 +275,7 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
     state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
     target = with_hidden_states(_checked(target), tuple(layer + 1 for layer in layers))
     num_features = size * len(layers)
-    spec = decoder_spec(
-        on_meta(lambda: Qwen3ForCausalLM(decoder), dtype), decoder, config, [state], DECODER_TP_PLAN
-    )
+    spec = decoder_spec(on_meta(lambda: Qwen3ForCausalLM(decoder), dtype), decoder, config, [state], DECODER_TP_PLAN)
     context = decoder_spec(
         on_meta(lambda: DFlashContext(decoder, num_features), dtype), decoder, config, [state], DECODER_TP_PLAN
     )

@@ -163,7 +163,17 @@ class TritonAttention:
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
         if metadata.num_seqs == 0 or metadata.reads_later:
             rope_kv_write(
-                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps, write_q=False
+                q_THE,
+                k_TKE,
+                v_TKE,
+                cos_TE,
+                sin_TE,
+                kv_cache,
+                metadata.slot_mapping,
+                q_norm_weight_E,
+                k_norm_weight_E,
+                eps,
+                write_q=False,
             )
             if metadata.num_seqs == 0:
                 return out_THE.zero_()

@@ -350,7 +350,8 @@ def decode_attention(
 
     q_THE, k_TKE, v_TKE: the step's heads before norm and rope, rows may be strided. cos_TE, sin_TE: [T, E]; None: no rope.
     kv_cache: [N, 2, K, P, E], q's dtype, float8_e4m3fn or int8; the new tokens are written. A sequence of length 0 is padding: it gets
-    zeros. config: replaces `decode_config`'s. reads_later: the keys and values are written already, and no sinks are given. The metadata's tensors are as in `AttentionMetadata`; num_seqs: S of the launch.
+    zeros. config: replaces `decode_config`'s. reads_later: the keys and values are written already, and no sinks are given.
+    The metadata's tensors are as in `AttentionMetadata`; num_seqs: S of the launch.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]

@@ -21,8 +21,9 @@ from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a sequence in a graph with drafts: longer drafts are rarely full, and padding would cost more than a graph saves.
-MAX_GRAPH_QUERY_LEN = 9
+# Tokens of a sequence in a graph with drafts: a whole block of most block drafters. Longer drafts are rarely full, and padding would cost
+# more than a graph saves.
+MAX_GRAPH_QUERY_LEN = 16
 
 
 def make_graph_runners(

@@ -81,7 +81,12 @@ class DraftRunner(DeviceDrafts):
     @cached_property
     def _writes_state(self) -> Callable[[Step], dict[str, torch.Tensor]] | None:
         """The model as far as it writes state, once it is loaded; None if it has none, is not compiled, or others read what it gives."""
-        if not self._groups or self._kind == "block" or self._behind is not None or not isinstance(self._model, CompiledModel):
+        if (
+            not self._groups
+            or self._kind == "block"
+            or self._behind is not None
+            or not isinstance(self._model, CompiledModel)
+        ):
             return None
         return self._model.writes_state
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from compile_and_serve.runtime.engine.core import EngineCore
-from tests.runtime.speculation.test_heads import LLAMA, random_tensors, record_drafts, requests, target_tensors, write_model
+from tests.runtime.speculation.test_heads import (
+    LLAMA,
+    random_tensors,
+    record_drafts,
+    requests,
+    target_tensors,
+    write_model,
+)
 from tests.support import dflash
 from tests.support.drafters import check_every_draft, draft_in_turns
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of

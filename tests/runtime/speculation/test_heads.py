@@ -143,8 +143,11 @@ def checkpoint_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_folders(tmp_path_factory.mktemp("heads"))
+
+
+def write_folders(root: Path) -> dict[str, Path]:
     """Checkpoints: "llama", "deepseek", "glm", and those of the heads."""
-    root = tmp_path_factory.mktemp("heads")
     made = {name: write_model(root / name, HEAD_CONFIGS[name], head_tensors(name)) for name in HEAD_CONFIGS}
     for name, config in (("llama", LLAMA), *TARGETS.values()):
         made[name] = write_model(root / name, config, target_tensors(config))

@@ -1,0 +1,70 @@
+"""On a CUDA device, with captured graphs: models that draft say what they say in plain steps on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.messages import EngineRequest
+from tests.runtime.speculation.test_heads import METHODS, TARGETS, record_drafts, requests, write_folders, write_model
+from tests.runtime.speculation.test_mtp_layers import FAMILIES, with_layers
+from tests.support.drafters import check_every_draft
+from tests.support.engines import run_requests, tiny_config, tokens_of
+
+pytestmark = pytest.mark.gpu
+
+
+def engine(target: Path, speculation: dict[str, Any], *, is_captured: bool) -> EngineCore:
+    where = (
+        {"device": "cuda", "attention_backend": "triton", "enforce_eager": False}
+        if is_captured
+        else {"attention_backend": "torch"}
+    )
+    core = EngineCore(tiny_config(
+        target, speculative_config=speculation, load_format="auto", block_size=16, num_kv_blocks=256, max_num_seqs=8,
+        max_num_batched_tokens=64, **where,
+    ))  # fmt: skip
+    while core.idle():
+        pass
+    return core
+
+
+def check(
+    target: Path, speculation: dict[str, Any], given: list[EngineRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_every_draft(monkeypatch)
+    found: list[dict[tuple[int, ...], list[int]]] = []
+    for is_captured in (False, True):
+        proposed = record_drafts(monkeypatch)
+        core = engine(target, speculation, is_captured=is_captured)
+        outputs = tokens_of(run_requests(core, given))
+        whole = {one.request_id: [*one.prompt_token_ids, *outputs[one.request_id]] for one in given}
+        found.append({(len(draft), *whole[name][:length]): draft for name, length, draft in proposed})
+        if is_captured:
+            assert core.stats().graph_replays["draft"] > 20
+            assert core.stats().steps_on_device > 10
+        core.shutdown()
+    plain, captured = found
+    common = plain.keys() & captured.keys()
+    assert len(common) > 30
+    assert sum(plain[one] != captured[one] for one in common) <= len(common) // 20  # ties
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_drafts_are_those_of_plain_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = write_folders(tmp_path)
+    speculation: dict[str, Any] = {"method": method.split()[0], "num_speculative_tokens": 1 if method in TARGETS else 3}
+    if method in folders:
+        speculation["model"] = str(folders[method])
+    check(folders[TARGETS[method][0] if method in TARGETS else "llama"], speculation, requests(), monkeypatch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_layers_for_multi_token_prediction(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_model(tmp_path / family, *with_layers(FAMILIES[family]))
+    check(target, {"method": "mtp", "num_speculative_tokens": 4}, requests(), monkeypatch)
