@@ -7,10 +7,11 @@ cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, re
     prompts run with and without speculation, one after another in turns, so that a change of the machine's load meets both. `ratio` is
     the median over the repeats of tokens per second with, divided by without. `equal`: whether all tokens were equal.
 gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are accepted with a given probability (0.8: 3.36 tokens a step for 4
-    drafts). eagle3 is a head of the model's own shape with a draft vocabulary of 32000, dflash a block drafter of five such layers. How many
-    tokens are drafted is decided as in service. `ratio`: tokens per second with and without. `step_ratio`: time of a step that makes and checks drafts, divided by that of a
-    plain step, both from the end of one step to the end of the next. `verify_ratio`: the same of the model's own part, between device
-    events around it. `draft_ms`: between events around the drafter's part, per draft token of a sequence.
+    drafts). eagle3 is a head of the model's own shape with a draft vocabulary of 32000, dflash a block drafter of five such layers. How
+    many tokens are drafted is decided as in service. `ratio`: tokens per second with and without. `step_ratio`: time of a step that makes
+    and checks drafts, divided by that of a plain step, both from the end of one step to the end of the next. `verify_ratio`: the same of
+    the model's own part, between device events around it. `draft_ms`: between events around the drafter's part, per draft token of a
+    sequence.
     `on`, `off`: `draft_tokens` of a sequence and step, mean. `model_ms`: between the events around the model in steps with (on) or without
     (off) drafts; left out where there were none.
 """

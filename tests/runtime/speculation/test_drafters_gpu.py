@@ -9,12 +9,30 @@ import pytest
 
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
-from tests.runtime.speculation.test_heads import METHODS, TARGETS, record_drafts, requests, write_folders, write_model
+from compile_and_serve.runtime.runner.draft_runner import DraftRunner
+from tests.runtime.speculation.test_heads import METHODS, TARGETS, requests, write_folders, write_model
 from tests.runtime.speculation.test_mtp_layers import FAMILIES, with_layers
 from tests.support.drafters import check_every_draft
 from tests.support.engines import run_requests, tiny_config, tokens_of
 
 pytestmark = pytest.mark.gpu
+
+
+_propose = DraftRunner.propose
+
+
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[int]]]:
+    """Drafts made from now on: the request, its tokens so far, as the device knows them, and the draft."""
+    proposed: list[tuple[str, int, list[int]]] = []
+
+    def recorded(self: DraftRunner, last_tokens: Any, wanted: Any, *, is_ahead: bool) -> None:
+        _propose(self, last_tokens, wanted, is_ahead=is_ahead)
+        positions = self._known_positions().tolist()
+        drafts = self.known_drafts(wanted)
+        proposed.extend((name, at + 1, draft) for (name, draft), at in zip(drafts.items(), positions, strict=False))
+
+    monkeypatch.setattr(DraftRunner, "propose", recorded)
+    return proposed
 
 
 def engine(target: Path, speculation: dict[str, Any], *, is_captured: bool) -> EngineCore:
