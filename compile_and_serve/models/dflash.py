@@ -28,9 +28,7 @@ class ContextAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, size, bias=config.attention_bias)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> None:  # fmt: skip
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> None:
         k_TKE = self.k_norm(self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim))
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         # Steps of this model have no sequences, so the op only writes: any tensor of the right shape does for the queries.
@@ -41,6 +39,9 @@ class ContextLayer(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.self_attn = ContextAttention(config)
+
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> None:
+        self.self_attn(x_TD, cos_TE, sin_TE, kv_cache)
 
 
 class DFlashContextModel(nn.Module):
@@ -67,5 +68,5 @@ class DFlashContext(nn.Module):
         x_TD = self.model.hidden_norm(self.model.fc(hidden_states))
         cos_TE, sin_TE = self.model.rotary_emb(positions, x_TD.dtype)
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
-            layer.self_attn(x_TD, cos_TE, sin_TE, kv_cache)
+            layer(x_TD, cos_TE, sin_TE, kv_cache)
         return x_TD
