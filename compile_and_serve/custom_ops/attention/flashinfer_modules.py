@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 
 from compile_and_serve.custom_ops.build.background_thread import run_in_background
-from compile_and_serve.custom_ops.build.yielding_imports import yielding_imports
 from compile_and_serve.custom_ops.platform import platform_of
 
 logger = logging.getLogger(__name__)
@@ -97,12 +96,11 @@ class FlashInferModules:
         def load() -> None:
             sys.setswitchinterval(_SHORT_SWITCH_INTERVAL)
             try:
-                with yielding_imports():
-                    from flashinfer.prefill import get_batch_prefill_module
+                from flashinfer.prefill import get_batch_prefill_module
 
-                    for variant in self.variants:
-                        if self.is_built(variant):
-                            get_batch_prefill_module(variant, *self._arguments())
+                for variant in self.variants:
+                    if self.is_built(variant):
+                        get_batch_prefill_module(variant, *self._arguments())
             finally:
                 sys.setswitchinterval(_SWITCH_INTERVAL)
             if gc.get_freeze_count():  # a process of ours (`child_process.freeze_heap`)
@@ -180,9 +178,8 @@ class FlashInferModules:
             self._thread = run_in_background("flashinfer-build", functools.partial(self._build_all, missing))
 
     def _build_all(self, variants: list[Variant]) -> None:
-        with yielding_imports():
-            for variant in variants:
-                self.build(variant)
+        for variant in variants:
+            self.build(variant)
 
     def export_to(self, folder: Path) -> list[Path]:
         """Copy the built modules into folder/<key>/…. → the files written"""

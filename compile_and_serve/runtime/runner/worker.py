@@ -32,7 +32,6 @@ from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.build.background_thread import num_running
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
-from compile_and_serve.custom_ops.build.yielding_imports import launching
 from compile_and_serve.custom_ops.collectives.collectives import join_groups, rank_group
 from compile_and_serve.custom_ops.moe.expert_load import ExpertLoad
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
@@ -265,7 +264,7 @@ class Worker:
         load = self._expert_load
         if load is not None:
             load.begin_step(scheduled.total_num_scheduled_tokens)
-        with tuning_off(), self._counting(), launching():
+        with tuning_off(), self._counting():
             step = self.runner.launch(scheduled)
         if load is not None:
             step.expert_tokens = load.read()
