@@ -259,9 +259,12 @@ class Scheduler:
                 if num_computed < request.prefill_end:
                     prefilling.append(request)
                     continue
-                if num_computed >= request.decode_end:
+                # In a step that runs ahead, num_computed is what it would be if all drafts were accepted. A request that would have reached
+                # its end still takes part, with one token: if it left out a step, the step after that could not run ahead.
+                decode_end = request.decode_end + step.is_ahead
+                if num_computed >= decode_end:
                     continue
-                end = min(num_computed + wanted, request.decode_end)
+                end = min(num_computed + wanted, decode_end)
                 if end > request.num_held_tokens and not self._grow(request, end, grown):
                     break
                 request.fast_until = min(request.decode_end, request.num_held_tokens) - num_drafts
