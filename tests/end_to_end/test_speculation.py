@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.models import drafters
+from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.llm import RequestOutput
 from tests.support.drafters import check_every_draft
 
@@ -20,51 +24,74 @@ FORMS = (
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=2, ignore_eos=True)
 
 
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+HEADS: dict[str, dict[str, Any]] = {  # method → what its drafter's config has instead of the model's
+    "eagle": {"num_hidden_layers": 1},
+    "eagle3": {"num_hidden_layers": 1, "draft_vocab_size": 49152},
+    "medusa": {"medusa_num_heads": 3, "medusa_num_layers": 1},
+    "dflash": {
+        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 8,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 14, 27]},
+    },
+}  # fmt: skip
+
+
+def write_drafter(method: str, model: Path, folder: Path) -> None:
+    """A drafter of random weights, whose tokens are hardly ever right; of "draft_model" the first layers, whose often are."""
+    config = json.loads((model / "config.json").read_text())
+    if method == "draft_model":
+        for file in model.iterdir():
+            if file.name != "config.json":
+                (folder / file.name).symlink_to(file)
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 20}))
+        return
+    own, target = config | HEADS[method], build_model(config, dtype=torch.float32)
+    tensors = (target, {}) if method in ("eagle", "eagle3") else (target,)
+    spec = getattr(drafters, method)(own, *tensors, dtype=torch.float32)
+    parts = [spec.spec] if spec.context is None else [spec.spec, spec.context]
+    shapes = {name: one.shape for part in parts for name, one in part.module.named_parameters()}
+    shapes = {name.removeprefix("model."): shape for name, shape in shapes.items() if name not in spec.borrowed_weights}
+    if spec.combine:
+        shapes["fc.weight"] = torch.Size((config["hidden_size"], 3 * config["hidden_size"]))
+    generator = torch.Generator().manual_seed(0)
+    save_file(
+        {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(own))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", *HEADS])
 def test_tokens_are_those_without_drafts(
     method: str,
     smollm2_dir: Path,
     prompts: list[list[int]],
+    tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
-    with LLM(str(smollm2_dir), **options) as llm:
+    speculation: dict[str, Any] = {"method": method}
+    is_model = method not in ("ngram", "suffix")
+    if is_model:
+        write_drafter(method, smollm2_dir, tmp_path)
+        speculation |= {"model": str(tmp_path), "num_speculative_tokens": 2}
+    with LLM(str(smollm2_dir), **OPTIONS) as llm:
         tokenizer = llm.get_tokenizer()
         texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
         asked = [form.format(text, text) for form in FORMS for text in texts]
         assert len(asked) == 200
         if not request.config.getoption("--all-prompts"):
-            asked = asked[::7]  # of every form
+            asked = asked[:: 41 if is_model else 7]
         plain = llm.generate(asked, GREEDY, use_tqdm=False)
     check_every_draft(monkeypatch)
-    with LLM(str(smollm2_dir), speculative_config={"method": method}, **options) as llm:
+    with LLM(str(smollm2_dir), speculative_config=speculation, **OPTIONS) as llm:
         drafted = llm.generate(asked, GREEDY, use_tqdm=False)
         stats = llm.engine.core.stats()
-    assert stats.spec_decode_num_accepted_tokens > 5 * len(asked)
-    assert_equal_up_to_ties(drafted, plain)
-
-
-@pytest.mark.slow
-def test_its_first_layers_draft_for_a_model(
-    smollm2_dir: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = json.loads((smollm2_dir / "config.json").read_text())
-    for file in smollm2_dir.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 20}))
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
-    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts[:3]]
-    with LLM(str(smollm2_dir), **options) as llm:
-        plain = llm.generate(given, GREEDY, use_tqdm=False)
-    check_every_draft(monkeypatch)
-    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
-    with LLM(str(smollm2_dir), speculative_config=speculation, **options) as llm:
-        drafted = llm.generate(given, GREEDY, use_tqdm=False)
-        stats = llm.engine.core.stats()
-    assert stats.spec_decode_num_accepted_tokens > 5
+    if is_model:
+        assert stats.spec_decode_num_draft_tokens > 60 * len(asked)
+    if method not in HEADS:
+        assert stats.spec_decode_num_accepted_tokens > (1 if is_model else 5) * len(asked)
     assert_equal_up_to_ties(drafted, plain)
 
 
