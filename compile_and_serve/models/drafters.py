@@ -264,9 +264,11 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
         )
     _check_vocabulary(decoder.vocab_size, target)
     layers, mask_token = own.get("target_layer_ids"), own.get("mask_token_id", config.get("mask_token_id"))
-    if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
+    num_layers = num_layers_of(target)
+    if not isinstance(layers, list) or not layers or layers != [one for one in range(num_layers) if one in layers]:
         raise ModelConfigError(
-            f"target_layer_ids in the drafter's dflash_config must be a list of layer numbers, got {layers!r:.200}."
+            f"target_layer_ids in the drafter's dflash_config must be layers of the model, which has {num_layers}, in order, got "
+            f"{layers!r:.200}."
         )
     if type(mask_token) is not int or not 0 <= mask_token < decoder.vocab_size:
         raise ModelConfigError(
@@ -277,8 +279,9 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
     num_features = size * len(layers)
     spec = decoder_spec(on_meta(lambda: Qwen3ForCausalLM(decoder), dtype), decoder, config, [state], DECODER_TP_PLAN)
     context = decoder_spec(
-        on_meta(lambda: DFlashContext(decoder, num_features), dtype), decoder, config, [state], DECODER_TP_PLAN
-    )
+        on_meta(lambda: DFlashContext(decoder, num_features), dtype),
+        decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"},
+    )  # fmt: skip
     return DrafterSpec(
         kind="block",
         spec=_shares_checkpoint(spec, context),
@@ -302,7 +305,9 @@ def _check_dflash(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"The drafter is a {architecture}, but the method dflash takes one of {', '.join(DFLASH_ARCHITECTURES)}."
         )
     unsupported = {
-        "a sliding window": "sliding_attention" in (config.get("layer_types") or ()) or own.get("use_swa"),
+        "layers without full attention": set(config.get("layer_types") or ()) - {"full_attention"}
+        or own.get("use_swa"),
+        "biases in attention": config.get("attention_bias"),  # of which o_proj has one too
         "a causal mask": config.get("is_causal") or own.get("causal"),
         "attention sinks": own.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
         "scaled embeddings": own.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)) != 1.0,

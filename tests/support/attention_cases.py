@@ -82,13 +82,13 @@ def make_metadata(
     return metadata, num_blocks
 
 
-def reading_later(metadata: AttentionMetadata) -> AttentionMetadata:
+def not_causal(metadata: AttentionMetadata) -> AttentionMetadata:
     """The batch, in which each new token reads all tokens of its sequence."""
     counts = metadata.query_start_loc.diff()
     return replace(
         metadata, query_start_loc=torch.arange(metadata.num_tokens + 1, dtype=torch.int32),
         seq_lens=metadata.seq_lens.repeat_interleave(counts), block_table=metadata.block_table.repeat_interleave(counts, dim=0),
-        num_seqs=metadata.num_tokens, max_query_len=1, reads_later=True,
+        num_seqs=metadata.num_tokens, max_query_len=1, is_causal=False,
     )  # fmt: skip
 
 

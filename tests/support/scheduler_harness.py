@@ -292,6 +292,7 @@ def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
     groups: Sequence[PagedGroup] | None = None, num_draft_tokens: int = 0, speculator: Speculator | None = None,
+    drafts_run_ahead: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting,  # type: ignore[arg-type]
@@ -301,6 +302,7 @@ def make_scheduler(
     return Scheduler(
         config, cache, num_blocks=num_blocks, max_model_len=max_model_len, groups=groups,
         num_draft_tokens=num_draft_tokens, speculator=speculator,
+        drafts_run_ahead=drafts_run_ahead,
     )  # fmt: skip
 
 

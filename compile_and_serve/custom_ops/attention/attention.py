@@ -41,8 +41,9 @@ class AttentionMetadata:
     max_seq_len: int
     window: int | None = None  # a token reads the last `window` tokens, itself included; None: all
     chunked: bool = False  # a token reads only its own chunk of `window` tokens; chunks start at multiples of `window`
-    # The token of each sequence (it has one) is somewhere among its seq_lens[s] tokens, not the last, and reads all of them.
-    reads_later: bool = False
+    is_causal: bool = (
+        True  # False: each sequence has one query token, anywhere among its tokens, which reads all of them
+    )
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]

@@ -161,7 +161,7 @@ class TritonAttention:
 
         num_tokens, num_heads, head_dim = q_THE.shape
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
-        if metadata.num_seqs == 0 or metadata.reads_later:
+        if metadata.num_seqs == 0 or not metadata.is_causal:
             rope_kv_write(
                 q_THE,
                 k_TKE,
@@ -208,6 +208,6 @@ class TritonAttention:
         num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,
-            q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores, reads_later=metadata.reads_later,
+            q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores, is_causal=metadata.is_causal,
         )  # fmt: skip
         return out_THE

@@ -4,10 +4,10 @@ Shape legend: T tokens, S sequences, H query heads, K key/value heads, G = H / K
 N cache blocks, P tokens per block, M block-table columns, C tokens per tile of keys.
 
 A program computes the G query heads of one key/value head over one split of a sequence's tokens. The last split also computes the new
-token's key and value: it writes them to the cache and starts its running softmax from them, so it does not read them back. If a sequence
-has several splits, the last program to finish combines them. (With READS_LATER the new token is not the last one. Its key and value are
-written before the kernel, which reads all keys from the cache.) The grid depends only on the number of sequences and heads, not on
-lengths, so that a captured launch serves every length. With a window, the splits are of the window's tokens: nothing before it is read.
+token's key and value: it writes them to the cache and starts its running softmax from them, so it does not read them back. (Without
+IS_CAUSAL the new token is anywhere among the others. Its key and value are written before the kernel, which reads all keys from the cache.)
+If a sequence has several splits, the last program to finish combines them. The grid depends only on the number of sequences and heads, not
+on lengths, so that a captured launch serves every length. With a window, the splits are of the window's tokens: nothing before it is read.
 
 Programs start in the grid's order: heads, then sequences, then splits. Sequences come longest first (`BatchLayout`), so that the tail is
 short.
@@ -97,7 +97,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, READS_LATER: tl.constexpr, PDL: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, IS_CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -126,7 +126,7 @@ def _decode_kernel(
     if split >= tl.maximum(used_splits, 1):  # without a wait: split 0 of the sequence waits for the previous kernel
         return
     begin = first + split * per_split
-    end = tl.minimum(begin + per_split, seq_len if READS_LATER else seq_len - 1)
+    end = tl.minimum(begin + per_split, seq_len - 1 if IS_CAUSAL else seq_len)
     base = kv_ptr + kv_head * PAGE
     value_bits: tl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth
     if PDL and HEAD_DIM * value_bits % 128 == 0 and PAGE * value_bits % 128 == 0:
@@ -161,7 +161,7 @@ def _decode_kernel(
     sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
     acc_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32)
     slopes_G1 = load_head_log2(slopes_ptr, kv_head * GROUP + heads_G, ok_G, HAS_ALIBI)[:, None]
-    if split == (-1 if READS_LATER else used_splits - 1):
+    if split == (used_splits - 1 if IS_CAUSAL else -1):
         one = tl.zeros((1,), dtype=tl.int32)
         k_low_1R, k_high_1R = load_norm_rope(
             k_ptr + token * k_stride + kv_head * HEAD_DIM, one == 0, cos_row, sin_row, k_norm_ptr, one, eps,
@@ -344,20 +344,21 @@ def decode_attention(
     chunked: bool = False,
     scores: Scores = PLAIN_SCORES,
     config: tuple[int, int, int, int, int] | None = None,
-    reads_later: bool = False,
+    is_causal: bool = True,
 ) -> None:
     """out = attention of the sequences with exactly one query token. Rows of other sequences are not written.
 
     q_THE, k_TKE, v_TKE: the step's heads before norm and rope, rows may be strided. cos_TE, sin_TE: [T, E]; None: no rope.
     kv_cache: [N, 2, K, P, E], q's dtype, float8_e4m3fn or int8; the new tokens are written. A sequence of length 0 is padding: it gets
-    zeros. config: replaces `decode_config`'s. reads_later: the keys and values are written already, and no sinks are given.
+    zeros. config: replaces `decode_config`'s. is_causal: of the metadata. If it is False, the keys and values are written already,
+    and no sinks are given.
     The metadata's tensors are as in `AttentionMetadata`; num_seqs: S of the launch.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]
     num_kv_heads, block_size = k_TKE.shape[1], kv_cache.shape[3]
     device = q_THE.device
-    assert not (reads_later and scores.sinks_H is not None)
+    assert is_causal or scores.sinks_H is None
     block_c, splits, stages, warps, min_split = config or decode_config(
         num_seqs, num_kv_heads, num_sms(device), kv_cache.itemsize, head_dim
     )
@@ -383,5 +384,5 @@ def decode_attention(
         WINDOW=window or 0, CHUNKED=chunked, HAS_CAP=scores.soft_cap > 0, HAS_SINKS=scores.sinks_H is not None,
         HAS_ALIBI=scores.alibi_slopes_H is not None,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
-        READS_LATER=reads_later, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        IS_CAUSAL=is_causal, PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.input_batch import InputBatch
@@ -32,6 +33,7 @@ class BlockDrafts:
         self._model, self._context = compiled.model, compiled.context.model
         self._batch, self._state = batch, state
         self._mask_token = compiled.drafter.mask_token
+        self._platform = platform_of(next(iter(state.values())).device)
         ((self._group, self._source),) = compiled.borrowed.items()
         self._backend = compiled.backends[self._group]
 
@@ -49,16 +51,16 @@ class BlockDrafts:
         self, slots_S: torch.Tensor, known_S: torch.Tensor, counts_S: torch.Tensor, tokens_S: torch.Tensor, num_drafts: int,
         host: Mapping[str, np.ndarray] | None,
     ) -> torch.Tensor:  # fmt: skip
-        """int64 [S, num_drafts]: the likeliest tokens. A block ends behind the drafts that its sequence was asked for: what is returned
+        """int64 [S, num_drafts]: the likeliest tokens. A block ends behind the drafts that its sequence was asked for. What is returned
         behind them means nothing.
 
         All int64 [S]: batch slots, positions of the last tokens, numbers of drafts (0: padding), last tokens. host: the last two of
         `DeviceDrafts._asked` for attention that plans on the host; None: it reads all lengths from the device.
         """
         num_seqs, block = len(slots_S), 1 + num_drafts
-        places_B = torch.arange(block, device=slots_S.device)
-        is_asked_SB = (places_B <= counts_S[:, None]) & (counts_S > 0)[:, None]
-        positions_SB = known_S[:, None] + torch.minimum(places_B, counts_S[:, None])
+        offsets_B = torch.arange(block, device=slots_S.device)
+        is_asked_SB = (offsets_B <= counts_S[:, None]) & (counts_S > 0)[:, None]
+        positions_SB = known_S[:, None] + torch.minimum(offsets_B, counts_S[:, None])
         lens_S = torch.where(counts_S > 0, known_S + 1 + counts_S, 0).to(torch.int32)
         tokens_SB = torch.full_like(positions_SB, self._mask_token)
         tokens_SB[:, 0] = tokens_S
@@ -77,19 +79,24 @@ class BlockDrafts:
             backend=self._backend, query_start_loc=torch.arange(num_seqs * block + 1, dtype=torch.int32, device=slots_S.device),
             seq_lens=lens_S.repeat_interleave(block, output_size=num_seqs * block), block_table=blocks_SM.repeat_interleave(block, dim=0),
             slot_mapping=mapped_SB.masked_fill(~is_asked_SB, -1).flatten(), num_seqs=num_seqs * block, num_tokens=num_seqs * block,
-            max_query_len=1, max_seq_len=most_tokens, reads_later=True, query_start_loc_cpu=starts_cpu, seq_lens_cpu=lens_cpu,
+            max_query_len=1, max_seq_len=most_tokens, is_causal=False, query_start_loc_cpu=starts_cpu, seq_lens_cpu=lens_cpu,
         )  # fmt: skip
         if host is not None:
             self._backend.plan(metadata)
-        rows_SB = torch.arange(num_seqs * block, device=slots_S.device).view(num_seqs, block)
-        inputs = {
-            "input_ids": tokens_SB.flatten(), "positions": positions_SB.flatten(), "logits_indices": rows_SB[:, 1:].flatten()
-        }  # fmt: skip
+        if host is None:
+            rows = (torch.arange(num_seqs, device=slots_S.device)[:, None] * block + offsets_B[1:]).flatten()
+        else:  # only of drafts that were asked for, so that there are no more logits than a step of the target has
+            is_wanted_SB = (np.arange(block) > 0) & (np.arange(block) <= counts[:, None])
+            rows = self._platform.upload(np.flatnonzero(is_wanted_SB), through_pinned=True)
+        inputs = {"input_ids": tokens_SB.flatten(), "positions": positions_SB.flatten(), "logits_indices": rows}
         step = Step(
             inputs=inputs, state=self._state, metadata={self._group: metadata}, num_tokens=num_seqs * block, num_seqs=num_seqs * block,
-            padded_tokens=num_seqs * block, padded_seqs=num_seqs * block, num_rows=num_seqs * num_drafts, max_query_len=1,
+            padded_tokens=num_seqs * block, padded_seqs=num_seqs * block, num_rows=len(rows), max_query_len=1,
             uses_optional=False,
         )  # fmt: skip
         with counting_no_experts():
             logits = self._model(step)[LOGITS]
-        return argmax_rows(logits)[0].view(num_seqs, num_drafts)
+        drafts = argmax_rows(logits)[0]
+        if host is None:
+            return drafts.view(num_seqs, num_drafts)
+        return drafts.new_full((num_seqs, num_drafts), -1).masked_scatter_(is_asked_SB[:, 1:], drafts)

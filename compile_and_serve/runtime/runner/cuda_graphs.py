@@ -21,9 +21,9 @@ from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a sequence in a graph with drafts: a whole block of most block drafters. Longer drafts are rarely full, and padding would cost
-# more than a graph saves.
-MAX_GRAPH_QUERY_LEN = 16
+# Tokens of a sequence in a graph with drafts: longer drafts are rarely full, and padding would cost more than a graph saves. Those of a
+# block drafter are full.
+MAX_GRAPH_QUERY_LEN, MAX_GRAPH_BLOCK = 9, 16
 
 
 def make_graph_runners(
@@ -89,12 +89,11 @@ def _drafted_runner(
     if speculative is None or config.compile.cudagraph_mode == "piecewise":
         return None
     query_len = 1 + speculative.num_tokens
+    longest = MAX_GRAPH_BLOCK if speculative.method == "dflash" else MAX_GRAPH_QUERY_LEN
     max_num_seqs = min(config.scheduler.max_num_seqs, config.max_drafted_rows // query_len)
     others = [name for name, one in backends.items() if not getattr(one, "drafts_capturable", False)]
-    if query_len > MAX_GRAPH_QUERY_LEN or max_num_seqs == 0 or others:
-        reason = (
-            f"their number, {speculative.num_tokens}, is above {MAX_GRAPH_QUERY_LEN - 1} or no step has room for it"
-        )
+    if query_len > longest or max_num_seqs == 0 or others:
+        reason = f"their number, {speculative.num_tokens}, is above {longest - 1} or no step has room for it"
         if others:
             reason = f"the attention of {', '.join(others)} cannot be captured with them"
         if logs:

@@ -46,8 +46,8 @@ class Request:
         `token_ids`.
     prefill_end: tokens to compute before the request decodes; more than the prompt after a preemption.
     prefill_step: number of the prefill's first step.
-    decode_end: number of computed tokens at which no further decode may be scheduled: what is in flight may reach the
-        length limit.
+    decode_end: number of computed tokens at which what is in flight may reach the length limit. No further decode is
+        scheduled then, except in a step that runs ahead.
     num_held_tokens: tokens that the request's blocks have room for: the least of all groups.
     fast_until: below this number of computed tokens, a decode needs neither a block nor a check. 0 during the prefill.
     num_pending_steps: of a preempted request, the steps in flight that sample for it. It cannot resume before their
@@ -109,7 +109,7 @@ class Request:
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens
         self.prefill_step = -1
-        self.decode_end = self.max_total_tokens - 1  # the last token of all is sampled, and never computed
+        self.decode_end = self.max_total_tokens - 1  # the last token of all is sampled, and need not be computed
         self.fast_until = 0
         self.num_pending_steps = 0
         self.num_preemptions = 0

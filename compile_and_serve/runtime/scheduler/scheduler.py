@@ -13,7 +13,8 @@ Async scheduling is not a mode of this file. `schedule` advances a request when 
 tokens when they are known, and any number of steps may be in flight between the two (none in a synchronous engine).
 This has consequences:
 - A decode may be scheduled before its input token is known here. `schedule` counts all of its draft tokens as accepted,
-  and `update` takes back those that were not. So no step computes a token beyond the length limits.
+  and `update` takes back those that were not. So no step computes a token beyond the length limits, except for a token
+  that a step which runs ahead computes for a request that has ended.
 - When `update` finds that a request ended, the steps in flight compute tokens for it that are discarded. Its blocks are
   freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
 - A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
@@ -259,12 +260,17 @@ class Scheduler:
                 if num_computed < request.prefill_end:
                     prefilling.append(request)
                     continue
-                # In a step that runs ahead, num_computed is what it would be if all drafts were accepted. A request that would have reached
-                # its end still takes part, with one token: if it left out a step, the step after that could not run ahead.
-                decode_end = request.decode_end + step.is_ahead
-                if num_computed >= decode_end:
-                    continue
-                end = min(num_computed + wanted, decode_end)
+                end = min(num_computed + wanted, request.decode_end)
+                if num_computed >= request.decode_end:
+                    # Where all drafts in flight are accepted, it has come to its end. In a step that runs ahead it still takes part if
+                    # its blocks have room: if it left out a step, the step after that could not run ahead.
+                    if (
+                        not step.is_ahead
+                        or num_computed > request.decode_end
+                        or num_computed == request.num_held_tokens
+                    ):
+                        continue
+                    end = num_computed + 1
                 if end > request.num_held_tokens and not self._grow(request, end, grown):
                     break
                 request.fast_until = min(request.decode_end, request.num_held_tokens) - num_drafts

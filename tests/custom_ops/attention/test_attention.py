@@ -77,7 +77,7 @@ def test_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype, b
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 48)])
-def test_tokens_that_read_later_ones(heads: tuple[int, int, int], backend: AttentionBackend) -> None:
+def test_tokens_that_read_all_of_their_sequence(heads: tuple[int, int, int], backend: AttentionBackend) -> None:
     """First the keys and values are written alone, then all of each block is read, with others before it."""
     require(backend, torch.float32)
     batch, (H, K, E) = cases.DRAFTED_BLOCKS, heads
@@ -85,14 +85,14 @@ def test_tokens_that_read_later_ones(heads: tuple[int, int, int], backend: Atten
     tokens = metadata.num_tokens + batch.padding
     kv_cache = torch.randn(num_blocks, 2, K, batch.block_size, E)
     q, old, new = torch.randn(tokens, H, E), torch.randn(tokens, 2, K, E), torch.randn(tokens, 2, K, E)
-    for kv, one in ((old, cases.without_sequences(metadata)), (new, cases.reading_later(metadata))):
+    for kv, one in ((old, cases.without_sequences(metadata)), (new, cases.not_causal(metadata))):
         with attention_metadata(one):
             out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
         assert out.isfinite().all()
         for t in range(metadata.num_tokens):
             block, offset = divmod(int(metadata.slot_mapping[t]), batch.block_size)
             assert torch.equal(kv_cache[block, :, :, offset], kv[t])
-    expected = cases.dense_attention(q, kv_cache, E**-0.5, cases.reading_later(metadata))
+    expected = cases.dense_attention(q, kv_cache, E**-0.5, cases.not_causal(metadata))
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[torch.float32]
 
 

@@ -97,14 +97,14 @@ def test_attention(
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-def test_tokens_that_read_later_ones(cache_dtype: torch.dtype, backend: AttentionBackend) -> None:
+def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype, backend: AttentionBackend) -> None:
     """Also steps without sequences, which write alone."""
     batch, (H, K, E) = cases.DRAFTED_BLOCKS, (32, 8, 128)
     given, num_blocks = cases.make_metadata(batch, backend)
     tokens = given.num_tokens + batch.padding
     cos, sin = (torch.rand(tokens, E // 2, device=CUDA).repeat(1, 2) for _ in range(2))
     cache = random_cache(num_blocks, 2, K, batch.block_size, E, cache_dtype)
-    for metadata in (cases.without_sequences(given), cases.reading_later(given)):
+    for metadata in (cases.without_sequences(given), cases.not_causal(given)):
         to_cuda(metadata)
         qkv = random(tokens, (H + 2 * K) * E)
         outs, caches = [], []

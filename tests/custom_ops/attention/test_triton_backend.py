@@ -119,7 +119,7 @@ def test_windows_and_scores(
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8, torch.int8])
-def test_tokens_that_read_later_ones(cache_dtype: torch.dtype) -> None:
+def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> None:
     """Also steps without sequences, which write alone."""
     batch, (H, K, E) = cases.DRAFTED_BLOCKS, (4, 2, 32)
     given, num_blocks = cases.make_metadata(batch, TritonAttention())
@@ -129,7 +129,7 @@ def test_tokens_that_read_later_ones(cache_dtype: torch.dtype) -> None:
         kv_cache = cases.random_int8_cache(num_blocks, K, batch.block_size, E)
     else:
         kv_cache = torch.randn(num_blocks, 2, K, batch.block_size, E).to(cache_dtype)
-    for metadata in (cases.without_sequences(given), cases.reading_later(given)):
+    for metadata in (cases.without_sequences(given), cases.not_causal(given)):
         qkv = torch.randn(tokens, (H + 2 * K) * E)
         outs, caches = [], []
         for backend in (TritonAttention(), TorchAttention()):

@@ -6,6 +6,7 @@ import pytest
 
 from compile_and_serve.runtime.speculation.config import SpeculativeConfig
 from compile_and_serve.runtime.speculation.speculator import Speculator
+from tests.support.drafters import check_every_draft
 from tests.support.scheduler_harness import (
     Driver,
     assert_as_alone,
@@ -68,3 +69,36 @@ def test_only_decodes_that_take_drafts_wait_for_the_step_in_flight() -> None:
         driver.step()  # the prompts
         assert driver.scheduler.schedule() is not None
         assert (driver.scheduler.schedule() is None) == any(flags)
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> Driver:
+    """Whose steps run ahead of those with drafts, three of each decode."""
+    check_every_draft(monkeypatch)
+    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3)
+    speculator = Speculator(config, max_rows=32, is_asynchronous=True)
+    return Driver(make_scheduler(speculator=speculator, drafts_run_ahead=True, num_blocks=num_blocks), depth=1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_steps_but_the_first_run_ahead_while_requests_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a request may have come to its end."""
+    driver, rng = ahead(monkeypatch, num_blocks=64), random.Random(seed)
+    # At the end of 23 tokens its block has room for another one.
+    requests = [make_request(f"r{i}", [i, 2, 3], max_tokens=20 + 4 * rng.randrange(4)) for i in range(4)]
+    requests.append(make_request("last", [9, 2, 3], max_tokens=100))
+    driver.add(*requests)
+    answers = driver.run()
+    for request in requests:
+        assert_as_alone(answers[request.request_id], request, 128)
+    drafted = [step for step in driver.steps if step.drafts and len(step.num_scheduled_tokens) > 1]
+    assert len(drafted) > 5
+    assert [step.is_ahead for step in drafted] == [False] + [True] * (len(drafted) - 1)
+
+
+def test_no_request_is_preempted_for_one_that_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes 24 tokens, which fill its blocks, and the other one's blocks are all the rest."""
+    driver = ahead(monkeypatch, num_blocks=6 + 7)
+    monkeypatch.setattr(driver.runner.rng, "randint", lambda least, most: most)  # all drafts are accepted
+    driver.add(make_request("ends", [1, 2, 3, 4], max_tokens=21), make_request("goes on", [5, 6, 7, 8], max_tokens=40))
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions == 0

@@ -75,10 +75,12 @@ def test_two_ranks_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash2DraftModel, but the method dflash takes one of DFlashDraftModel, Qwen3D"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "has a sliding window, which is not supported: choose another"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "has layers without full attention, which is not supported: choose another"),
+    ({"attention_bias": True}, "has biases in attention, which is not supported"),
     ({"dflash_config": dflash.CONFIG["dflash_config"] | {"causal": True}}, "has a causal mask, which is not supported"),
-    ({"dflash_config": {"mask_token_id": 5}}, "target_layer_ids in .* must be a list of layer numbers, got None"),
-    ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 5}}, "layers 1, 4, but the model has 3 layers"),
+    ({"dflash_config": {"mask_token_id": 5}}, "must be layers of the model, which has 3, in order, got None"),
+    ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 5}}, r"which has 3, in order, got \[0, 3\]"),
+    ({"dflash_config": {"target_layer_ids": [1, 0], "mask_token_id": 5}}, r"which has 3, in order, got \[1, 0\]"),
     ({"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 320}}, "must be a token of its vocabulary, got 320"),
     ({"dflash_config": {"target_layer_ids": [0], "mask_token_id": 5}}, r"fc.weight .* has shape \[64, 128\]"),
     ({"hidden_size": 32}, "hidden size is 32 and the model's 64: use a drafter that was trained for this model"),

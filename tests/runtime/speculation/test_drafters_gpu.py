@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
@@ -21,15 +22,17 @@ pytestmark = pytest.mark.gpu
 _propose = DraftRunner.propose
 
 
-def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[int]]]:
-    """Drafts made from now on: the request, its tokens so far, as the device knows them, and the draft."""
-    proposed: list[tuple[str, int, list[int]]] = []
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], torch.Tensor, torch.Tensor, list[int]]]:
+    """Drafts made from now on: the requests, the positions of their last tokens and their drafts, on the device, and how many each was
+    asked for. Nothing here waits for the device.
+    """
+    proposed: list[tuple[list[str], torch.Tensor, torch.Tensor, list[int]]] = []
 
     def recorded(self: DraftRunner, last_tokens: Any, wanted: Any, *, is_ahead: bool) -> None:
         _propose(self, last_tokens, wanted, is_ahead=is_ahead)
-        positions = self._known_positions().tolist()
-        drafts = self.known_drafts(wanted)
-        proposed.extend((name, at + 1, draft) for (name, draft), at in zip(drafts.items(), positions, strict=False))
+        slots = self._asked.device["slots"][: len(wanted)]
+        positions = self._known_positions()[: len(wanted)].clone()
+        proposed.append((list(wanted), positions, self.drafts[slots], [len(draft) for draft in wanted.values()]))
 
     monkeypatch.setattr(DraftRunner, "propose", recorded)
     return proposed
@@ -60,7 +63,11 @@ def check(
         core = engine(target, speculation, is_captured=is_captured)
         outputs = tokens_of(run_requests(core, given))
         whole = {one.request_id: [*one.prompt_token_ids, *outputs[one.request_id]] for one in given}
-        found.append({(len(draft), *whole[name][:length]): draft for name, length, draft in proposed})
+        found.append({
+            (count, *whole[name][: position + 1]): draft[:count]
+            for names, positions, drafts, counts in proposed
+            for name, position, draft, count in zip(names, positions.tolist(), drafts.tolist(), counts, strict=True)
+        })  # fmt: skip
         if is_captured:
             assert core.stats().graph_replays["draft"] > 20
             assert core.stats().steps_on_device > 10

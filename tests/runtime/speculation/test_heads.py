@@ -299,8 +299,8 @@ def test_a_head_drafts_what_a_pass_over_the_whole_sequence_says(
     differ = 0
     for name, length, draft in proposed[::2]:
         differ += reference.drafts(whole[name][:length], len(draft)) != draft
-    # The last cached entry of a shared prefix was computed with the token behind it in the other sequence.
-    assert differ <= 2, f"{differ} of {len(proposed) // 2}"
+    # The last cached entry of a shared prefix was computed with the token behind it in the other sequence. A context has no such token.
+    assert differ <= (0 if method == "dflash" else 2), f"{differ} of {len(proposed) // 2}"
     assert core.stats().prefix_cache_hits > 0
     core.shutdown()
 
@@ -328,7 +328,7 @@ def test_the_experts_of_a_head_are_not_counted(folders: dict[str, Path], monkeyp
     core.shutdown()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
 def test_a_device_with_memory_of_its_own_drafts_the_same(
     method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
