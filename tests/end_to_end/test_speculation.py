@@ -61,12 +61,25 @@ def write_drafter(method: str, model: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(own))
 
 
+@pytest.fixture(scope="module")
+def plain(smollm2_dir: Path, prompts: list[list[int]], request: pytest.FixtureRequest) -> list[RequestOutput]:
+    """Answers without drafts."""
+    with LLM(str(smollm2_dir), **OPTIONS) as llm:
+        tokenizer = llm.get_tokenizer()
+        texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
+        asked = [form.format(text, text) for form in FORMS for text in texts]
+        assert len(asked) == 200
+        if not request.config.getoption("--all-prompts"):
+            asked = asked[::7]  # of every form
+        return llm.generate(asked, GREEDY, use_tqdm=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", *HEADS])
 def test_tokens_are_those_without_drafts(
     method: str,
     smollm2_dir: Path,
-    prompts: list[list[int]],
+    plain: list[RequestOutput],
     tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,14 +89,9 @@ def test_tokens_are_those_without_drafts(
     if is_model:
         write_drafter(method, smollm2_dir, tmp_path)
         speculation |= {"model": str(tmp_path), "num_speculative_tokens": 2}
-    with LLM(str(smollm2_dir), **OPTIONS) as llm:
-        tokenizer = llm.get_tokenizer()
-        texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
-        asked = [form.format(text, text) for form in FORMS for text in texts]
-        assert len(asked) == 200
         if not request.config.getoption("--all-prompts"):
-            asked = asked[:: 41 if is_model else 7]
-        plain = llm.generate(asked, GREEDY, use_tqdm=False)
+            plain = plain[::6]
+    asked = [one.prompt for one in plain]
     check_every_draft(monkeypatch)
     with LLM(str(smollm2_dir), speculative_config=speculation, **OPTIONS) as llm:
         drafted = llm.generate(asked, GREEDY, use_tqdm=False)

@@ -42,7 +42,7 @@ BATCHES = {
     "many keys in odd blocks": Batch(query_lens=(1, 9, 70), seq_lens=(203, 150, 131), block_size=5),
     "blocks of more keys than a step": Batch(query_lens=(1, 9, 70), seq_lens=(300, 150, 131), block_size=128),
 }
-DRAFTED_BLOCKS = Batch(query_lens=(5, 1, 8, 3), seq_lens=(5, 33, 2200, 300), padding=2)
+DRAFTED_BLOCKS = Batch(query_lens=(5, 1, 8, 3), seq_lens=(5, 33, 700, 300), padding=2)
 
 
 def make_metadata(

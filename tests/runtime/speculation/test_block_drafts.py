@@ -39,18 +39,15 @@ def engine(target: Path, drafter: Path, num_tokens: int = 5, **options: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention_backend", ["cpu", "torch"])
 def test_a_compiled_drafter_drafts_the_same(
-    attention_backend: str, tmp_path: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = folders(tmp_path, {}, {})
     found = []
     for is_eager in (True, False):
         draft_in_turns(monkeypatch)
         proposed = record_drafts(monkeypatch)
-        core = engine(
-            target, drafter, enforce_eager=is_eager, attention_backend=attention_backend, cache_dir=shared_cache_dir
-        )
+        core = engine(target, drafter, enforce_eager=is_eager, cache_dir=shared_cache_dir)
         found.append((tokens_of(run_requests(core, requests())), proposed))
         core.shutdown()
     assert found[0] == found[1]
