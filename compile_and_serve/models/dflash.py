@@ -2,9 +2,10 @@
 
 Shape legend: T tokens, F features of the target's hidden states, D hidden size, K key/value heads, E head size.
 
-A block is the last token of a sequence, and a mask token for each draft. Its tokens read all of the block, also what lies behind them, and
-the context: keys and values that are made from the target's hidden states. So the drafter has two models over one KV cache. The block's is
-a Qwen3 decoder; `DFlashContext` writes the context.
+A block is the last token of a sequence, and a mask token for each draft. Attention in the block is not causal: each token reads all of it.
+Before the block, it reads the context: keys and values that are made from the target's hidden states.
+
+So the drafter has two models over one KV cache. A Qwen3 decoder computes blocks, and `DFlashContext` writes the context.
 """
 
 from __future__ import annotations

@@ -293,9 +293,8 @@ def test_slow_clients(server: ServerProcess) -> None:
 def test_full_queue(server: ServerProcess) -> None:
     """What does not fit is refused at once with 503 and Retry-After; everything else is answered."""
     count, clients = 2 * (MAX_WAITING + 64), 200
-    all_are_connected = threading.Barrier(
-        clients
-    )  # so that the first requests come at once, however slow this process is
+    # So that the first requests come at once, however slow this process is.
+    all_are_connected = threading.Barrier(clients)
 
     def send(index: int) -> tuple[int, bool]:
         connection = http.client.HTTPConnection(*address(server), timeout=120)

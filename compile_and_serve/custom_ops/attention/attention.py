@@ -41,9 +41,8 @@ class AttentionMetadata:
     max_seq_len: int
     window: int | None = None  # a token reads the last `window` tokens, itself included; None: all
     chunked: bool = False  # a token reads only its own chunk of `window` tokens; chunks start at multiples of `window`
-    is_causal: bool = (
-        True  # False: each sequence has one query token, anywhere among its tokens, which reads all of them
-    )
+    # False: each sequence has one query token, anywhere among its tokens, which reads all of them.
+    is_causal: bool = True
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]

@@ -161,34 +161,22 @@ class TritonAttention:
 
         num_tokens, num_heads, head_dim = q_THE.shape
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
-        if metadata.num_seqs == 0 or not metadata.is_causal:
-            rope_kv_write(
-                q_THE,
-                k_TKE,
-                v_TKE,
-                cos_TE,
-                sin_TE,
-                kv_cache,
-                metadata.slot_mapping,
-                q_norm_weight_E,
-                k_norm_weight_E,
-                eps,
-                write_q=False,
-            )
-            if metadata.num_seqs == 0:
-                return out_THE.zero_()
         # Tokens of no sequence get zeros here. A decode step is padded with sequences of length 0, which get zeros in the decode kernel.
         num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
         if num_covered < num_tokens:
             out_THE[num_covered:].zero_()
         where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
-        if metadata.max_query_len > 1:
+        has_prompts = metadata.max_query_len > 1
+        if has_prompts or metadata.num_seqs == 0 or not metadata.is_causal:
             # This also writes the keys and values of single-token sequences; the decode kernel writes the same values again.
             rotated_THE = rope_kv_write(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
-                write_q=metadata.row_seq_lens is None
+                write_q=has_prompts and metadata.row_seq_lens is None
                 and (cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()),
             )  # fmt: skip
+        if metadata.num_seqs == 0:
+            return out_THE.zero_()
+        if has_prompts:
             if metadata.row_seq_lens is not None:
                 assert metadata.row_starts is not None
                 assert metadata.row_block_table is not None

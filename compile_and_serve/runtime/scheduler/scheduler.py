@@ -13,8 +13,8 @@ Async scheduling is not a mode of this file. `schedule` advances a request when 
 tokens when they are known, and any number of steps may be in flight between the two (none in a synchronous engine).
 This has consequences:
 - A decode may be scheduled before its input token is known here. `schedule` counts all of its draft tokens as accepted,
-  and `update` takes back those that were not. So no step computes a token beyond the length limits, except for a token
-  that a step which runs ahead computes for a request that has ended.
+  and `update` takes back those that were not. So no step computes a token beyond the length limits. One exception: a step
+  that runs ahead may compute one token of a request that has ended.
 - When `update` finds that a request ended, the steps in flight compute tokens for it that are discarded. Its blocks are
   freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
 - A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
@@ -262,13 +262,10 @@ class Scheduler:
                     continue
                 end = min(num_computed + wanted, request.decode_end)
                 if num_computed >= request.decode_end:
-                    # Where all drafts in flight are accepted, it has come to its end. In a step that runs ahead it still takes part if
-                    # its blocks have room: if it left out a step, the step after that could not run ahead.
-                    if (
-                        not step.is_ahead
-                        or num_computed > request.decode_end
-                        or num_computed == request.num_held_tokens
-                    ):
+                    # If all its drafts in flight are accepted, it has ended. In a step that runs ahead it still takes part where its
+                    # blocks have room. If it left out a step, the step after that could not run ahead.
+                    may_go_on = step.is_ahead and num_computed == request.decode_end
+                    if not may_go_on or num_computed == request.num_held_tokens:
                         continue
                     end = num_computed + 1
                 if end > request.num_held_tokens and not self._grow(request, end, grown):
