@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from benchmarks.gpu_timing import emit, event_ms, relative_error, time_ms
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
+from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
@@ -367,24 +368,26 @@ def flashinfer_times(
     shape: Shape, metadata: AttentionMetadata, q: torch.Tensor, cache: torch.Tensor, scale: float, flops: int
 ) -> dict[str, float | str]:
     """Microseconds and TFLOP/s of FlashInfer's paged prefill, FA2 and FA3, where the modules are built."""
-    import compile_and_serve.custom_ops.attention.flashinfer_backend as module
-
     row: dict[str, float | str] = {}
     for variant in ("fa2", "fa3"):
         backend = FlashInferAttention(build=False)
-        if not backend.modules(DTYPE, shape.head_dim, q.device).is_built(variant):
-            row[variant] = "not built"
+        modules = backend.modules(DTYPE, shape.head_dim, q.device)
+        modules.variants = (variant,)
+        if modules.load(variant) is None:
+            row[variant] = modules.status()[variant]
             continue
         backend._choose = lambda *_, variant=variant: variant  # type: ignore[method-assign]
         backend.plan(metadata)
         started = time.perf_counter()
-        wrapper = backend.planned_wrapper(
-            module.AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),
+        prefill = backend.planned_prefill(
+            AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),
             q.device,
             metadata,
         )
         row[f"{variant}_first_plan_ms"] = round((time.perf_counter() - started) * 1e3, 2)
-        us = event_ms(lambda: wrapper.run(q, (cache[:, 0], cache[:, 1]))) * 1e3
+        assert prefill is not None
+        out = torch.empty_like(q)
+        us = event_ms(lambda: prefill.run(q, cache[:, 0], cache[:, 1], out)) * 1e3
         row |= {f"{variant}_us": round(us, 1), f"{variant}_tflops": round(flops / us / 1e6, 1)}
     return row
 

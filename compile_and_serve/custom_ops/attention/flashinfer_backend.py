@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -33,8 +32,8 @@ from compile_and_serve.custom_ops.attention.flashinfer_modules import (
     Variant,
     flashinfer_unavailable_reason,
 )
+from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape, FlashInferPrefill
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.platform import Event, platform_of
 from compile_and_serve.custom_ops.step import AttentionFeature
 
 logger = logging.getLogger(__name__)
@@ -51,21 +50,6 @@ _FEATURES: frozenset[AttentionFeature] = frozenset(["window", "soft_cap"])
 _workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What a plan depends on beside the step."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    kv_cache_dtype: torch.dtype
-    scale: float
-    window: int | None = None
-    soft_cap: float = 0.0
-
-
 @dataclass(slots=True)
 class StepPlan:
     """What the layers of a step share. Leading sequences with one query token are decodes; the others are prompts."""
@@ -77,7 +61,7 @@ class StepPlan:
     seq_lens: np.ndarray  # of the prompts
     num_keys: int  # the sum of seq_lens
     is_fresh: bool  # no prompt has a cached prefix
-    wrappers: dict[AttentionShape, Any]
+    prefills: dict[AttentionShape, FlashInferPrefill | None]  # None: Triton's kernels run them
     pages_3J: torch.Tensor | None = None  # of the prompts, where they are expanded: see `expand_pages`
 
 
@@ -91,9 +75,7 @@ class FlashInferAttention(TritonAttention):
         self._module_dir = module_dir
         self._build = build
         self._modules: dict[tuple[torch.dtype, int, frozenset[AttentionFeature]], FlashInferModules] = {}
-        self._wrappers: dict[tuple[Variant, bool], Any] = {}
-        # Recorded after the device has read a wrapper's last plan.
-        self._copied: dict[tuple[Variant, bool], Event | None] = {}
+        self._prefills: dict[bool, FlashInferPrefill] = {}  # is ragged → its plan and runs
         self._uses_modules = True
         self._workspace: torch.Tensor | None = None
         self.planned_step: StepPlan | None = None
@@ -140,7 +122,7 @@ class FlashInferAttention(TritonAttention):
 
     @contextmanager
     def without_modules(self) -> Iterator[None]:
-        """Inside, Triton's kernels run all prompts, and FlashInfer, whose import takes seconds, is not imported."""
+        """Inside, Triton's kernels run all prompts, and no module is loaded."""
         self._uses_modules = False
         try:
             yield
@@ -188,10 +170,10 @@ class FlashInferAttention(TritonAttention):
             num_single=num_single,
             max_query_len=metadata.max_query_len,
             query_start_loc=(starts[num_single:] - num_single).astype(np.int32),
-            seq_lens=seq_lens[num_single:],
+            seq_lens=seq_lens[num_single:].astype(np.int32),
             num_keys=int(seq_lens[num_single:].sum()),
             is_fresh=bool((seq_lens == lengths)[num_single:].all()),
-            wrappers={},
+            prefills={},
         )
 
     def _run(
@@ -225,8 +207,8 @@ class FlashInferAttention(TritonAttention):
             metadata.window,
             scores.soft_cap,
         )
-        wrapper = self.planned_wrapper(shape, q_THE.device, metadata)
-        if wrapper is None:
+        prefill = self.planned_prefill(shape, q_THE.device, metadata)
+        if prefill is None:
             return super()._run(
                 q_THE,
                 k_TKE,
@@ -249,7 +231,7 @@ class FlashInferAttention(TritonAttention):
             out_THE[metadata.num_tokens :].zero_()
         changes_q = cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()
         changes_k = cos_TE is not None or k_norm_weight_E is not None
-        is_ragged = wrapper is self._wrappers.get(("fa3", True))
+        is_ragged = prefill is self._prefills.get(True)
         reads_step = is_ragged and step.is_fresh
         rotated_TKE = (
             torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if reads_step and changes_k else None
@@ -266,41 +248,36 @@ class FlashInferAttention(TritonAttention):
             )  # fmt: skip
         ours = slice(num_single, metadata.num_tokens)
         if reads_step:
-            keys_TKE = k_TKE if rotated_TKE is None else rotated_TKE
-            wrapper.run(rotated_THE[ours], keys_TKE[ours], v_TKE[ours], out=out_THE[ours])
+            keys, values = (k_TKE if rotated_TKE is None else rotated_TKE)[ours], v_TKE[ours]
         elif is_ragged:
             assert step.pages_3J is not None
-            keys_CKE, values_CKE = expand_pages(kv_cache, step.pages_3J, step.num_keys, q_THE.dtype)
-            wrapper.run(rotated_THE[ours], keys_CKE, values_CKE, out=out_THE[ours])
+            keys, values = expand_pages(kv_cache, step.pages_3J, step.num_keys, q_THE.dtype)
         else:
-            wrapper.run(rotated_THE[ours], (kv_cache[:, 0], kv_cache[:, 1]), out=out_THE[ours])
+            keys, values = kv_cache[:, 0], kv_cache[:, 1]
+        prefill.run(rotated_THE[ours], keys, values, out_THE[ours])
         return out_THE
 
-    def planned_wrapper(self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata) -> Any:
-        """FlashInfer's wrapper, planned for this step and shape; None where Triton's kernels run the step."""
+    def planned_prefill(
+        self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata
+    ) -> FlashInferPrefill | None:
+        """FlashInfer's kernels, planned for this step and shape; None where Triton's run the step."""
         if metadata.max_query_len == 1 or metadata.row_seq_lens is not None:
             return None
         if self.planned_step is None or self.planned_step.metadata is not metadata:
             self.plan(metadata)
         step = self.planned_step
         assert step is not None
-        if shape not in step.wrappers:
-            variant = self._choose(shape, device, step)
-            step.wrappers[shape] = self._plan_wrapper(variant, shape, device, step) if variant else None
-        return step.wrappers[shape]
+        if shape not in step.prefills:
+            step.prefills[shape] = self._plan_prefill(shape, device, step)
+        return step.prefills[shape]
 
-    def _choose(self, shape: AttentionShape, device: torch.device, step: StepPlan) -> Variant | None:
+    def _choose(self, shape: AttentionShape, step: StepPlan, variants: tuple[Variant, ...]) -> Variant | None:
+        """The variant that should run the step's prompts; None: Triton's kernels."""
         is_8_bit = shape.kv_cache_dtype != shape.dtype
         self._expands |= is_8_bit
         if not self._uses_modules:
             return None
-        features: set[AttentionFeature] = set()
-        if shape.window is not None:
-            features.add("window")
-        if shape.soft_cap > 0:
-            features.add("soft_cap")
-        modules = self.modules(shape.dtype, shape.head_dim, device, frozenset(features))
-        wanted: Variant = "fa3" if "fa3" in modules.variants else "fa2"
+        wanted: Variant = "fa3" if "fa3" in variants else "fa2"
         is_large = step.is_fresh and step.query_start_loc[-1] >= FA3_MIN_TOKENS
         if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN and not is_large:
             return None
@@ -317,53 +294,46 @@ class FlashInferAttention(TritonAttention):
                     EXPANDED_BYTES >> 20,
                 )
             return None
-        if modules.is_loading:  # Triton's kernels run the prompt sooner
-            return None
-        is_built = modules.is_built(wanted)
-        if not is_built and self._build:
-            modules.build_in_background()
-        if (wanted, is_built) not in self._announced:
-            self._announced.add((wanted, is_built))
-            logger.info(
-                "long prompts use %s; modules: %s", f"FlashInfer {wanted}" if is_built else "Triton", modules.status()
-            )
-        return wanted if is_built else None
+        return wanted
 
-    def _plan_wrapper(self, variant: Variant, shape: AttentionShape, device: torch.device, step: StepPlan) -> Any:
+    def _plan_prefill(self, shape: AttentionShape, device: torch.device, step: StepPlan) -> FlashInferPrefill | None:
+        features: set[AttentionFeature] = set()
+        if shape.window is not None:
+            features.add("window")
+        if shape.soft_cap > 0:
+            features.add("soft_cap")
+        modules = self.modules(shape.dtype, shape.head_dim, device, frozenset(features))
+        variant = self._choose(shape, step, modules.variants)
+        if variant is None:
+            return None
+        module = modules.load(variant)
+        if module is None and self._build:
+            modules.build_in_background()
+        if (variant, module is not None) not in self._announced:
+            self._announced.add((variant, module is not None))
+            used = "Triton" if module is None else f"FlashInfer {variant}"
+            logger.info("long prompts use %s; modules: %s", used, modules.status())
+        if module is None:
+            return None
         if self._workspace is None:
             self._workspace = _workspaces.get(device)
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             _workspaces[device] = self._workspace
         is_ragged = variant == "fa3" and (step.is_fresh or shape.kv_cache_dtype != shape.dtype)
-        wrapper = self._wrapper(variant, is_ragged)
-        assert not any(w is wrapper for w in step.wrappers.values()), (
-            "layers with different heads share one FlashInfer plan"
-        )
-        if (copied := self._copied.get((variant, is_ragged))) is not None:
-            # A wrapper writes every plan to the same host memory, which the previous step may not have copied yet.
-            copied.synchronize()
-        self._plan(wrapper, is_ragged, shape, device, step)
-        self._copied[variant, is_ragged] = platform_of(device).record_event()
-        return wrapper
-
-    def _plan(self, wrapper: Any, is_ragged: bool, shape: AttentionShape, device: torch.device, step: StepPlan) -> None:
-        query_start_loc = torch.from_numpy(step.query_start_loc)
-        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-        options = {
-            "causal": True, "sm_scale": shape.scale, "q_data_type": shape.dtype, "kv_data_type": shape.dtype,
-            "window_left": -1 if shape.window is None else shape.window - 1, "logits_soft_cap": shape.soft_cap,
-        }  # fmt: skip
+        if is_ragged not in self._prefills:
+            self._prefills[is_ragged] = FlashInferPrefill(variant, self._workspace)
+        prefill = self._prefills[is_ragged]
+        assert prefill not in step.prefills.values(), "layers with different heads share one FlashInfer plan"
         if is_ragged and step.is_fresh:
-            wrapper.plan(query_start_loc, query_start_loc, *heads, **options)
-            return
+            prefill.plan(module, shape, step.query_start_loc, step.seq_lens, step.query_start_loc)
+            return prefill
         blocks = -(-step.seq_lens // shape.block_size)
-        indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
-        np.cumsum(blocks, out=indptr[1:])
+        first_pages = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int32)
         # The used entries of the block table, row by row. They are gathered on the device, at positions computed here.
         columns = step.metadata.block_table.stride(0)
         rows = np.repeat(np.arange(len(blocks), dtype=np.int64) + step.num_single, blocks)
-        page_of_sequence = np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], blocks)
+        page_of_sequence = np.arange(first_pages[-1], dtype=np.int64) - np.repeat(first_pages[:-1], blocks)
         places = rows * columns + page_of_sequence
         flat_table = step.metadata.block_table.as_strided((step.metadata.block_table.shape[0] * columns,), (1,))
         if is_ragged:
@@ -373,26 +343,14 @@ class FlashInferAttention(TritonAttention):
             pages = torch.from_numpy(np.stack([places, np.repeat(starts[:-1], blocks) + first_tokens, counts]))
             step.pages_3J = pages.to(device, non_blocking=True)
             step.pages_3J[0] = flat_table[step.pages_3J[0]]
-            wrapper.plan(query_start_loc, torch.from_numpy(starts.astype(np.int32)), *heads, **options)
-            return
-        indices = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
-        last_page = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
-        wrapper.plan(
-            query_start_loc, torch.from_numpy(indptr), indices, torch.from_numpy(last_page),
-            *heads, shape.block_size, **options, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
+            prefill.plan(module, shape, step.query_start_loc, step.seq_lens, starts.astype(np.int32))
+            return prefill
+        blocks_J = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
+        last_page_lens = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
+        prefill.plan(
+            module, shape, step.query_start_loc, step.seq_lens, first_pages, pages=(blocks_J, last_page_lens)
         )  # fmt: skip
-
-    def _wrapper(self, variant: Variant, is_ragged: bool) -> Any:
-        if (variant, is_ragged) not in self._wrappers:
-            from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-
-            kind, layout = (
-                (BatchPrefillWithRaggedKVCacheWrapper, "NHD")
-                if is_ragged
-                else (BatchPrefillWithPagedKVCacheWrapper, "HND")
-            )
-            self._wrappers[variant, is_ragged] = kind(self._workspace, kv_layout=layout, backend=variant)
-        return self._wrappers[variant, is_ragged]
+        return prefill
 
 
 def _expanded_bytes(shape: AttentionShape, step: StepPlan) -> int:

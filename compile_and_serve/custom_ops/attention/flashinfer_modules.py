@@ -2,19 +2,19 @@
 
 FlashInfer compiles a kernel module at its first use, which takes half a minute or more. Here no step waits for that. A module is used
 once it is in `module_dir`, whose name has FlashInfer's version and the device's architecture; a background thread builds missing ones.
-Modules copied from an artifact load without a compiler.
+Modules copied from an artifact load without a compiler. Only a build imports FlashInfer, which takes a second of Python.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
+import re
 import shutil
-import sys
 import threading
 import time
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -29,10 +29,8 @@ logger = logging.getLogger(__name__)
 Variant = Literal["fa2", "fa3"]
 
 _LONGEST_CAUSE = 300  # characters
-_SWITCH_INTERVAL = sys.getswitchinterval()
-# Seconds, while FlashInfer is imported. Each kernel launch releases the interpreter's lock and then waits this long to get it back: with
-# the usual 5 ms, a step of 300 launches would wait until the import is over.
-_SHORT_SWITCH_INTERVAL = 1e-4
+# `flashinfer_prefill` calls the modules of these versions.
+_FIRST_VERSION, _FIRST_UNKNOWN_VERSION = (0, 6, 11), (0, 6, 16)
 
 
 def flashinfer_unavailable_reason(device: torch.device) -> str | None:
@@ -44,6 +42,10 @@ def flashinfer_unavailable_reason(device: torch.device) -> str | None:
         return "FlashInfer is not installed (package flashinfer-python, extra [cuda])"
     if platform.compute_capability < (8, 0):
         return f"FlashInfer needs compute capability 8.0 or newer, {platform.name} is older"
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version("flashinfer-python"))[:3])
+    if not _FIRST_VERSION <= numbers < _FIRST_UNKNOWN_VERSION:
+        known = f">={'.'.join(map(str, _FIRST_VERSION))},<{'.'.join(map(str, _FIRST_UNKNOWN_VERSION))}"
+        return f"how the kernels of FlashInfer {version('flashinfer-python')} are called is not known (install {known})"
     return None
 
 
@@ -54,8 +56,6 @@ class FlashInferModules:
         self, dtype: torch.dtype, head_dim: int, device: torch.device, module_dir: Path | None = None, *,
         has_window: bool = False, has_cap: bool = False,
     ) -> None:  # fmt: skip
-        from importlib.metadata import version
-
         major, minor = platform_of(device).compute_capability
         self.key = f"flashinfer-{version('flashinfer-python')}-sm{major}{minor}"
         default_dir = (
@@ -66,16 +66,14 @@ class FlashInferModules:
         self.has_window, self.has_cap = has_window, has_cap
         self.variants: tuple[Variant, ...] = ("fa3",) if (major, minor) == (9, 0) else ("fa2",)  # that the backend uses
         self._state: dict[Variant, str] = {}
+        self._loaded: dict[Variant, Any] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._loading: threading.Thread | None = None
 
     def _spec(self, variant: Variant) -> Any:
-        """FlashInfer's build specification of the module. FlashInfer then loads finished modules from `module_dir`."""
-        from flashinfer.jit import env
+        """FlashInfer's build specification of the module."""
         from flashinfer.jit.attention import gen_batch_prefill_module
 
-        env.FLASHINFER_AOT_DIR = self.module_dir
         return gen_batch_prefill_module(variant, *self._arguments())
 
     def _arguments(self) -> tuple[Any, ...]:
@@ -83,36 +81,38 @@ class FlashInferModules:
         dtypes = (self.dtype, self.dtype, self.dtype, torch.int32)
         return (*dtypes, self.head_dim, self.head_dim, 0, self.has_window, self.has_cap, False)
 
-    def name(self, variant: Variant) -> str:
-        """FlashInfer's name of the module."""
-        from flashinfer.jit.attention import get_batch_prefill_uri
+    def path(self, variant: Variant) -> Path:
+        """Where the built module is, or will be."""
+        name = f"{variant}-{str(self.dtype).removeprefix('torch.')}-{self.head_dim}"
+        name += "-window" * self.has_window + "-soft-cap" * self.has_cap
+        return self.module_dir / f"{name}.so"
 
-        name: str = get_batch_prefill_uri(variant, *self._arguments())
-        return name
+    def load(self, variant: Variant) -> Any:
+        """The functions `plan`, `ragged_run` and `paged_run` of the built module (a tvm_ffi.Module); None where it cannot be loaded."""
+        with self._lock:
+            if variant not in self._loaded and self.is_built(variant):
+                try:
+                    import tvm_ffi  # FlashInfer needs it; its import takes a tenth of FlashInfer's
+
+                    self._loaded[variant] = tvm_ffi.load_module(str(self.path(variant)))
+                except Exception as error:
+                    self._state[variant] = f"failed: {_cause(error)}"
+                    logger.warning(
+                        "FlashInfer's %s prefill module %s could not be loaded; Triton's kernels stay in use: %s",
+                        variant,
+                        self.path(variant),
+                        _cause(error),
+                    )
+            return self._loaded.get(variant)
 
     def load_in_background(self) -> None:
-        """Import FlashInfer and load the built modules in a thread, which takes 1 to 2 s. Until then, `is_loading` holds."""
+        """Load the built modules in a thread, in about 0.1 s. A call of `load` meanwhile waits for it."""
 
-        def load() -> None:
-            sys.setswitchinterval(_SHORT_SWITCH_INTERVAL)
-            try:
-                from flashinfer.prefill import get_batch_prefill_module
+        def load_all() -> None:
+            for variant in self.variants:
+                self.load(variant)
 
-                for variant in self.variants:
-                    if self.is_built(variant):
-                        get_batch_prefill_module(variant, *self._arguments())
-            finally:
-                sys.setswitchinterval(_SWITCH_INTERVAL)
-            if gc.get_freeze_count():  # a process of ours (`child_process.freeze_heap`)
-                gc.freeze()
-
-        self._loading = threading.Thread(target=load, name="flashinfer-load", daemon=True)
-        self._loading.start()
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether the thread of `load_in_background` still runs. A call of the modules would wait for it."""
-        return self._loading is not None and self._loading.is_alive()
+        threading.Thread(target=load_all, name="flashinfer-load", daemon=True).start()
 
     def is_built(self, variant: Variant) -> bool:
         """Whether the module can be loaded now."""
@@ -120,10 +120,8 @@ class FlashInferModules:
             return True
         if variant not in self.variants or self._state.get(variant) is not None:
             return False
-        name = self.name(variant)
-        if not (self.module_dir / name / f"{name}.so").exists():
+        if not self.path(variant).exists():
             return False
-        self._spec(variant)
         self._state[variant] = "built"
         return True
 
@@ -143,7 +141,7 @@ class FlashInferModules:
         try:
             spec = self._spec(variant)
             spec.build(verbose=False)
-            self._store(spec.name, spec.jit_library_path)
+            _store(spec.jit_library_path, self.path(variant))
         except Exception as error:
             reason = _cause(error)
             self._state[variant] = f"failed: {reason}"
@@ -158,13 +156,6 @@ class FlashInferModules:
             variant,
             time.perf_counter() - started,
         )
-
-    def _store(self, name: str, library: Path) -> None:
-        target = self.module_dir / name / f"{name}.so"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(f".{os.getpid()}.tmp")
-        shutil.copyfile(library, temporary)
-        os.replace(temporary, target)
 
     def build_in_background(self) -> None:
         """Build the missing modules one after another in a background thread; returns at once."""
@@ -182,26 +173,27 @@ class FlashInferModules:
             self.build(variant)
 
     def export_to(self, folder: Path) -> list[Path]:
-        """Copy the built modules into folder/<key>/…. → the files written"""
-        written = []
-        for variant in self.variants:
-            if self.is_built(variant):
-                name = self.name(variant)
-                target = folder / self.key / name / f"{name}.so"
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.module_dir / name / f"{name}.so", target)
-                written.append(target)
-        return written
+        """Copy the built modules into folder/<key>. → the files written"""
+        built = [self.path(variant) for variant in self.variants if self.is_built(variant)]
+        for source in built:
+            _store(source, folder / self.key / source.name)
+        return [folder / self.key / source.name for source in built]
 
     def import_from(self, folder: Path) -> list[Path]:
         """Copy missing modules that `export_to` wrote for this FlashInfer version and architecture. → the files written"""
-        written = []
-        for source in sorted((folder / self.key).glob("*/*.so")):
-            target = self.module_dir / source.parent.name / source.name
-            if not target.exists():
-                self._store(source.parent.name, source)
-                written.append(target)
-        return written
+        sources = sorted((folder / self.key).glob("*.so"))
+        missing = [source for source in sources if not (self.module_dir / source.name).exists()]
+        for source in missing:
+            _store(source, self.module_dir / source.name)
+        return [self.module_dir / source.name for source in missing]
+
+
+def _store(source: Path, target: Path) -> None:
+    """Copy a file so that no other process sees a part of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
 
 
 def _cause(error: Exception) -> str:

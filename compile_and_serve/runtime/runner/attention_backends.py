@@ -125,7 +125,8 @@ def backends_of_model(
 ) -> dict[str, AttentionBackend]:
     """The backend of each attention group of a model under these options; raises as `select_attention_backend` does.
 
-    Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build.
+    Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build. Built modules are
+    loaded in threads while the model is compiled and read.
     """
     return {
         group.name: _backend_of_group(group, spec, config, device, dtype) for group in spec.state if group.is_attention
@@ -150,24 +151,16 @@ def _backend_of_group(
         features=group.features,
         group=group.name,
     )
-    if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):
+    if isinstance(backend, BuildsModules):
         modules = backend.modules(dtype, layer.head_dim, device, group.features)
-        entry = ArtifactStore(config.compile.artifact_dir, read_only=True).get(
-            MODULES_KIND, _module_fields(modules, group, dtype, device)
-        )
-        if entry is not None and (taken := modules.import_from(entry.path)):
-            logger.info("Took %d built attention modules from the artifact %s.", len(taken), entry.path)
+        if config.compile.artifact_dir is not None:
+            entry = ArtifactStore(config.compile.artifact_dir, read_only=True).get(
+                MODULES_KIND, _module_fields(modules, group, dtype, device)
+            )
+            if entry is not None and (taken := modules.import_from(entry.path)):
+                logger.info("Took %d built attention modules from the artifact %s.", len(taken), entry.path)
+        modules.load_in_background()
     return backend
-
-
-def load_modules_in_background(
-    spec: ModelSpec, backends: Mapping[str, AttentionBackend], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Load the backends' built kernel modules in threads, so that the first prompt does not wait for them."""
-    for group in spec.state:
-        backend = backends.get(group.name)
-        if isinstance(backend, BuildsModules):
-            backend.modules(dtype, _layer(group).head_dim, device, group.features).load_in_background()
 
 
 def _layer(group: StateGroup) -> KVCacheSpec | LatentCacheSpec:

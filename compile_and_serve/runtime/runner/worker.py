@@ -44,7 +44,7 @@ from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
 from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
-from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
+from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.decode_step import advances_on_device
 from compile_and_serve.runtime.runner.device import (
@@ -238,11 +238,6 @@ class Worker:
                 self._stage("capture all", start, self._finish_warm_up())
         if self._expert_load is not None and not self._expert_load.num_layers:
             logger.warning("The model has no mixture of experts: --expert-metrics counts nothing.")
-        # After the warm-up, which it would slow down.
-        load_modules_in_background(self._spec, self._backends, self._dtype, self.device)
-        if self._drafter is not None:
-            drafter = self._drafter
-            load_modules_in_background(drafter.drafter.spec, drafter.backends, self._dtype, self.device)
 
         if self._config.compile.dump_dir is not None:
             facts = {

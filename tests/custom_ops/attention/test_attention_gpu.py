@@ -41,6 +41,42 @@ def backends() -> list[AttentionBackend]:
     return [TritonAttention(), FlashInferAttention(build=False)]
 
 
+@pytest.fixture(scope="module", params=["fa2", "fa3"])
+def built(request: pytest.FixtureRequest) -> FlashInferAttention:
+    """A backend that runs prompts in this variant; FA2 runs on Hopper too."""
+    backend = FlashInferAttention(build=False)
+    modules = backend.modules(torch.bfloat16, 128, CUDA)
+    if request.param == "fa3" and "fa3" not in modules.variants:
+        pytest.skip("FA3 is for Hopper")
+    modules.variants = (request.param,)
+    modules.build(request.param)
+    assert modules.status() == {request.param: "built"}
+    return backend
+
+
+@pytest.mark.slow  # may have to build the modules
+@pytest.mark.parametrize("case", [case for case, batch in cases.BATCHES.items() if max(batch.query_lens) > 1])
+def test_prompts_run_in_flashinfer(
+    case: str, built: FlashInferAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
+    batch, (H, K, E) = cases.BATCHES[case], (32, 8, 128)
+    metadata, num_blocks = cases.make_metadata(batch, built)
+    to_cuda(metadata)
+    q, k, v = random(metadata.num_tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
+    cache = random_cache(num_blocks, 2, K, batch.block_size, E, torch.bfloat16)
+    outs = []
+    for one in (built, TorchAttention()):
+        metadata.backend = one
+        one.plan(metadata)
+        with attention_metadata(metadata):
+            outs.append(attention(q, k, v, cache.clone(), E**-0.5))
+    assert built.planned_step is not None
+    [prefill] = built.planned_step.prefills.values()
+    assert prefill is not None
+    assert cases.relative_error(outs[0], outs[1].double()) < LIMIT
+
+
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (8, 1, 96), (4, 4, 256), (6, 2, 80), (16, 8, 128)])
 @pytest.mark.parametrize("case", cases.BATCHES)

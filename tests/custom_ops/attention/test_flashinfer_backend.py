@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,9 @@ from compile_and_serve.custom_ops.attention.flashinfer_backend import (
     FA3_MIN_QUERY_LEN,
     FA3_MIN_TOKENS,
     WORKSPACE_BYTES,
-    AttentionShape,
     FlashInferAttention,
 )
+from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
 from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
 from compile_and_serve.custom_ops.platform import CpuPlatform
 from tests.support import attention_cases as cases
@@ -31,39 +29,41 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, 0.125)
 
 
-class FakeModules:
-    def __init__(self, variants: tuple[str, ...], *, is_loading: bool = False) -> None:
-        self.variants, self.is_loading = variants, is_loading
+class Module:
+    """A built module: notes the arguments of its calls."""
 
-    def is_built(self, variant: str) -> bool:
-        return True
+    def __init__(self) -> None:
+        self.planned: list[tuple[Any, ...]] = []
+        self.runs: list[tuple[str, tuple[Any, ...]]] = []
+
+    def plan(self, *args: Any) -> list[int]:
+        self.planned.append(args)
+        return [7]
+
+    def ragged_run(self, *args: Any) -> None:
+        self.runs.append(("ragged", args))
+
+    def paged_run(self, *args: Any) -> None:
+        self.runs.append(("paged", args))
+
+
+class FakeModules:
+    def __init__(self, variants: tuple[str, ...]) -> None:
+        self.variants = variants
+        self.module = Module()
+
+    def load(self, variant: str) -> Module:
+        return self.module
 
     def status(self) -> dict[str, str]:
         return {}
 
 
-class Wrapper:
-    """FlashInfer's, of either kind."""
-
-    def __init__(self, workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
-        self.variant = backend
-        self.planned: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def plan(self, *args: Any, **options: Any) -> None:
-        self.planned.append((args, options))
-
-
-@pytest.fixture(autouse=True)
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrappers = {f"BatchPrefillWith{kind}KVCacheWrapper": Wrapper for kind in ("Paged", "Ragged")}
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**wrappers))
-
-
-def with_modules(*variants: str, is_loading: bool = False) -> FlashInferAttention:
+def with_modules(*variants: str) -> tuple[FlashInferAttention, Module]:
     backend = FlashInferAttention(build=False)
-    modules = FakeModules(variants, is_loading=is_loading)
+    modules = FakeModules(variants)
     backend.modules = lambda *_: modules  # type: ignore[assignment, method-assign, return-value]
-    return backend
+    return backend, modules.module
 
 
 def step(backend: FlashInferAttention, lengths: Sequence[int], *, cached: int = 0) -> AttentionMetadata:
@@ -74,15 +74,13 @@ def step(backend: FlashInferAttention, lengths: Sequence[int], *, cached: int = 
 
 def variant(backend: FlashInferAttention, shape: AttentionShape, metadata: AttentionMetadata) -> str | None:
     """The variant of FlashInfer that takes the step; None: Triton."""
-    wrapper = backend.planned_wrapper(shape, CPU, metadata)
-    return None if wrapper is None else wrapper.variant
+    prefill = backend.planned_prefill(shape, CPU, metadata)
+    return None if prefill is None else prefill.variant
 
 
-def choices(
-    variants: tuple[str, ...], kv_cache_dtype: torch.dtype, *, is_loading: bool = False
-) -> dict[str, str | None]:
+def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str, str | None]:
     """Kind of step → the variant that takes it."""
-    backend = with_modules(*variants, is_loading=is_loading)
+    backend, _ = with_modules(*variants)
     shape = replace(SHAPE, kv_cache_dtype=kv_cache_dtype)
     few = FA3_MIN_TOKENS // 512
     kinds = {
@@ -95,11 +93,6 @@ def choices(
     }
 
 
-def test_no_step_waits_for_modules_that_are_loading() -> None:
-    assert "fa3" in choices(("fa3",), torch.bfloat16).values()
-    assert set(choices(("fa3",), torch.bfloat16, is_loading=True).values()) == {None}
-
-
 @pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_on_hopper_long_prompts_run_in_fa3(kv_cache_dtype: torch.dtype) -> None:
     assert choices(("fa2", "fa3"), kv_cache_dtype) == {
@@ -109,7 +102,7 @@ def test_on_hopper_long_prompts_run_in_fa3(kv_cache_dtype: torch.dtype) -> None:
 
 
 def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
-    backend = with_modules("fa3")
+    backend, _ = with_modules("fa3")
     fitting = EXPANDED_BYTES // (2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2)
     chosen = {}
     with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
@@ -127,7 +120,7 @@ def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.Log
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_expanded_pages_are_the_cached_context(dtype: torch.dtype) -> None:
     """Sequences of 5, 16 and 1040 tokens in pages of 16."""
-    backend = with_modules("fa3")
+    backend, module = with_modules("fa3")
     lengths = (5, 16, FA3_MIN_QUERY_LEN + 16)
     batch = cases.Batch(query_lens=(2, 2, FA3_MIN_QUERY_LEN), seq_lens=lengths)
     metadata, num_blocks = cases.make_metadata(batch, backend)
@@ -137,9 +130,9 @@ def test_expanded_pages_are_the_cached_context(dtype: torch.dtype) -> None:
     if dtype == torch.int8:
         cache = cases.random_int8_cache(num_blocks, 3, 16, 40)
         expected_cache = cases.dequantized(cache).float()
-    wrapper = backend.planned_wrapper(replace(SHAPE, kv_cache_dtype=dtype), CPU, metadata)
-    [(args, _)] = wrapper.planned
-    assert args[1].tolist() == [0, *np.cumsum(lengths)]
+    assert variant(backend, replace(SHAPE, kv_cache_dtype=dtype), metadata) == "fa3"
+    [arguments] = module.planned
+    assert arguments[4].tolist() == [0, *np.cumsum(lengths)]
     assert backend.planned_step is not None
     assert backend.planned_step.pages_3J is not None
     keys, values = expand_pages(cache, backend.planned_step.pages_3J, sum(lengths), torch.float32)
@@ -150,13 +143,11 @@ def test_expanded_pages_are_the_cached_context(dtype: torch.dtype) -> None:
         torch.testing.assert_close(expanded, expected, rtol=0, atol=0)
 
 
-def test_modules_are_not_used_where_nothing_may_wait_for_them() -> None:
-    backend = with_modules("fa3")
-    modules = backend.modules
-    backend.modules = lambda *_: pytest.fail("asked for modules")  # type: ignore[assignment, method-assign]
-    with backend.without_modules():
+def test_modules_are_not_used_where_nothing_may_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = with_modules("fa3")
+    with monkeypatch.context() as patch, backend.without_modules():
+        patch.setattr(FakeModules, "load", lambda modules, variant: pytest.fail("loaded a module"))
         assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) is None
-    backend.modules = modules  # type: ignore[method-assign]
     assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) == "fa3"
 
 
@@ -170,21 +161,21 @@ def test_a_plan_is_not_written_over_before_the_device_has_read_it(monkeypatch: p
         def synchronize(self) -> None:
             happened.append("wait")
 
-    monkeypatch.setattr(Wrapper, "plan", lambda wrapper, *args, **options: happened.append("plan"))
+    monkeypatch.setattr(Module, "plan", lambda module, *args: happened.append("plan"))
     monkeypatch.setattr(CpuPlatform, "record_event", lambda platform: Event())
-    backend = with_modules("fa3")
-    wrappers = {backend.planned_wrapper(SHAPE, CPU, step(backend, [FA3_MIN_QUERY_LEN])) for _ in range(3)}
-    assert len(wrappers) == 1
+    backend, _ = with_modules("fa3")
+    prefills = {backend.planned_prefill(SHAPE, CPU, step(backend, [FA3_MIN_QUERY_LEN])) for _ in range(3)}
+    assert len(prefills) == 1
     assert happened == ["plan", "record", *["wait", "plan", "record"] * 2]
 
 
 def test_its_workspace_is_known_before_it_is_there() -> None:
-    backend = with_modules("fa3")
+    backend, _ = with_modules("fa3")
     assert backend.workspace_to_come == WORKSPACE_BYTES
     assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) == "fa3"
     assert backend.workspace_to_come == 0
     with backend.without_modules():
-        backend.planned_wrapper(replace(SHAPE, kv_cache_dtype=torch.float8_e4m3fn), CPU, step(backend, [8]))
+        backend.planned_prefill(replace(SHAPE, kv_cache_dtype=torch.float8_e4m3fn), CPU, step(backend, [8]))
     assert backend.workspace_to_come == EXPANDED_BYTES
 
 
@@ -197,20 +188,57 @@ def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> N
 
 def test_windows_and_caps_are_planned_and_choose_their_modules() -> None:
     asked: list[frozenset[str]] = []
-    backend = FlashInferAttention(build=False)
+    backend, made = FlashInferAttention(build=False), FakeModules(("fa3",))
 
     def modules(dtype: object, head_dim: object, device: object, features: frozenset[str]) -> FakeModules:
         asked.append(features)
-        return FakeModules(("fa3",))
+        return made
 
     backend.modules = modules  # type: ignore[assignment, method-assign]
-    shape = replace(SHAPE, window=1024, soft_cap=50.0)
-    wrapper = backend.planned_wrapper(shape, CPU, step(backend, [FA3_MIN_QUERY_LEN]))
-    assert wrapper.variant == "fa3"
+    prefill = backend.planned_prefill(
+        replace(SHAPE, window=1024, soft_cap=50.0), CPU, step(backend, [FA3_MIN_QUERY_LEN])
+    )
     assert asked == [frozenset(["window", "soft_cap"])]
-    [(_, options)] = wrapper.planned
-    assert options["window_left"] == 1023  # FlashInfer does not count the token itself
-    assert options["logits_soft_cap"] == 50.0
+    assert made.module.planned[0][-1] == 1023  # FlashInfer does not count the token itself
+    assert prefill is not None
+    prefill.run(*[torch.empty(0)] * 4)
+    [(_, arguments)] = made.module.runs
+    assert arguments[-13:] == (None, 1, 0, 1023, False, None, None, None, None, 50.0, SHAPE.scale, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cached", "kind", "planned", "num_arguments"),
+    [
+        ("fa3", 0, "ragged", [1, False, 64, 64, True, -1], 22),
+        ("fa3", 16, "paged", [16, False, 64, 64, True, -1], 24),
+        ("fa2", 0, "paged", [16, False, 64, 64, True, -1, -1, False, 0], 29),
+        ("fa2", 16, "paged", [16, False, 64, 64, True, -1, -1, False, 0], 29),
+    ],
+)
+def test_a_module_is_called_as_its_version_expects(
+    chosen: str, cached: int, kind: str, planned: list[object], num_arguments: int
+) -> None:
+    """By the signatures in FlashInfer 0.6.13's bindings; on a GPU, the results are compared."""
+    backend, module = with_modules(chosen)
+    lengths = [FA3_MIN_QUERY_LEN, FA3_MIN_QUERY_LEN + 8]
+    prefill = backend.planned_prefill(SHAPE, CPU, step(backend, lengths, cached=cached))
+    [arguments] = module.planned
+    keys = [length + cached for length in lengths]
+    counted = keys if kind == "ragged" else [-(-count // 16) for count in keys]
+    assert [argument.tolist() for argument in arguments[3:6]] == [
+        [0, *np.cumsum(lengths)],
+        [0, *np.cumsum(counted)],
+        keys,
+    ]
+    assert all(argument.dtype == torch.int32 for argument in arguments[3:6])
+    assert list(arguments[6:]) == [sum(lengths), 2, SHAPE.num_heads, SHAPE.num_kv_heads, *planned]
+    assert prefill is not None
+    prefill.run(*[torch.empty(0)] * 4)
+    [(called, run)] = module.runs
+    assert (called, len(run), run[2]) == (kind, num_arguments, [7])
+    if kind == "paged":
+        assert run[8].numel() == sum(counted)  # the pages of all prompts
+        assert run[9].tolist() == [count - (number - 1) * 16 for count, number in zip(keys, counted, strict=True)]
 
 
 @pytest.mark.parametrize("feature", ["sinks", "alibi", "chunks"])

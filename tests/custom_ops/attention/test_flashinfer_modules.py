@@ -1,4 +1,4 @@
-"""What is said when FlashInfer's modules cannot be built; without FlashInfer and a GPU."""
+"""Built modules of FlashInfer: copied, loaded, and what is said when that fails; without FlashInfer and a GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.attention import flashinfer_modules
-from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules
+from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules, flashinfer_unavailable_reason
 
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlashInferModules:
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")
+    monkeypatch.setattr(flashinfer_modules, "version", lambda _: "1.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(FlashInferModules, "name", lambda self, variant: variant)
     return FlashInferModules(torch.bfloat16, 128, torch.device("cuda"), tmp_path)
 
 
@@ -59,14 +58,58 @@ def test_a_window_and_a_cap_have_modules_of_their_own(modules: FlashInferModules
     assert other._arguments()[-3:] == (True, True, False)
 
 
-def test_the_import_lets_steps_run_meanwhile(modules: FlashInferModules, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, seen = sys.getswitchinterval(), []
-    monkeypatch.setattr(modules, "is_built", lambda variant: True)
-    fake = SimpleNamespace(get_batch_prefill_module=lambda *arguments: seen.append(sys.getswitchinterval()))
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(prefill=fake))
-    monkeypatch.setitem(sys.modules, "flashinfer.prefill", fake)
-    modules.load_in_background()
-    assert modules._loading is not None
-    modules._loading.join()
-    assert seen == [pytest.approx(1e-4)]
-    assert sys.getswitchinterval() == before
+def test_built_modules_are_copied_and_loaded_without_flashinfer(
+    modules: FlashInferModules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setitem(
+        sys.modules, "tvm_ffi", SimpleNamespace(load_module=lambda path: loaded.append(path) or "module")
+    )
+    assert modules.load("fa3") is None
+    library = tmp_path / "library.so"
+    library.write_text("kernels")
+    monkeypatch.setattr(
+        modules, "_spec", lambda variant: SimpleNamespace(build=lambda verbose: None, jit_library_path=library)
+    )
+    modules.build("fa3")
+    assert [modules.load("fa3"), modules.load("fa3")] == ["module"] * 2
+    assert loaded == [str(modules.module_dir / "fa3-bfloat16-128.so")]
+
+    other = FlashInferModules(torch.bfloat16, 128, modules.device, tmp_path / "other")
+    assert modules.export_to(tmp_path / "artifact") == [tmp_path / "artifact" / modules.key / "fa3-bfloat16-128.so"]
+    assert other.import_from(tmp_path / "artifact") == [other.path("fa3")]
+    assert other.import_from(tmp_path / "artifact") == []
+    assert other.path("fa3").read_text() == "kernels"
+    assert other.status() == {"fa3": "built"}
+
+
+def test_a_module_that_does_not_load_is_said_once(
+    modules: FlashInferModules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str) -> None:
+        raise RuntimeError("file too short")
+
+    monkeypatch.setitem(sys.modules, "tvm_ffi", SimpleNamespace(load_module=fail))
+    modules.module_dir.mkdir()
+    modules.path("fa3").touch()
+    with caplog.at_level(logging.WARNING, flashinfer_modules.__name__):
+        assert [modules.load("fa3"), modules.load("fa3")] == [None, None]
+    assert [message.split("; ")[1] for message in caplog.messages] == ["Triton's kernels stay in use: file too short"]
+    assert modules.status() == {"fa3": "failed: file too short"}
+
+
+@pytest.mark.parametrize(("version", "is_known"), [
+    ("0.6.10.post1", False), ("0.6.11", True), ("0.6.15.post1", True), ("0.6.16", False), ("0.7.0", False),
+])  # fmt: skip
+def test_only_known_versions_are_called(version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(runs_cuda_kernels=True, compute_capability=(9, 0))
+    monkeypatch.setattr(flashinfer_modules, "platform_of", lambda device: platform)
+    monkeypatch.setattr(flashinfer_modules, "find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_modules, "version", lambda name: version)
+    reason = flashinfer_unavailable_reason(torch.device("cuda"))
+    assert reason == (
+        None
+        if is_known
+        else f"how the kernels of FlashInfer {version} are called is not known (install >=0.6.11,<0.6.16)"
+    )

@@ -108,7 +108,7 @@ class FakeModules:
     variants = ("a", "b")
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.built = folder, []
+        self.folder, self.built, self.num_loads = folder, [], 0
 
     def build(self, variant: str) -> None:
         self.built.append(variant)
@@ -121,6 +121,9 @@ class FakeModules:
     def import_from(self, folder: Path) -> list[Path]:
         self.folder.mkdir(exist_ok=True)
         return [Path(shutil.copy(file, self.folder)) for file in sorted(folder.glob("*.so"))]
+
+    def load_in_background(self) -> None:
+        self.num_loads += 1
 
 
 class BuildingBackend(TorchAttention):
@@ -148,7 +151,7 @@ def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytes
     )
     assert backends_of_model(spec, config, cpu, torch.float32)["kv_caches"] is other
     assert (tmp_path / "there" / "b.so").read_text() == "kernels b"
-    assert other._modules.built == []
+    assert (other._modules.built, other._modules.num_loads) == ([], 1)
 
     damaged = next((tmp_path / "artifact" / "attention").glob("*/a.so"))
     damaged.write_text("tampered")
