@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-MAX_CHUNK_TOKENS = 2048
+LEAST_CHUNK_TOKENS = 2048
+_CHUNK_VALUES = LEAST_CHUNK_TOKENS * 28672  # of Llama-3.1-8B's gate and up
 _UNIT = 256  # the two tiles of a cluster
 
 
-def token_chunks(num_tokens: int) -> list[slice]:
-    """Split num_tokens into as few chunks of at most MAX_CHUNK_TOKENS as possible, of equal size up to `_UNIT`.
+def max_chunk_tokens(num_outputs: int) -> int:
+    """The most tokens of a chunk: a power of two, 2048 where each has 28672 outputs or more, and more of fewer outputs."""
+    return max(LEAST_CHUNK_TOKENS, 1 << (_CHUNK_VALUES // num_outputs).bit_length() - 1)
 
-    Over 16384 tokens of a layer of Llama-3.1-8B on one H200, CUTLASS' product with SiLU-mul takes 5.74 ms in chunks and 6.49 ms at once
-    (`benchmarks.ops_gpu_tune --sections chunks`; benchmarks/results/h200-kernels-2026-11-22.jsonl). Chunks also bound the memory of the
-    values between the products. Products that write less (qkv, o, down) are faster at once.
+
+def token_chunks(num_tokens: int, num_outputs: int) -> list[slice]:
+    """Split num_tokens into as few chunks of at most `max_chunk_tokens` as possible, of equal size up to `_UNIT`.
+
+    Over 16384 tokens of a layer of Llama-3.1-8B on one H200, CUTLASS' product with SiLU-mul takes 5.75 ms in chunks and 6.17 ms at once.
+    With the 6144 outputs of Qwen3-0.6B, 8192 tokens take 0.18 ms in chunks of 2048, and 0.14 ms at once (`benchmarks.ops_gpu_tune
+    --sections chunks`; benchmarks/results/h200-kernels-2026-11-25.jsonl). Chunks also bound the memory of the values between the products.
+    Products that write less (qkv, o, down) are faster at once.
     """
-    unit = min(_UNIT, MAX_CHUNK_TOKENS)
-    units, chunks = -(-num_tokens // unit), -(-num_tokens // MAX_CHUNK_TOKENS)
+    most = max_chunk_tokens(num_outputs)
+    unit = min(_UNIT, most)
+    units, chunks = -(-num_tokens // unit), -(-num_tokens // most)
     edges = [min(num_tokens, unit * (units * i // chunks)) for i in range(chunks + 1)] if chunks else []
     return [slice(start, end) for start, end in pairwise(edges)]
