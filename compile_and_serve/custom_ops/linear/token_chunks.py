@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-LEAST_CHUNK_TOKENS = 2048
-_CHUNK_VALUES = LEAST_CHUNK_TOKENS * 28672  # of Llama-3.1-8B's gate and up
 _UNIT = 256  # the two tiles of a cluster
 
 
 def max_chunk_tokens(num_outputs: int) -> int:
-    """The most tokens of a chunk: a power of two, 2048 where each has 28672 outputs or more, and more of fewer outputs."""
-    return max(LEAST_CHUNK_TOKENS, 1 << (_CHUNK_VALUES // num_outputs).bit_length() - 1)
+    """The most tokens of a chunk of a product with so many outputs. Its results then take at most 112 MiB up to 28672 outputs."""
+    return 8192 if num_outputs <= 7168 else 2048
 
 
 def token_chunks(num_tokens: int, num_outputs: int) -> list[slice]:
     """Split num_tokens into as few chunks of at most `max_chunk_tokens` as possible, of equal size up to `_UNIT`.
 
     Over 16384 tokens of a layer of Llama-3.1-8B on one H200, CUTLASS' product with SiLU-mul takes 5.75 ms in chunks and 6.17 ms at once.
-    With the 6144 outputs of Qwen3-0.6B, 8192 tokens take 0.18 ms in chunks of 2048, and 0.14 ms at once (`benchmarks.ops_gpu_tune
-    --sections chunks`; benchmarks/results/h200-kernels-2026-11-25.jsonl). Chunks also bound the memory of the values between the products.
+    With the 6144 outputs of Qwen3-0.6B, 8192 tokens take 0.18 ms in chunks of 2048, and 0.14 ms at once. With 12288 or 14336 outputs, the
+    size makes little difference. The figures are of `benchmarks.ops_gpu_tune --sections chunks`, in benchmarks/results/
+    h200-kernels-2026-11-25.jsonl. Chunks also bound the memory of the values between the products.
     Products that write less (qkv, o, down) are faster at once.
     """
     most = max_chunk_tokens(num_outputs)
