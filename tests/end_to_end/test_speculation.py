@@ -70,7 +70,7 @@ def plain(smollm2_dir: Path, prompts: list[list[int]], request: pytest.FixtureRe
         asked = [form.format(text, text) for form in FORMS for text in texts]
         assert len(asked) == 200
         if not request.config.getoption("--all-prompts"):
-            asked = asked[::7]  # of every form
+            asked = asked[::11]  # of every form
         return llm.generate(asked, GREEDY, use_tqdm=False)
 
 
@@ -90,7 +90,7 @@ def test_tokens_are_those_without_drafts(
         write_drafter(method, smollm2_dir, tmp_path)
         speculation |= {"model": str(tmp_path), "num_speculative_tokens": 2}
         if not request.config.getoption("--all-prompts"):
-            plain = plain[::6]
+            plain = plain[::4]
     asked = [one.prompt for one in plain]
     check_every_draft(monkeypatch)
     with LLM(str(smollm2_dir), speculative_config=speculation, **OPTIONS) as llm:

@@ -65,6 +65,8 @@ def case(
 def test_methods_equal_the_definition(
     method: str, num_tokens: int, kind: str, weight_dtype: torch.dtype, per_block: bool, dtype: torch.dtype
 ) -> None:
+    if method == "gemv":
+        num_tokens = min(num_tokens, 3)  # it loops over pairs, slowly in the interpreter
     operands, expected = case(num_tokens, kind, dtype, weight_dtype, per_block)
     tiles = triton_experts.Tiles(16, 16, 32, 32, 2, 4)
     if method == "gemv":

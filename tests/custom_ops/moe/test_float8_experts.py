@@ -100,6 +100,8 @@ def arguments(operands: triton_experts.Operands) -> list[Any]:
 def test_methods_equal_the_definition(
     method: str, num_tokens: int, kind: str, activation: str, per_block: bool, dtype: torch.dtype
 ) -> None:
+    if method == "gemv":
+        num_tokens = min(num_tokens, 3)  # it loops over pairs, slowly in the interpreter
     operands, expected, _ = case(num_tokens, kind, dtype, per_block, activation=activation)
     if method == "gemv":
         out = triton_gemv_experts.run_gemv(operands, operands.gate_up)

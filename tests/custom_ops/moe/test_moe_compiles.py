@@ -49,7 +49,7 @@ def facts(kernel, constants, num_warps):
     return {"ptx": made.asm["ptx"], "shared": made.metadata.shared, "layouts": [named[one] for one in used]}
 
 # Down takes no more shared memory than gate and up with the same tiles, so it is compiled with the smallest and the largest.
-SOME = (e._FEW[0], e._MANY[-1], m._DIRECT[0], m._FEW[0], m._MANY[-1])
+SOME = (e._FEW[0], e._MANY[-1], m._DIRECT[0], m._FEW[0], m._MANY[-1], e._FLOAT8_FEW[0], e._FLOAT8_MANY[-1])
 found = {}
 found["route"] = facts(_route_kernel, NOTHING | dict(NUM_EXPERTS=128, BLOCK_X=128, TOP_K=8, BLOCK_K=8, SIGMOID=False, RENORMALIZE=True,
                                                      NUM_GROUPS=1, BLOCK_GROUPS=1, TOP_GROUPS=1, GROUP_BEST=2), 1)
@@ -99,8 +99,9 @@ for scales in (1, 2):
         found[f"float8 gate_up {scales} {tiles.name}"] = facts(
             e._grouped_gate_up_kernel, rounded | sizes | dict(CLAMPED=False, BLOCK_F=tiles.block_f, BLOCK_D=tiles.depth, WHOLE_D=True),
             tiles.warps)
-        found[f"float8 down {scales} {tiles.name}"] = facts(
-            e._grouped_down_kernel, rounded | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
+        if tiles in SOME:
+            found[f"float8 down {scales} {tiles.name}"] = facts(
+                e._grouped_down_kernel, rounded | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
 for tiles in g.GEMV_TILES:
     sizes = dict(HAS_BIAS=True, NUM_BLOCKS=23, PTX=True)
     found[f"pairs gate_up {tiles.gate_up}"] = facts(

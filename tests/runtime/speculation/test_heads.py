@@ -448,7 +448,7 @@ def test_drawn_tokens_follow_the_target(method: str, tmp_path: Path, monkeypatch
         own = HEAD_CONFIGS[method] | {"vocab_size": small, "draft_vocab_size": small}
         folders[method] = write_model(tmp_path / method, own, tensors)
     check_every_draft(monkeypatch)
-    core = engine(folders, method, max_num_seqs=32, max_num_batched_tokens=256)
+    core = engine(folders, method, max_num_seqs=250, max_num_batched_tokens=1024)
     prompt = [1, 2, 3]
     seen = np.zeros((small, small))
     for first in range(0, 8 * count, count):
