@@ -378,6 +378,8 @@ def flashinfer_times(
             continue
         backend._choose = lambda *_, variant=variant: variant  # type: ignore[method-assign]
         backend.plan(metadata)
+        assert backend.planned_step is not None
+        backend.planned_step.is_fresh = False  # or FA3 would read the step's keys, not the pages
         started = time.perf_counter()
         prefill = backend.planned_prefill(
             AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),

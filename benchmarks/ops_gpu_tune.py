@@ -275,7 +275,7 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
             of_layer |= {f"gate_up {kernel or 'cuBLAS'}": gate_up, f"mlp {kernel or 'cuBLAS'}": mlp}
         graphs = {}
         for what, run in of_layer.items():
-            for chunk in (num_tokens, *(size for size in (4096, 2048, 1024, 512) if size < num_tokens)):
+            for chunk in (num_tokens, *(size for size in (8192, 4096, 2048, 1024, 512) if size < num_tokens)):
                 at = [slice(start, min(start + chunk, num_tokens)) for start in range(0, num_tokens, chunk)]
                 graphs[f"{what} {chunk}"] = capture(functools.partial(over_layers, run, at), warm_up=2)
         microseconds = {name: round(ms * 1e3 / len(weights), 1) for name, ms in in_turns_ms(graphs).items()}

@@ -217,7 +217,8 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
             )
     stats = engine.core.stats()
     results[0] = {f"replays_{mode}": count for mode, count in stats.graph_replays.items()}
-    print(json.dumps({"benchmark": "speculation gpu", "drafts": drafts, "replays": results[0]}), flush=True)
+    named = drafts and {name: value for name, value in drafts.items() if name != "model"}  # a temporary folder
+    print(json.dumps({"benchmark": "speculation gpu", "drafts": named, "replays": results[0]}), flush=True)
     engine.shutdown()
     return results
 

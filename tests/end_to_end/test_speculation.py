@@ -116,4 +116,4 @@ def assert_equal_up_to_ties(drafted: list[RequestOutput], plain: list[RequestOut
         gap = chances[expected.token_ids[at]].logprob - chances[got.token_ids[at]].logprob
         assert gap < TIE, f"token {at} behind {with_drafts.prompt!r}: {gap:.4f} apart"
         ties += 1
-    assert ties <= 4
+    assert ties <= min(4, -(-len(plain) // 5))

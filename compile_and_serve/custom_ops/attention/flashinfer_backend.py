@@ -150,7 +150,7 @@ class FlashInferAttention(TritonAttention):
         return self._modules[key]
 
     def module_status(self) -> dict[str, str]:
-        """ "dtype head size features variant" → "built", "building", "not built", or the failure; empty before the first step."""
+        """ "dtype head size features variant" → "built", "building", "not built", or the failure."""
         return {
             " ".join((str(dtype).removeprefix("torch."), str(head_dim), *sorted(features), variant)): state
             for (dtype, head_dim, features), modules in self._modules.items()
@@ -231,8 +231,7 @@ class FlashInferAttention(TritonAttention):
             out_THE[metadata.num_tokens :].zero_()
         changes_q = cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()
         changes_k = cos_TE is not None or k_norm_weight_E is not None
-        is_ragged = prefill is self._prefills.get(True)
-        reads_step = is_ragged and step.is_fresh
+        reads_step = prefill.is_ragged and step.is_fresh
         rotated_TKE = (
             torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if reads_step and changes_k else None
         )
@@ -249,7 +248,7 @@ class FlashInferAttention(TritonAttention):
         ours = slice(num_single, metadata.num_tokens)
         if reads_step:
             keys, values = (k_TKE if rotated_TKE is None else rotated_TKE)[ours], v_TKE[ours]
-        elif is_ragged:
+        elif prefill.is_ragged:
             assert step.pages_3J is not None
             keys, values = expand_pages(kv_cache, step.pages_3J, step.num_keys, q_THE.dtype)
         else:
@@ -322,7 +321,7 @@ class FlashInferAttention(TritonAttention):
             _workspaces[device] = self._workspace
         is_ragged = variant == "fa3" and (step.is_fresh or shape.kv_cache_dtype != shape.dtype)
         if is_ragged not in self._prefills:
-            self._prefills[is_ragged] = FlashInferPrefill(variant, self._workspace)
+            self._prefills[is_ragged] = FlashInferPrefill(variant, self._workspace, is_ragged=is_ragged)
         prefill = self._prefills[is_ragged]
         assert prefill not in step.prefills.values(), "layers with different heads share one FlashInfer plan"
         if is_ragged and step.is_fresh:

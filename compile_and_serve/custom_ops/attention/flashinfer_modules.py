@@ -87,26 +87,26 @@ class FlashInferModules:
         name += "-window" * self.has_window + "-soft-cap" * self.has_cap
         return self.module_dir / f"{name}.so"
 
-    def load(self, variant: Variant) -> Any:
-        """The functions `plan`, `ragged_run` and `paged_run` of the built module (a tvm_ffi.Module); None where it cannot be loaded."""
+    def load(self, variant: Variant) -> Any | None:
+        """The functions `plan`, `ragged_run` and `paged_run` of the built module (a tvm_ffi.Module); None where it cannot be loaded.
+
+        A file that cannot be loaded is deleted, so that the next start builds the module again.
+        """
         with self._lock:
             if variant not in self._loaded and self.is_built(variant):
                 try:
                     import tvm_ffi  # FlashInfer needs it; its import takes a tenth of FlashInfer's
 
                     self._loaded[variant] = tvm_ffi.load_module(str(self.path(variant)))
+                except ImportError as error:
+                    self._set_failed(variant, "could not be loaded", error)
                 except Exception as error:
-                    self._state[variant] = f"failed: {_cause(error)}"
-                    logger.warning(
-                        "FlashInfer's %s prefill module %s could not be loaded; Triton's kernels stay in use: %s",
-                        variant,
-                        self.path(variant),
-                        _cause(error),
-                    )
+                    self.path(variant).unlink(missing_ok=True)
+                    self._set_failed(variant, "could not be loaded and was deleted", error)
             return self._loaded.get(variant)
 
     def load_in_background(self) -> None:
-        """Load the built modules in a thread, in about 0.1 s. A call of `load` meanwhile waits for it."""
+        """Load the built modules in a thread, in about 0.15 s. A call of `load` meanwhile waits for it."""
 
         def load_all() -> None:
             for variant in self.variants:
@@ -115,7 +115,7 @@ class FlashInferModules:
         threading.Thread(target=load_all, name="flashinfer-load", daemon=True).start()
 
     def is_built(self, variant: Variant) -> bool:
-        """Whether the module can be loaded now."""
+        """Whether the module is there, and has not failed."""
         if self._state.get(variant) == "built":
             return True
         if variant not in self.variants or self._state.get(variant) is not None:
@@ -143,12 +143,7 @@ class FlashInferModules:
             spec.build(verbose=False)
             _store(spec.jit_library_path, self.path(variant))
         except Exception as error:
-            reason = _cause(error)
-            self._state[variant] = f"failed: {reason}"
-            logger.warning(
-                "FlashInfer's %s prefill module could not be built; Triton's kernels stay in use: %s", variant, reason
-            )
-            logger.debug("output of the build", exc_info=error)
+            self._set_failed(variant, "could not be built", error)
             return
         self._state[variant] = "built"
         logger.info(
@@ -156,6 +151,13 @@ class FlashInferModules:
             variant,
             time.perf_counter() - started,
         )
+
+    def _set_failed(self, variant: Variant, what: str, error: Exception) -> None:
+        self._state[variant] = f"failed: {_cause(error)}"
+        logger.warning(
+            "FlashInfer's %s prefill module %s; Triton's kernels stay in use: %s", variant, what, _cause(error)
+        )
+        logger.debug("the whole error", exc_info=error)
 
     def build_in_background(self) -> None:
         """Build the missing modules one after another in a background thread; returns at once."""
@@ -191,13 +193,13 @@ class FlashInferModules:
 def _store(source: Path, target: Path) -> None:
     """Copy a file so that no other process sees a part of it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    temporary = target.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     shutil.copyfile(source, temporary)
     os.replace(temporary, target)
 
 
 def _cause(error: Exception) -> str:
-    """The line of a build's output with the error; the commands around it are long."""
+    """One line. Of a build's output the one with the error; the commands around it are long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     signs = ("cannot find", "error:", "fatal", "error")  # "collect2: error:" comes after the line with the missing name
     wanted = (line for sign in signs for line in lines if sign in line.lower())

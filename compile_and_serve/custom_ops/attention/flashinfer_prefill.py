@@ -42,10 +42,12 @@ class AttentionShape:
 class FlashInferPrefill:
     """One plan at a time, and the runs that follow it."""
 
-    def __init__(self, variant: Variant, workspace: torch.Tensor) -> None:
-        """workspace: uint8, on the device, for partial results; instances may share it."""
+    def __init__(self, variant: Variant, workspace: torch.Tensor, *, is_ragged: bool) -> None:
+        """workspace: uint8, on the device, for partial results; instances may share it. is_ragged: without pages."""
         self.variant = variant
+        self.is_ragged = is_ragged
         self._platform = platform_of(workspace.device)
+        self._overlaps_launches = self._platform.compute_capability >= (9, 0)
         self._memory = (workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
         self._plan_on_host = self._platform.host_zeros(PLAN_BYTES, torch.uint8)
         self._copied: Event | None = None  # recorded after the device has read the last plan
@@ -69,32 +71,36 @@ class FlashInferPrefill:
             # Every plan is written to the same host memory, which the device may still be reading for the previous step.
             self._copied.synchronize()
         window_left = -1 if shape.window is None else shape.window - 1
-        starts = (query_start_loc, key_start_loc)
+        self._num_tokens = int(query_start_loc[-1])
+        lengths = map(torch.from_numpy, (query_start_loc, key_start_loc, seq_lens))
         arguments = [
-            *self._memory, self._plan_on_host, *map(torch.from_numpy, starts), torch.from_numpy(seq_lens),
-            int(query_start_loc[-1]), len(seq_lens), shape.num_heads, shape.num_kv_heads, shape.block_size if pages else 1,
-            False, shape.head_dim, shape.head_dim, True, window_left,
+            *self._memory, self._plan_on_host, *lengths, self._num_tokens, len(seq_lens),
+            shape.num_heads, shape.num_kv_heads, shape.block_size if pages else 1, False, shape.head_dim, shape.head_dim, True, window_left,
         ]  # fmt: skip
         if self.variant == "fa2":
             arguments += [-1, False, 0]  # splits of any size, and no other kernel beside
         plan_info = module.plan(*arguments)
         self._run = module.paged_run if pages else module.ragged_run
-        self._first = (*self._memory, plan_info)
-        self._places = tuple(map(self._platform.upload, starts))
+        self._memory_and_plan = (*self._memory, plan_info)
+        upload = self._platform.upload
+        starts = upload(query_start_loc)
+        self._places: tuple[torch.Tensor, ...] = (
+            starts,
+            starts if key_start_loc is query_start_loc else upload(key_start_loc),
+        )
         if pages is not None:
-            self._places += (pages[0], self._platform.upload(pages[1]))
-        overlaps_launches = self._platform.compute_capability >= (9, 0)
-        self._last: tuple[Any, ...] = (
-            None, _CAUSAL, _HEADS_FIRST if pages else _TOKENS_FIRST, window_left, overlaps_launches,
-        )  # fmt: skip
-        if (
-            self.variant == "fa2"
-        ):  # no mask, ALiBi, multi-item scoring or 4-bit scales; then the factors of a RoPE that does not run
-            self._last += (*[None] * 8, shape.soft_cap, shape.scale, 1.0, 1.0, 0)
-        else:  # no multi-item scoring; no scale of the values
-            self._last += (*[None] * 4, shape.soft_cap, shape.scale, 1.0, 0)
+            self._places += (pages[0], upload(pages[1]))
+        layout = _HEADS_FIRST if pages else _TOKENS_FIRST
+        self._options: tuple[Any, ...] = (None, _CAUSAL, layout, window_left, self._overlaps_launches)
+        if self.variant == "fa2":
+            # No mask, ALiBi, multi-item scoring or 4-bit scales; then the factors of a RoPE that does not run.
+            self._options += (*[None] * 8, shape.soft_cap, shape.scale, 1.0, 1.0, 0)
+        else:
+            # No multi-item scoring, and no scale of the values.
+            self._options += (*[None] * 4, shape.soft_cap, shape.scale, 1.0, 0)
         self._copied = self._platform.record_event()
 
     def run(self, q_THE: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_THE: torch.Tensor) -> None:
         """Attend as planned. keys and values: [N, K, P, E] with pages, else [all keys, K, E]."""
-        self._run(*self._first, q_THE, keys, values, *self._places, out_THE, *self._last)
+        assert q_THE.shape[0] == self._num_tokens, "planned for another number of tokens"
+        self._run(*self._memory_and_plan, q_THE, keys, values, *self._places, out_THE, *self._options)

@@ -31,7 +31,7 @@ BACKENDS: Mapping[str, str] = {
 }
 
 
-MODULES_KIND = "attention"  # in the artifact store
+MODULES_KIND = "attention-modules"  # in the artifact store
 
 
 class KernelModules(Protocol):

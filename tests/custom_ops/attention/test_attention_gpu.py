@@ -18,7 +18,7 @@ from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.step import SCALE_BYTES
+from compile_and_serve.custom_ops.step import SCALE_BYTES, AttentionFeature
 from tests.support import attention_cases as cases
 from tests.support.cuda import CUDA, LIMIT, random
 
@@ -41,38 +41,40 @@ def backends() -> list[AttentionBackend]:
     return [TritonAttention(), FlashInferAttention(build=False)]
 
 
-@pytest.fixture(scope="module", params=["fa2", "fa3"])
-def built(request: pytest.FixtureRequest) -> FlashInferAttention:
-    """A backend that runs prompts in this variant; FA2 runs on Hopper too."""
+@pytest.fixture(scope="module", params=[("fa2", False), ("fa3", False), ("fa3", True)], ids=str)
+def built(request: pytest.FixtureRequest) -> tuple[FlashInferAttention, int | None, float]:
+    """A backend that runs prompts in this variant, with its window and soft cap; FA2 runs on Hopper too."""
+    variant, has_window_and_cap = request.param
     backend = FlashInferAttention(build=False)
-    modules = backend.modules(torch.bfloat16, 128, CUDA)
-    if request.param == "fa3" and "fa3" not in modules.variants:
+    features: list[AttentionFeature] = ["window", "soft_cap"] if has_window_and_cap else []
+    modules = backend.modules(torch.bfloat16, 128, CUDA, frozenset(features))
+    if variant not in ("fa2", *modules.variants):
         pytest.skip("FA3 is for Hopper")
-    modules.variants = (request.param,)
-    modules.build(request.param)
-    assert modules.status() == {request.param: "built"}
-    return backend
+    modules.variants = (variant,)
+    modules.build(variant)
+    assert modules.status() == {variant: "built"}
+    return backend, *((37, 1.5) if has_window_and_cap else (None, 0.0))
 
 
 @pytest.mark.slow  # may have to build the modules
 @pytest.mark.parametrize("case", [case for case, batch in cases.BATCHES.items() if max(batch.query_lens) > 1])
 def test_prompts_run_in_flashinfer(
-    case: str, built: FlashInferAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    case: str, built: tuple[FlashInferAttention, int | None, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
+    backend, window, soft_cap = built
     batch, (H, K, E) = cases.BATCHES[case], (32, 8, 128)
-    metadata, num_blocks = cases.make_metadata(batch, built)
+    metadata, num_blocks = cases.make_metadata(batch, backend, window=window)
     to_cuda(metadata)
     q, k, v = random(metadata.num_tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
     cache = random_cache(num_blocks, 2, K, batch.block_size, E, torch.bfloat16)
     outs = []
-    for one in (built, TorchAttention()):
+    for one in (backend, TorchAttention()):
         metadata.backend = one
         one.plan(metadata)
-        with attention_metadata(metadata):
-            outs.append(attention(q, k, v, cache.clone(), E**-0.5))
-    assert built.planned_step is not None
-    [prefill] = built.planned_step.prefills.values()
+        outs.append(one.forward(q, k, v, cache.clone(), E**-0.5, metadata, Scores(soft_cap=soft_cap)))
+    assert backend.planned_step is not None
+    [prefill] = backend.planned_step.prefills.values()
     assert prefill is not None
     assert cases.relative_error(outs[0], outs[1].double()) < LIMIT
 

@@ -201,7 +201,7 @@ def test_windows_and_caps_are_planned_and_choose_their_modules() -> None:
     assert asked == [frozenset(["window", "soft_cap"])]
     assert made.module.planned[0][-1] == 1023  # FlashInfer does not count the token itself
     assert prefill is not None
-    prefill.run(*[torch.empty(0)] * 4)
+    prefill.run(*[torch.empty(FA3_MIN_QUERY_LEN)] * 4)
     [(_, arguments)] = made.module.runs
     assert arguments[-13:] == (None, 1, 0, 1023, False, None, None, None, None, 50.0, SHAPE.scale, 1.0, 0)
 
@@ -233,7 +233,7 @@ def test_a_module_is_called_as_its_version_expects(
     assert all(argument.dtype == torch.int32 for argument in arguments[3:6])
     assert list(arguments[6:]) == [sum(lengths), 2, SHAPE.num_heads, SHAPE.num_kv_heads, *planned]
     assert prefill is not None
-    prefill.run(*[torch.empty(0)] * 4)
+    prefill.run(*[torch.empty(sum(lengths))] * 4)
     [(called, run)] = module.runs
     assert (called, len(run), run[2]) == (kind, num_arguments, [7])
     if kind == "paged":

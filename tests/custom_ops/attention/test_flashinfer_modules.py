@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,8 +96,32 @@ def test_a_module_that_does_not_load_is_said_once(
     modules.path("fa3").touch()
     with caplog.at_level(logging.WARNING, flashinfer_modules.__name__):
         assert [modules.load("fa3"), modules.load("fa3")] == [None, None]
-    assert [message.split("; ")[1] for message in caplog.messages] == ["Triton's kernels stay in use: file too short"]
+    assert caplog.messages == [
+        "FlashInfer's fa3 prefill module could not be loaded and was deleted; Triton's kernels stay in use: file too short"
+    ]
     assert modules.status() == {"fa3": "failed: file too short"}
+    assert not modules.path("fa3").exists()
+
+
+def test_a_step_waits_for_modules_that_are_being_loaded(
+    modules: FlashInferModules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, loaded = threading.Event(), threading.Event(), []
+
+    def load(path: str) -> object:
+        begun.set()
+        assert may_end.wait(60)
+        loaded.append(object())
+        return loaded[-1]
+
+    monkeypatch.setitem(sys.modules, "tvm_ffi", SimpleNamespace(load_module=load))
+    modules.module_dir.mkdir()
+    modules.path("fa3").touch()
+    modules.load_in_background()
+    assert begun.wait(60)
+    threading.Timer(0.05, may_end.set).start()
+    assert modules.load("fa3") is loaded[0]
+    assert len(loaded) == 1
 
 
 @pytest.mark.parametrize(("version", "is_known"), [

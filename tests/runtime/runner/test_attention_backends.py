@@ -153,7 +153,7 @@ def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "there" / "b.so").read_text() == "kernels b"
     assert (other._modules.built, other._modules.num_loads) == ([], 1)
 
-    damaged = next((tmp_path / "artifact" / "attention").glob("*/a.so"))
+    damaged = next((tmp_path / "artifact" / "attention-modules").glob("*/a.so"))
     damaged.write_text("tampered")
     third = BuildingBackend(tmp_path / "elsewhere")
     monkeypatch.setattr(
