@@ -2,7 +2,7 @@
 a prompt's linears whole and in chunks of tokens; decode attention over sequences of differing lengths. JSON lines.
 
 usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,chunks,lengths,long] [--models llama-8b,qwen3-0.6b]
-What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `max_chunk_tokens`.
+What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `bfloat16_chunk_tokens`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -324,32 +325,34 @@ class FlashInferAttention(TritonAttention):
             self._prefills[is_ragged] = FlashInferPrefill(variant, self._workspace, is_ragged=is_ragged)
         prefill = self._prefills[is_ragged]
         assert prefill not in step.prefills.values(), "layers with different heads share one FlashInfer plan"
-        if is_ragged and step.is_fresh:
+        self._plan(prefill, module, shape, step)
+        return prefill
+
+    def _plan(self, prefill: FlashInferPrefill, module: Any, shape: AttentionShape, step: StepPlan) -> None:
+        if prefill.is_ragged and step.is_fresh:
             prefill.plan(module, shape, step.query_start_loc, step.seq_lens, step.query_start_loc)
-            return prefill
+            return
         blocks = -(-step.seq_lens // shape.block_size)
         first_pages = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int32)
+        table = step.metadata.block_table
         # The used entries of the block table, row by row. They are gathered on the device, at positions computed here.
-        columns = step.metadata.block_table.stride(0)
+        columns = table.stride(0)
         rows = np.repeat(np.arange(len(blocks), dtype=np.int64) + step.num_single, blocks)
         page_of_sequence = np.arange(first_pages[-1], dtype=np.int64) - np.repeat(first_pages[:-1], blocks)
         places = rows * columns + page_of_sequence
-        flat_table = step.metadata.block_table.as_strided((step.metadata.block_table.shape[0] * columns,), (1,))
-        if is_ragged:
+        flat_table = table.as_strided((table.shape[0] * columns,), (1,))
+        if prefill.is_ragged:
             starts = np.concatenate([[0], np.cumsum(step.seq_lens)])
             first_tokens = page_of_sequence * shape.block_size
             counts = np.minimum(np.repeat(step.seq_lens, blocks) - first_tokens, shape.block_size)
             pages = torch.from_numpy(np.stack([places, np.repeat(starts[:-1], blocks) + first_tokens, counts]))
-            step.pages_3J = pages.to(device, non_blocking=True)
+            step.pages_3J = pages.to(table.device, non_blocking=True)
             step.pages_3J[0] = flat_table[step.pages_3J[0]]
             prefill.plan(module, shape, step.query_start_loc, step.seq_lens, starts.astype(np.int32))
-            return prefill
-        blocks_J = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
+            return
+        blocks_J = flat_table[torch.from_numpy(places).to(table.device, non_blocking=True)]
         last_page_lens = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
-        prefill.plan(
-            module, shape, step.query_start_loc, step.seq_lens, first_pages, pages=(blocks_J, last_page_lens)
-        )  # fmt: skip
-        return prefill
+        prefill.plan(module, shape, step.query_start_loc, step.seq_lens, first_pages, pages=(blocks_J, last_page_lens))
 
 
 def _expanded_bytes(shape: AttentionShape, step: StepPlan) -> int:

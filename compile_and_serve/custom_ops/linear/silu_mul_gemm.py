@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
-from compile_and_serve.custom_ops.linear.token_chunks import max_chunk_tokens, token_chunks
+from compile_and_serve.custom_ops.linear.token_chunks import bfloat16_chunk_tokens, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
@@ -105,9 +105,9 @@ def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, min_tokens: int
     and range of T. Where `KERNELS` are not built or do not take the operands, it is `SEPARATE`.
     """
     out_TH = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // 2)
-    num_tokens, num_outputs = x_TI.shape[0], weight_OI.shape[0]
-    max_tokens = min(num_tokens, max_chunk_tokens(num_outputs))  # of a chunk, of a prompt up to this length
-    for at in token_chunks(num_tokens, num_outputs):
+    num_tokens, chunk_tokens = x_TI.shape[0], bfloat16_chunk_tokens(weight_OI.numel())
+    max_tokens = min(num_tokens, chunk_tokens)  # of a chunk, of a prompt up to this length
+    for at in token_chunks(num_tokens, chunk_tokens):
         _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], min_tokens, max_tokens)
     return out_TH
 

@@ -18,7 +18,7 @@ from typing import overload
 
 import torch
 
-from compile_and_serve.custom_ops.linear.token_chunks import max_chunk_tokens, token_chunks
+from compile_and_serve.custom_ops.linear.token_chunks import CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, Quantized, dtype_name
@@ -152,8 +152,8 @@ def quantized_linear(
     """
     num_tokens, stored_features = x_TI.shape[0], out_features // 2 if silu_mul else out_features
     x_TI, residual_TO, quantized = _rows(x_TI), _rows(residual_TO), pair_of(quantized_TI, quantized_scale)
-    chunks = token_chunks(num_tokens, out_features) if silu_mul else [slice(0, num_tokens)]
-    max_tokens = min(num_tokens, max_chunk_tokens(out_features)) if silu_mul else num_tokens
+    chunks = token_chunks(num_tokens, CHUNK_TOKENS) if silu_mul else [slice(0, num_tokens)]
+    max_tokens = min(num_tokens, CHUNK_TOKENS) if silu_mul else num_tokens
 
     def run(at: slice, out_TO: torch.Tensor | None = None) -> torch.Tensor:
         linear = QuantizedLinear(

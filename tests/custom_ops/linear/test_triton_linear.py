@@ -10,9 +10,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from compile_and_serve.custom_ops.linear import token_chunks as token_chunks_module
-from compile_and_serve.custom_ops.linear import triton_linear
-from compile_and_serve.custom_ops.linear.token_chunks import max_chunk_tokens, token_chunks
+from compile_and_serve.custom_ops.linear import silu_mul_gemm, triton_linear
+from compile_and_serve.custom_ops.linear.token_chunks import bfloat16_chunk_tokens, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear, takes_few_outputs
 from compile_and_serve.custom_ops.linear.triton_linear_configs import SmallBatchConfig
@@ -136,10 +135,9 @@ def test_norms_and_activation() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2047, 2048, 2049, 4096, 6145, 14337, 16384, 16385])
-@pytest.mark.parametrize(("num_outputs", "most"), [(28672, 2048), (19456, 8192)])
-def test_chunks_hold_every_token_once(num_tokens: int, num_outputs: int, most: int) -> None:
-    chunks = token_chunks(num_tokens, num_outputs)
-    assert max_chunk_tokens(num_outputs) == most
+@pytest.mark.parametrize("most", [2048, 8192])
+def test_chunks_hold_every_token_once(num_tokens: int, most: int) -> None:
+    chunks = token_chunks(num_tokens, most)
     assert [token for at in chunks for token in range(num_tokens)[at]] == list(range(num_tokens))
     assert len(chunks) == -(-num_tokens // most)
     assert all(at.stop - at.start <= most for at in chunks)
@@ -149,9 +147,16 @@ def test_chunks_hold_every_token_once(num_tokens: int, num_outputs: int, most: i
     )  # four units, of the last of which one token
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "most"), [(4096, 28672, 2048), (4096, 14336, 2048), (2560, 19456, 8192), (1024, 6144, 8192)]
+)
+def test_small_products_run_in_larger_chunks(inputs: int, outputs: int, most: int) -> None:
+    assert bfloat16_chunk_tokens(inputs * outputs) == most
+
+
 @pytest.mark.parametrize("num_tokens", [0, 70, 150])
 def test_silu_mul_of_a_long_prompt_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_chunks_module, "max_chunk_tokens", lambda num_outputs: 64)
+    monkeypatch.setattr(silu_mul_gemm, "bfloat16_chunk_tokens", lambda num_values: 64)
     x, weight, residual = torch.randn(num_tokens, 40)[:, :32], torch.randn(48, 32), torch.randn(num_tokens, 24)
     gate, up = F.linear(x.double(), weight.double()).chunk(2, -1)
     y = fused_linear(x, weight, 48, silu_mul=True, residual_TO=residual)

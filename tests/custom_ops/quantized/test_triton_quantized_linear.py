@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from compile_and_serve.custom_ops.linear import token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.quantization import (
     block_scales,
@@ -233,5 +232,5 @@ def test_silu_mul_of_a_long_prompt_in_chunks(
         a["quantized_TI"], a["quantized_scale"] = linear_of(a).operand()
     at_once = quantized_linear(**a)  # type: ignore[arg-type]
     assert relative_error(at_once, reference(a)) < 1e-2
-    monkeypatch.setattr(token_chunks, "max_chunk_tokens", lambda num_outputs: 20)
+    monkeypatch.setattr(quantized_linear_cuda, "CHUNK_TOKENS", 20)
     assert torch.equal(quantized_linear(**a), at_once)  # type: ignore[arg-type]
