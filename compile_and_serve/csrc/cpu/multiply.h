@@ -69,6 +69,12 @@ __attribute__((noinline)) void multiply(
     });
     const typename D::W *w[kBlocks], *prefetched[kBlocks];
     unrolled<kBlocks>([&](auto b) CAS_INLINE { w[b] = weights[b]; });
+    // One address for every four rows: x86 adds one, two or three row_bytes in the load. With an address per row, GCC runs out of
+    // general registers and moves some through vector registers in every pass.
+    constexpr int kAddresses = (kRows + 3) / 4;
+    const char* addresses[kAddresses];
+    const int64_t row_bytes = x_stride * sizeof(typename D::X);
+    unrolled<kAddresses>([&](auto i) CAS_INLINE { addresses[i] = reinterpret_cast<const char*>(x) + 4 * i * row_bytes; });
     int64_t g = 0;
     for (int part = 0; part < (kMode == kPrefetch ? 2 : 1); ++part) {
         int64_t end = groups, step = 0;
@@ -84,8 +90,12 @@ __attribute__((noinline)) void multiply(
                 if constexpr (kMode == kPrefetch) __builtin_prefetch(prefetched[b] + g * step, 0, kToL2);
             });
             unrolled<kRows>([&](auto r) CAS_INLINE {
-                const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
+                const auto lane = load_raw<typename D::Lane>(addresses[r / 4] + r % 4 * row_bytes);
                 unrolled<kBlocks>([&](auto b) CAS_INLINE { sums[r][b] = D::add(sums[r][b], vectors[b], lane); });
+            });
+            unrolled<kAddresses>([&](auto i) CAS_INLINE {
+                addresses[i] += sizeof(typename D::Lane);
+                asm("" : "+r"(addresses[i]));  // or GCC makes them an address per row again
             });
         }
     }
