@@ -92,7 +92,7 @@ def linear_functions(dtype: torch.dtype, tokens: int) -> dict[str, tuple[Callabl
 
 
 def in_huge_pages(prepared: list[Any]) -> list[Any]:
-    """Copies of the tensors in one block of memory, as a compiled model keeps its weights."""
+    """Copies of the tensors in one block of memory, as an engine keeps its weights and its KV cache."""
     flat, structure = tree_flatten(prepared)
     arena = WeightArena({str(i): TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for i, t in enumerate(flat)}, CPU)
     return tree_unflatten([arena.tensor(str(i)).copy_(t) for i, t in enumerate(flat)], structure)
@@ -153,7 +153,9 @@ def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len
     """`rope_attention` of all layers, against `scaled_dot_product_attention` alone on contiguous keys and values."""
     tokens = num_seqs * query_len
     blocks = num_seqs * -(-seq_len // BLOCK_SIZE)
-    caches = [torch.randn(blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
+    caches = in_huge_pages(
+        [torch.randn(blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
+    )
     qkv = torch.randn(tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).to(dtype)
     angle = torch.rand(tokens, HEAD_DIM)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
