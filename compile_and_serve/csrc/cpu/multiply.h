@@ -22,9 +22,6 @@ constexpr int kMaxRows = 6, kMaxRowsTwo = 2, kMaxRowsFour = 0;
 constexpr int kMaxRows = 3, kMaxRowsTwo = 1, kMaxRowsFour = 0;
 #endif
 
-// Prefetch to the L2 cache. L1 supports few outstanding misses, and each would wait for the memory.
-constexpr int kToL2 = 2;
-
 // Addresses to prefetch during a product: in group g, block b prefetches first[b] + g * step before group `turn`, and
 // second[b] + (g - turn) * step from there on.
 template <class T>
@@ -60,6 +57,7 @@ __attribute__((noinline)) void multiply(
 ) {
     using D = Dot<T>;
     constexpr int kVector = D::kInputs * kLanes;
+    static_assert(sizeof(typename D::Lane) == D::kInputs * sizeof(typename D::X));
     typename D::Sums sums[kRows][kBlocks];
     unrolled<kRows>([&](auto r) CAS_INLINE {
         unrolled<kBlocks>([&](auto b) CAS_INLINE {
@@ -69,8 +67,8 @@ __attribute__((noinline)) void multiply(
     });
     const typename D::W *w[kBlocks], *prefetched[kBlocks];
     unrolled<kBlocks>([&](auto b) CAS_INLINE { w[b] = weights[b]; });
-    // One address for every four rows: x86 adds one, two or three row_bytes in the load. With an address per row, GCC runs out of
-    // general registers and moves some through vector registers in every pass.
+    // One address for every four rows: an x86 load adds one or two row_bytes, and three from one more register. With an address per
+    // row, GCC runs out of general registers and moves some through vector registers in every pass.
     constexpr int kAddresses = (kRows + 3) / 4;
     const char* addresses[kAddresses];
     const int64_t row_bytes = x_stride * sizeof(typename D::X);

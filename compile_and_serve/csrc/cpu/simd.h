@@ -11,13 +11,15 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Prefetch to the L2 cache. L1 supports few outstanding misses: later loads wait behind prefetches to it.
-// GCC removes loops whose only effect is __builtin_prefetch, but it must keep an asm statement.
+// Prefetch to the L2 cache. L1 supports few outstanding misses, and each would wait for the memory.
+constexpr int kToL2 = 2;
+
+// Prefetches to the L2 cache. GCC removes loops whose only effect is __builtin_prefetch, but it must keep an asm statement.
 inline void prefetch(const void* address) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address)));
 #else
-    __builtin_prefetch(address, 0, 2);
+    __builtin_prefetch(address, 0, kToL2);
 #endif
 }
 
