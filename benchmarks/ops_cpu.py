@@ -165,7 +165,9 @@ def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len
             rope_attention(qkv, cos, sin, cache, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM**-0.5)
 
     q = torch.randn(num_seqs, NUM_HEADS, query_len, HEAD_DIM).to(dtype)
-    dense = [torch.randn(2, num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
+    dense = in_huge_pages(
+        [torch.randn(2, num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
+    )
 
     def contiguous() -> None:
         for k, v in dense:

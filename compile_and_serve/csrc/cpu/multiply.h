@@ -67,8 +67,8 @@ __attribute__((noinline)) void multiply(
     });
     const typename D::W *w[kBlocks], *prefetched[kBlocks];
     unrolled<kBlocks>([&](auto b) CAS_INLINE { w[b] = weights[b]; });
-    // One address for every four rows: an x86 load adds one or two row_bytes, and three from one more register. With an address per
-    // row, GCC runs out of general registers and moves some through vector registers in every pass.
+    // One address for every four rows. An x86 load adds 0, 1 or 2 times row_bytes to it, or 3 times row_bytes from one more register.
+    // With an address per row, GCC runs out of general registers and moves some through vector registers in every pass.
     constexpr int kAddresses = (kRows + 3) / 4;
     const char* addresses[kAddresses];
     const int64_t row_bytes = x_stride * sizeof(typename D::X);
