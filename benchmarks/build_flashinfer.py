@@ -26,21 +26,14 @@ def main() -> None:
     parser.add_argument("--soft-cap", action="store_true", help="of layers that cap their scores")
     parser.add_argument("--import", dest="source", type=Path, help="folder with modules built before")
     args = parser.parse_args()
-    modules = FlashInferModules(
-        torch.bfloat16, args.head_dim, torch.device("cuda"), has_window=args.window, has_cap=args.soft_cap
-    )
+    modules = FlashInferModules(torch.bfloat16, args.head_dim, torch.device("cuda"), has_window=args.window, has_cap=args.soft_cap)
     if args.source:
         modules.import_from(args.source)
     started = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         list(pool.map(modules.build, modules.variants))
     written = modules.export_to(args.out) if args.out else []
-    emit(
-        work="flashinfer_modules",
-        seconds=round(time.perf_counter() - started, 1),
-        written=[p.name for p in written],
-        **modules.status(),
-    )
+    emit(work="flashinfer_modules", seconds=round(time.perf_counter() - started, 1), written=[p.name for p in written], **modules.status())
 
 
 if __name__ == "__main__":

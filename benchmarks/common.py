@@ -15,9 +15,8 @@ def commit() -> str:
     if named := os.environ.get("BENCHMARK_COMMIT"):
         return named
     described = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+    )
     return described.stdout.strip() or "unknown"
 
 

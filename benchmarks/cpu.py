@@ -48,15 +48,18 @@ from compile_and_serve.runtime.quantize.source import write_weights
 
 WORKER = Path(__file__).with_name("cpu_engines.py")
 ENGINES = [
-    "compile-and-serve", "compile-and-serve:as-is", "compile-and-serve:int8-weight-only", "compile-and-serve:int8",
-    "transformers", "llama.cpp", "llama.cpp:as-is",
-]  # fmt: skip
+    "compile-and-serve",
+    "compile-and-serve:as-is",
+    "compile-and-serve:int8-weight-only",
+    "compile-and-serve:int8",
+    "transformers",
+    "llama.cpp",
+    "llama.cpp:as-is",
+]
 CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
 
 
-def make_cases(
-    vocab_size: int, names: list[str], prompt_tokens: int | None = None, new_tokens: int | None = None
-) -> list[dict[str, Any]]:
+def make_cases(vocab_size: int, names: list[str], prompt_tokens: int | None = None, new_tokens: int | None = None) -> list[dict[str, Any]]:
     """Random prompts, the same for every engine. prompt_tokens, new_tokens: of decodes, instead of those in `CASES`."""
     generator = random.Random(0)
     cases = []
@@ -119,9 +122,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--beside", help="one of the engines, that the others are compared with")
     parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; by default both")
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="of activations, for compile-and-serve: bfloat16, float32 or auto"
-    )
+    parser.add_argument("--dtype", default="bfloat16", help="of activations, for compile-and-serve: bfloat16, float32 or auto")
     parser.add_argument("--prompt-tokens", type=int, help="of decodes")
     parser.add_argument("--new-tokens", type=int, help="of decodes")
     parser.add_argument("--llama-python", default=sys.executable)
@@ -198,9 +199,8 @@ class Worker:
             variables.append(f"LD_PRELOAD={intel_openmp}")  # vLLM's manual advises this; it is faster
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            ["env", *variables, python, str(WORKER)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-        )  # fmt: skip
+            ["env", *variables, python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
         about = self._ask(job)
         self.version = about.pop("version", None)
         self.memory = about

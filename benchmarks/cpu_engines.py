@@ -44,10 +44,15 @@ class Ours:
         quantization = job["quantization"]
         config = make_engine_config(
             job["folder"] if quantization is None else job["model"],
-            dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
-            enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",
+            dtype=job["dtype"],
+            num_threads=job["threads"],
+            max_model_len=1024,
+            max_num_seqs=16,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            device="cpu",
             quantization=None if quantization == "as-is" else quantization,
-        )  # fmt: skip
+        )
         self.engine = SyncEngine(config)
         report, width = self.engine.info.compile_report, read_config(config.model.path)
         head = width.get("head_dim") or width["hidden_size"] // width["num_attention_heads"]
@@ -75,16 +80,12 @@ class Transformers:
         self.memory: dict[str, int] = {}
         torch.set_num_threads(job["threads"])
         self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            job["folder"], dtype=getattr(torch, job["dtype"])
-        )
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(job["folder"], dtype=getattr(torch, job["dtype"]))
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         ids = self.torch.tensor(prompts)
         mask = self.torch.ones_like(ids)
-        out = self.model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
-        )
+        out = self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
         assert out.shape[1] == ids.shape[1] + new
 
 
@@ -111,10 +112,7 @@ class LlamaCpp:
         # Keys and values are float16 by default.
         layers, heads = llama_cpp.llama_model_n_layer(self.model), llama_cpp.llama_model_n_head(self.model)
         width = llama_cpp.llama_model_n_embd(self.model) // heads * llama_cpp.llama_model_n_head_kv(self.model)
-        self.memory = {
-            "weight_bytes": llama_cpp.llama_model_size(self.model),
-            "kv_bytes_per_token": 2 * 2 * layers * width,
-        }
+        self.memory = {"weight_bytes": llama_cpp.llama_model_size(self.model), "kv_bytes_per_token": 2 * 2 * layers * width}
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
@@ -148,19 +146,20 @@ class Vllm:
     def __init__(self, job: dict[str, Any]) -> None:
         import os
 
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
         import vllm
 
         self.version, self.vllm = vllm.__version__, vllm
         self.memory: dict[str, int] = {}
         self.llm = vllm.LLM(
-            job["folder"], dtype=job["dtype"], max_model_len=1024, max_num_seqs=16, enable_prefix_caching=False,
-            skip_tokenizer_init=True, disable_log_stats=True,
-        )  # fmt: skip
+            job["folder"],
+            dtype=job["dtype"],
+            max_model_len=1024,
+            max_num_seqs=16,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         params = self.vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)

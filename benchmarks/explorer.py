@@ -57,9 +57,7 @@ def main() -> None:
             for load in range(arguments.loads):
                 driver.get(f"{page.as_uri()}?load={load}#graph")
                 paint = WebDriverWait(driver, 10, poll_frequency=0.02).until(lambda d: d.execute_script(FIRST_PAINT))
-                done = driver.execute_script(
-                    "return performance.timing.loadEventEnd - performance.timing.navigationStart"
-                )
+                done = driver.execute_script("return performance.timing.loadEventEnd - performance.timing.navigationStart")
                 nodes = len(driver.find_elements("css selector", "#canvas .node"))
                 row = {"layers": arguments.layers, "page_bytes": page.stat().st_size, "nodes_drawn": nodes}
                 row |= {"first_contentful_paint_ms": paint, "loaded_ms": done}

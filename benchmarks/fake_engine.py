@@ -46,9 +46,8 @@ def main() -> NoReturn:
         socket.connect(address)
     decoder, encode = msgspec.msgpack.Decoder(ToEngine), msgspec.msgpack.encode
     info = EngineInfo(
-        max_model_len=4096, vocab_size=49152, num_kv_blocks=1 << 20, block_size=16, dtype="float32", device="fake",
-        max_running=4096,
-    )  # fmt: skip
+        max_model_len=4096, vocab_size=49152, num_kv_blocks=1 << 20, block_size=16, dtype="float32", device="fake", max_running=4096
+    )
     outputs.send(encode(EngineReady(info=info)))
     HeartbeatSender(context, bootstrap.output_address).start()
     step_seconds = float(os.environ[STEP_MS]) / 1000

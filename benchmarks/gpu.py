@@ -99,37 +99,41 @@ class Bench:
         first_token = seconds_since_process_start()
         if "startup" in args.work:
             self.emit(
-                work="startup", import_s=round(imported - started, 2), init_s=round(ready - imported, 2),
-                first_token_s=round(first_token, 2), stages=stages, report=self.llm.info.compile_report,
-            )  # fmt: skip
+                work="startup",
+                import_s=round(imported - started, 2),
+                init_s=round(ready - imported, 2),
+                first_token_s=round(first_token, 2),
+                stages=stages,
+                report=self.llm.info.compile_report,
+            )
 
     def emit(self, **row: Any) -> None:
         from benchmarks.gpu_timing import environment
 
         row = {
-            "engine": "compile-and-serve", "model": self.args.model.name, "quant": self.args.quantization,
-            "kv_cache_dtype": self.args.kv_cache_dtype, "eager": self.args.eager, "tp": self.args.tp,
-            "label": self.args.label, **row, **environment(),
-        }  # fmt: skip
+            "engine": "compile-and-serve",
+            "model": self.args.model.name,
+            "quant": self.args.quantization,
+            "kv_cache_dtype": self.args.kv_cache_dtype,
+            "eager": self.args.eager,
+            "tp": self.args.tp,
+            "label": self.args.label,
+            **row,
+            **environment(),
+        }
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
     def prompts(self, count: int, shortest: int, longest: int | None = None) -> list[Any]:
         rng = self.rng
         return [
-            {
-                "prompt_token_ids": [
-                    rng.randrange(100, self.vocab - 1000) for _ in range(rng.randint(shortest, longest or shortest))
-                ]
-            }
+            {"prompt_token_ids": [rng.randrange(100, self.vocab - 1000) for _ in range(rng.randint(shortest, longest or shortest))]}
             for _ in range(count)
         ]
 
     def generate(self, prompts: list[Any], new_tokens: list[int]) -> tuple[float, int]:
         """→ seconds, output tokens."""
-        params = [
-            self.make_params(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for n in new_tokens
-        ]
+        params = [self.make_params(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for n in new_tokens]
         started = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -228,10 +232,15 @@ class Bench:
             seconds, output_tokens = self.generate(prompts, new_tokens)
         all_tokens = output_tokens + sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
         self.emit(
-            work="mixed", n=count, s=round(seconds, 3), out_tok_s=round(output_tokens / seconds, 1),
-            total_tok_s=round(all_tokens / seconds, 1), req_s=round(count / seconds, 2),
-            with_prompts=times and times.of_prompts(), decodes=times and times.by_batch(),
-        )  # fmt: skip
+            work="mixed",
+            n=count,
+            s=round(seconds, 3),
+            out_tok_s=round(output_tokens / seconds, 1),
+            total_tok_s=round(all_tokens / seconds, 1),
+            req_s=round(count / seconds, 2),
+            with_prompts=times and times.of_prompts(),
+            decodes=times and times.by_batch(),
+        )
 
     def load(self) -> None:
         prompts, new_tokens = self.mixed_load(128 if self.args.quick else 512)
@@ -239,10 +248,7 @@ class Bench:
         for nth in range(1, 4):
             seconds, _ = self.generate(prompts, new_tokens)
             graphs = None if self.worker is None else self.worker._graphs.report()
-            self.emit(
-                work="load", nth=nth, n=len(prompts), s=round(seconds, 3), total_tok_s=round(num_tokens / seconds, 1),
-                graphs=graphs,
-            )  # fmt: skip
+            self.emit(work="load", nth=nth, n=len(prompts), s=round(seconds, 3), total_tok_s=round(num_tokens / seconds, 1), graphs=graphs)
 
     def long(self) -> None:
         from benchmarks.gpu_timing import StepTimes
@@ -253,9 +259,14 @@ class Bench:
         with StepTimes(self.executor) as times:
             many = self.generate(self.prompts(count, context), [new + 1] * count)[0]
         self.emit(
-            work="long", n=count, prompt=context, s=round(many, 3), prompt_tok_s=round(count * context / one, 1),
-            total_tok_s=round(count * (context + new + 1) / many, 1), **times.of_decodes(count),
-        )  # fmt: skip
+            work="long",
+            n=count,
+            prompt=context,
+            s=round(many, 3),
+            prompt_tok_s=round(count * context / one, 1),
+            total_tok_s=round(count * (context + new + 1) / many, 1),
+            **times.of_decodes(count),
+        )
 
     def contexts(self) -> None:
         from benchmarks.gpu_timing import StepTimes
@@ -276,9 +287,12 @@ class Bench:
                     self.generate(self.prompts(batch, context), [new] * batch)
                 seconds, num_bytes = times.decode_seconds(batch), self.decode_bytes(batch, context)
                 row = {
-                    "context": context, "batch": batch, "step_ms": round(seconds * 1e3, 3),
-                    "read_gb": round(num_bytes / 1e9, 6), "bandwidth": round(num_bytes / seconds / device, 3),
-                }  # fmt: skip
+                    "context": context,
+                    "batch": batch,
+                    "step_ms": round(seconds * 1e3, 3),
+                    "read_gb": round(num_bytes / 1e9, 6),
+                    "bandwidth": round(num_bytes / seconds / device, 3),
+                }
                 rows.append(row)
                 self.emit(work="contexts", **row, device_gb_s=round(device / 1e9, 1), **times.of_decodes(batch))
         print("| context | batch | step, ms | read, GB | share of bandwidth |\n|---:|---:|---:|---:|---:|")
@@ -288,19 +302,13 @@ class Bench:
     def decode_bytes(self, batch: int, context: int) -> int:
         """The bytes that a decode step of a dense model must read: weights, and the keys and values of `context` tokens per sequence."""
         worker, spec = self.worker, self.worker._spec
-        storages = {
-            storage.data_ptr(): storage for storage in (t.untyped_storage() for t in worker.model.weight_memory())
-        }
+        storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in worker.model.weight_memory())}
         weights = sum(storage.nbytes() for storage in storages.values())
-        if "lm_head.weight" in dict(
-            spec.module.named_parameters()
-        ):  # a head that shares the embedding is not named twice
+        if "lm_head.weight" in dict(spec.module.named_parameters()):  # a head that shares the embedding is not named twice
             text = spec.config.get("text_config") or spec.config
             weights -= spec.vocab_size * text["hidden_size"] * worker._dtype.itemsize
         return weights + batch * sum(
-            group.bytes_per_token(worker._cache_dtype) * min(context, group.window or context)
-            for group in spec.state
-            if group.paged
+            group.bytes_per_token(worker._cache_dtype) * min(context, group.window or context) for group in spec.state if group.paged
         )
 
     def samples(self) -> None:
@@ -311,15 +319,7 @@ class Bench:
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - started
             num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-            self.emit(
-                work="samples",
-                nth=nth,
-                prompts=16,
-                prompt=2000,
-                n=8,
-                s=round(seconds, 3),
-                out_tok_s=round(num_tokens / seconds, 1),
-            )
+            self.emit(work="samples", nth=nth, prompts=16, prompt=2000, n=8, s=round(seconds, 3), out_tok_s=round(num_tokens / seconds, 1))
 
     def profile(self) -> None:
         from benchmarks.gpu_timing import StepTimes, kernels_of
@@ -350,12 +350,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto, fp8 or int8")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")
-    parser.add_argument(
-        "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256]
-    )
-    parser.add_argument(
-        "--contexts", type=lambda text: [int(part) for part in text.split(",")], default=[4096, 16384, 65536, 130000]
-    )
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=[4096, 16384, 65536, 130000])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--label", default="")
@@ -366,9 +362,7 @@ def main() -> None:
     parser.add_argument("--num-kv-blocks", type=int)
     parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
     parser.add_argument("--attention-backend")
-    parser.add_argument(
-        "--force-pass", action="append", default=[], help="like the server's flag (also give a --label)"
-    )
+    parser.add_argument("--force-pass", action="append", default=[], help="like the server's flag (also give a --label)")
     args = parser.parse_args()
     if unknown := set(args.work) - set(WORKS):
         parser.error(f"--work accepts {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")

@@ -152,14 +152,8 @@ class StepTimes:
 
         If launching a step takes the host longer than the device needs, the host's time is included.
         """
-        steps = [
-            (tokens, end.seconds_since(begin) * 1e3)
-            for tokens, requests, begin, end, _ in self._steps
-            if tokens > requests
-        ]
-        return {
-            "steps": len(steps), "tokens": sum(tokens for tokens, _ in steps), "ms": round(sum(ms for _, ms in steps), 1),
-        }  # fmt: skip
+        steps = [(tokens, end.seconds_since(begin) * 1e3) for tokens, requests, begin, end, _ in self._steps if tokens > requests]
+        return {"steps": len(steps), "tokens": sum(tokens for tokens, _ in steps), "ms": round(sum(ms for _, ms in steps), 1)}
 
 
 def time_ms(fn: Callable[[], Any], budget_ms: float = 60.0) -> float:

@@ -93,10 +93,7 @@ class XGrammar:
         names = tokenizer.backend.get_vocab(with_added_tokens=True)
         tokens = sorted(names, key=lambda name: names[name])
         info = xgrammar.TokenizerInfo(
-            tokens,
-            xgrammar.VocabType.BYTE_LEVEL,
-            vocab_size=tokenizer.vocab_size,
-            stop_token_ids=tokenizer.eos_token_ids,
+            tokens, xgrammar.VocabType.BYTE_LEVEL, vocab_size=tokenizer.vocab_size, stop_token_ids=tokenizer.eos_token_ids
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
@@ -229,9 +226,7 @@ def main() -> None:
     parser.add_argument("--walks", type=int, default=3)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--libraries", default="llguidance,xgrammar")
-    parser.add_argument(
-        "--verbose", action="store_true", help="also a line for each schema that is not fully supported"
-    )
+    parser.add_argument("--verbose", action="store_true", help="also a line for each schema that is not fully supported")
     options = parser.parse_args()
     tokenizer = load_tokenizer(resolve_model(options.model))
     closing = {tokenizer.backend.encode(text, add_special_tokens=False).ids[0] for text in CLOSING}
@@ -258,11 +253,7 @@ def main() -> None:
                 stalls.append(result["stall"])
                 masks += result["masks"]
             if options.verbose and (result.keys() & {"refused", "failed"} or result["invalid"]):
-                print(
-                    json.dumps(
-                        {"library": kind.package, "schema": name} | {k: v for k, v in result.items() if k != "masks"}
-                    )
-                )
+                print(json.dumps({"library": kind.package, "schema": name} | {k: v for k, v in result.items() if k != "masks"}))
         masks.sort()
         compiles.sort()
         line = {

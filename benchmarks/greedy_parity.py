@@ -42,9 +42,7 @@ def main() -> None:
     story = "".join(STORY.format(number, number * 7 % 60) for number in range(1, 60))
     ids = tokenizer(story)["input_ids"]
     prompts = [tokenizer(start)["input_ids"] for start in STARTS] + [ids[:300], ids[:700], ids[:1500]]
-    llm = LLM(
-        str(args.model), dtype="float32", max_model_len=2048, max_num_batched_tokens=512, enforce_eager=args.eager
-    )
+    llm = LLM(str(args.model), dtype="float32", max_model_len=2048, max_num_batched_tokens=512, enforce_eager=args.eager)
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     llm.shutdown()
@@ -55,9 +53,7 @@ def main() -> None:
         ours = list(output.outputs[0].token_ids)
         tensor = torch.tensor([prompt])
         with torch.no_grad():
-            whole = model.generate(
-                tensor, attention_mask=torch.ones_like(tensor), do_sample=False, max_new_tokens=args.tokens
-            )[0]
+            whole = model.generate(tensor, attention_mask=torch.ones_like(tensor), do_sample=False, max_new_tokens=args.tokens)[0]
             theirs = whole[len(prompt) :].tolist()
             row = {"prompt_tokens": len(prompt), "tokens": len(ours), "equal": ours == theirs}
             if ours != theirs:

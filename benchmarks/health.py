@@ -39,9 +39,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64, help="of each stream")
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="for which the idle server and each body are measured"
-    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which the idle server and each body are measured")
     parser.add_argument("options", nargs="*", help="of serve, after --")
     arguments = parser.parse_args()
     options = ["--port", "0", "--max-body-size", f"{BODY // MiB}MiB", "--max-num-seqs", str(arguments.streams)]
@@ -66,10 +64,7 @@ def main() -> None:
                 while time.monotonic() < end:
                     headers = {"Content-Type": "application/json"}
                     statuses.add(httpx.post(server.url + path, content=body, headers=headers, timeout=120).status_code)
-            print(
-                json.dumps({"health": f"body of {name}", "answers": sorted(statuses), **probe.figures, **where}),
-                flush=True,
-            )
+            print(json.dumps({"health": f"body of {name}", "answers": sorted(statuses), **probe.figures, **where}), flush=True)
     finally:
         server.stop()
 

@@ -76,9 +76,7 @@ def loading(llm: LLM, sequences: int, adapters: Sequence[LoRARequest | None]) ->
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         key = None if lora is None else f"lora {lora.lora_int_id}"
         prompt = [token] * PROMPT_TOKENS
-        core.add_request(
-            EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params, prefix_key=key, lora=lora)
-        )
+        core.add_request(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params, prefix_key=key, lora=lora))
 
     def join(adapter: LoRARequest | None) -> list[float]:
         """Seconds of the steps until a request with the adapter has ended."""
@@ -107,10 +105,14 @@ def loading(llm: LLM, sequences: int, adapters: Sequence[LoRARequest | None]) ->
         core.step()
     median, longest = statistics.median(steps), max(steps)
     return {
-        "steps": len(steps), "median_ms": round(1e3 * median, 3), "longest_ms": round(1e3 * longest, 3),
-        "longest_to_median": round(longest / median, 2), "captured": captured, "compiled": compiled,
+        "steps": len(steps),
+        "median_ms": round(1e3 * median, 3),
+        "longest_ms": round(1e3 * longest, 3),
+        "longest_to_median": round(longest / median, 2),
+        "captured": captured,
+        "compiled": compiled,
         "builds": core.stats().to_come.get("builds", 0),
-    }  # fmt: skip
+    }
 
 
 def _captured(llm: LLM) -> int:
@@ -144,9 +146,12 @@ def main() -> None:
     if args.loading and most_sequences < 2:
         parser.error("--loading needs a case of 2 or more sequences: one joins the others.")
     options: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048, "max_num_seqs": most_sequences,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_seqs": most_sequences,
         "device": args.device,
-    }  # fmt: skip
+    }
     counts = sorted({sequences for sequences, _ in cases})
     with LLM(args.model, **options) as llm:
         base = {count: step_ms(llm, count, [None], args.tokens, args.rounds) for count in counts}
@@ -165,9 +170,10 @@ def main() -> None:
             targets = llm.engine.core.adapters.targets
             assert targets is not None
             linears = {
-                module: one for module, (one, *_) in targets.items()
+                module: one
+                for module, (one, *_) in targets.items()
                 if not (module.endswith("lm_head") or one.is_embedding or one.num_experts)
-            }  # fmt: skip
+            }
             write_adapter(Path(folder) / "adapter", linears, args.rank)
 
             def adapters(count: int, first: int = 1) -> list[LoRARequest | None]:
@@ -180,11 +186,7 @@ def main() -> None:
                 report(f"{num_adapters} adapters", sequences, ms)
             if args.loading:
                 new = adapters(1 + args.loading, first=1000)
-                for case, joining in (
-                    ("loading", new),
-                    ("loaded", new[-1:] * len(new)),
-                    ("base joins", [None] * len(new)),
-                ):
+                for case, joining in (("loading", new), ("loaded", new[-1:] * len(new)), ("base joins", [None] * len(new))):
                     facts = {"model": args.model, "rank": args.rank, "device": device, **environment()}
                     steps = loading(llm, most_sequences, joining)
                     print(json.dumps({"case": case, "sequences": most_sequences, **steps} | facts), flush=True)

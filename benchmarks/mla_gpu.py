@@ -27,32 +27,15 @@ from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_torch import torch_mla
 from compile_and_serve.custom_ops.attention.mla_triton import StepParts
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.attention.triton_mla_decode import (
-    absorbed_attention,
-    decode_config,
-    multiply_heads,
-    write_latents,
-)
+from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention, decode_config, multiply_heads, write_latents
 from compile_and_serve.custom_ops.attention.triton_mla_prefill import materialized_attention
 from compile_and_serve.custom_ops.triton_common import num_sms
 
 NOPE, ROPE, VALUE, LATENT, PAGE = 128, 64, 128, 512, 16
 SCALE = (NOPE + ROPE) ** -0.5
 DECODES = ((1, 256), (1, 8192), (8, 1024), (64, 256), (64, 4096), (128, 768), (256, 512))  # (sequences, tokens of each)
-PROMPTS = (
-    (1, 1024, 1024),
-    (4, 4096, 4096),
-    (30, 544, 544),
-    (1, 2048, 32768),
-)  # (prompts, their tokens, with the cached ones)
-DECODE_CONFIGS = (
-    (16, 32, 3, 4),
-    (16, 32, 4, 4),
-    (16, 64, 3, 8),
-    (16, 64, 4, 8),
-    (16, 64, 3, 4),
-    (16, 128, 3, 8),
-)  # without the splits
+PROMPTS = ((1, 1024, 1024), (4, 4096, 4096), (30, 544, 544), (1, 2048, 32768))  # (prompts, their tokens, with the cached ones)
+DECODE_CONFIGS = ((16, 32, 3, 4), (16, 32, 4, 4), (16, 64, 3, 8), (16, 64, 4, 8), (16, 64, 3, 4), (16, 128, 3, 8))  # without the splits
 PREFILL_CONFIGS = ((128, 64, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 64, 2, 4), (128, 32, 4, 8))
 TOLERANCE = 2e-2  # relative, of bfloat16 results
 
@@ -89,9 +72,14 @@ def make_inputs(num_tokens: int, num_pages: int, heads: int) -> list[Any]:
     q_THE = merged[:, : heads * (NOPE + ROPE)].view(num_tokens, heads, NOPE + ROPE)
     angles = torch.rand(num_tokens, ROPE // 2, device="cuda").repeat(1, 2) * 6
     return [
-        q_THE, merged[:, heads * (NOPE + ROPE) :], normal(LATENT), angles.cos().bfloat16(), angles.sin().bfloat16(),
-        normal(heads * (NOPE + VALUE), LATENT, std=LATENT**-0.5), normal(num_pages, PAGE, LATENT + ROPE),
-    ]  # fmt: skip
+        q_THE,
+        merged[:, heads * (NOPE + ROPE) :],
+        normal(LATENT),
+        angles.cos().bfloat16(),
+        angles.sin().bfloat16(),
+        normal(heads * (NOPE + VALUE), LATENT, std=LATENT**-0.5),
+        normal(num_pages, PAGE, LATENT + ROPE),
+    ]
 
 
 def operands_of(inputs: list[Any]) -> LatentOperands:
@@ -119,19 +107,11 @@ def decode(heads: int, emit: Callable[..., None]) -> None:
             emit(**common, what=what, **row, us=round(replay_ms(capture(work)) * 1e3, 2))
 
         backend: Any = metadata.backend
-        timed(
-            "op",
-            lambda: backend.mla_forward(operands_of(inputs), metadata),
-            relative_error=check(inputs, metadata),
-        )
+        timed("op", lambda: backend.mla_forward(operands_of(inputs), metadata), relative_error=check(inputs, metadata))
         q_THE, kv_a, norm, cos, sin, kv_b, cache = inputs
         timed("write", lambda: write_latents(q_THE, kv_a, norm, cos, sin, cache, metadata.slot_mapping, 1e-6, True))
         by_head = kv_b.view(heads, NOPE + VALUE, LATENT)
-        q_nope, w_key, w_value = (
-            q_THE[:, :, :NOPE].transpose(0, 1),
-            by_head[:, :NOPE],
-            by_head[:, NOPE:].transpose(1, 2),
-        )
+        q_nope, w_key, w_value = (q_THE[:, :, :NOPE].transpose(0, 1), by_head[:, :NOPE], by_head[:, NOPE:].transpose(1, 2))
         q_latent, out = torch.bmm(q_nope, w_key), torch.empty(count, heads, VALUE, dtype=torch.bfloat16, device="cuda")
         timed("multiply in", lambda: multiply_heads(q_nope, w_key, q_latent))
         timed("multiply in, bmm", lambda: torch.bmm(q_nope, w_key, out=q_latent))
@@ -155,9 +135,13 @@ def decode(heads: int, emit: Callable[..., None]) -> None:
                 error = relative_error(summed, expected)
                 assert error < TOLERANCE, f"{config}: relative error {error}"
                 emit(
-                    **common, what="attend", config=config, is_default=config == chosen, us=round(ms * 1e3, 2),
+                    **common,
+                    what="attend",
+                    config=config,
+                    is_default=config == chosen,
+                    us=round(ms * 1e3, 2),
                     tb_s=round(num_bytes / ms / 1e9, 3),
-                )  # fmt: skip
+                )
 
 
 def prefill(heads: int, emit: Callable[..., None]) -> None:
@@ -169,19 +153,13 @@ def prefill(heads: int, emit: Callable[..., None]) -> None:
         flop = 2 * pairs * heads * (NOPE + ROPE + VALUE)
         error = check(inputs, metadata) if count * query_len <= 4096 else None
 
-        def timed(
-            what: str, work: Callable[[], object], flop: int = flop, common: dict[str, Any] = common, **row: Any
-        ) -> None:
+        def timed(what: str, work: Callable[[], object], flop: int = flop, common: dict[str, Any] = common, **row: Any) -> None:
             work()
             seconds = min(event_seconds(work) for _ in range(5))
             emit(**common, what=what, **row, us=round(seconds * 1e6, 1), tflop_s=round(flop / seconds / 1e12, 1))
 
         backend: Any = metadata.backend
-        timed(
-            "op",
-            lambda: backend.mla_forward(operands_of(inputs), metadata),
-            relative_error=error,
-        )
+        timed("op", lambda: backend.mla_forward(operands_of(inputs), metadata), relative_error=error)
         q_THE, _, _, _, _, kv_b, cache = inputs
         q_rope = q_THE[:, :, NOPE:].contiguous()
         out = torch.empty(count * query_len, heads, VALUE, dtype=torch.bfloat16, device="cuda")

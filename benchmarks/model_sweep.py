@@ -145,9 +145,7 @@ def traits(config: Any, model: Any) -> list[str]:
         found.append("experts")
     if any(leaf == "kv_lora_rank" and value for leaf, value in flat.items()):
         found.append("latent")
-    recurrent = (
-        "mamba", "ssm", "linear_attn", "recurrent", "rwkv", "lstm", "rg_lru", "gated_delta", "short_conv", "conv.conv",
-    )  # fmt: skip
+    recurrent = ("mamba", "ssm", "linear_attn", "recurrent", "rwkv", "lstm", "rg_lru", "gated_delta", "short_conv", "conv.conv")
     if any(word in names for word in recurrent) or getattr(type(model), "_is_stateful", False):
         found.append("recurrent")
     if any("cross_attn" in n or "encoder_attn" in n for n, _ in model.named_modules()):
@@ -210,9 +208,7 @@ def run_class(name: str, model_type: str, modes: list[str], num_tokens: int) -> 
             _, found = write_checkpoint(name, model_type, folder / "model")
             row["traits"] = found
             reference = (
-                getattr(transformers, name)
-                .from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
-                .eval()
+                getattr(transformers, name).from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager").eval()
             )
             with torch.no_grad():
                 logits = reference(torch.tensor([prompts()[0]])).logits
@@ -238,10 +234,17 @@ def _run_mode(folder: Path, mode: str, num_tokens: int, reference: Any) -> dict[
 
     try:
         with LLM(
-            str(folder / "model"), dtype="float32", enforce_eager=mode == "eager", device="cpu", max_model_len=192,
-            max_num_seqs=4, max_num_batched_tokens=48, num_kv_blocks=128, skip_tokenizer_init=True,
+            str(folder / "model"),
+            dtype="float32",
+            enforce_eager=mode == "eager",
+            device="cpu",
+            max_model_len=192,
+            max_num_seqs=4,
+            max_num_batched_tokens=48,
+            num_kv_blocks=128,
+            skip_tokenizer_init=True,
             cache_dir=str(folder / "cache"),
-        ) as llm:  # fmt: skip
+        ) as llm:
             report: dict[str, Any] = dict(llm.info.compile_report)
             greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], greedy, use_tqdm=False)
@@ -330,9 +333,8 @@ def summary(rows: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     plain = [row for row in by_class.values() if not others & set(row.get("traits", []))]
     counts = Counter(row["outcome"] for row in plain)
     not_causal = sorted(
-        str(row["class"]) for row in plain
-        if row["outcome"] == "refused" and any(reason in row["why"] for reason in NOT_CAUSAL)
-    )  # fmt: skip
+        str(row["class"]) for row in plain if row["outcome"] == "refused" and any(reason in row["why"] for reason in NOT_CAUSAL)
+    )
     measured = len(plain) - counts["no reference"]
     return {
         "summary": True,
@@ -365,9 +367,7 @@ def main() -> None:
             continue
         done = {mode: row for (cls, mode), row in rows.items() if cls == name}
         repeat = any(row["outcome"] in args.again for row in done.values()) or bool(args.only)
-        complete = (
-            "-" in done or any(r["outcome"] == "refused" for r in done.values()) or set(args.modes) <= done.keys()
-        )
+        complete = "-" in done or any(r["outcome"] == "refused" for r in done.values()) or set(args.modes) <= done.keys()
         if not complete or repeat:
             in_child(name, model_type, args, args.out)
     print(json.dumps(summary(read_rows(args.out))))

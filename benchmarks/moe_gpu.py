@@ -27,13 +27,7 @@ from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import dequantize
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
-from compile_and_serve.custom_ops.quantization import (
-    BLOCK,
-    expert_block_scales,
-    expert_row_scales,
-    quantize_activations,
-    quantize_experts,
-)
+from compile_and_serve.custom_ops.quantization import BLOCK, expert_block_scales, expert_row_scales, quantize_activations, quantize_experts
 from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 
@@ -83,12 +77,20 @@ def make_operands(
         (gate_up, gate_up_scale), (down, down_scale) = matrices(2 * features, hidden), matrices(hidden, features)
         layers.append(
             triton_experts.Operands(
-                x_TD, ids_TK, weights_TK, gate_up, down,
-                normal(num_experts, 2 * features) if biased else None, normal(num_experts, hidden) if biased else None,
-                activation, LIMIT, gate_up_scale=gate_up_scale, down_scale=down_scale,
+                x_TD,
+                ids_TK,
+                weights_TK,
+                gate_up,
+                down,
+                normal(num_experts, 2 * features) if biased else None,
+                normal(num_experts, hidden) if biased else None,
+                activation,
+                LIMIT,
+                gate_up_scale=gate_up_scale,
+                down_scale=down_scale,
                 activations=activations,
             )
-        )  # fmt: skip
+        )
     return layers
 
 
@@ -97,9 +99,7 @@ def reference(operands: triton_experts.Operands, tokens: torch.Tensor) -> torch.
     is_float8 = operands.gate_up.dtype == torch.float8_e4m3fn
     if operands.gate_up_scale is not None:
         in_float32 = replace(operands, x_TD=operands.x_TD.float()) if is_float8 else operands
-        plain = triton_experts.expanded(
-            triton_expand_experts.dequantize if is_float8 else dequantize, in_float32, operands.gate_up
-        )
+        plain = triton_experts.expanded(triton_expand_experts.dequantize if is_float8 else dequantize, in_float32, operands.gate_up)
         operands = replace(operands, gate_up=plain.gate_up, down=plain.down)
     out = []
 
@@ -150,19 +150,12 @@ def check(name: str, method: Callable[..., torch.Tensor], operands: triton_exper
 
 def seconds(calls: list[Callable[[], object]]) -> float:
     """Device seconds of one call; the calls take turns."""
-    rounds = call_seconds(
-        [lambda number: calls[number % len(calls)]()], torch.device("cuda"), num_calls=12, num_rounds=5
-    )
+    rounds = call_seconds([lambda number: calls[number % len(calls)]()], torch.device("cuda"), num_calls=12, num_rounds=5)
     return min(rounds[0])
 
 
 def measure(
-    shape: str,
-    num_tokens: int,
-    emit: Callable[..., None],
-    check_only: bool,
-    weights: str = "model",
-    activations: str = "none",
+    shape: str, num_tokens: int, emit: Callable[..., None], check_only: bool, weights: str = "model", activations: str = "none"
 ) -> None:
     num_experts, top_k, hidden, features, _ = SHAPES[shape]
     layers = make_operands(shape, num_tokens, weights=weights, activations=activations)
@@ -173,8 +166,12 @@ def measure(
     num_bytes = mean * 3 * hidden * features * bytes_each + 2 * num_tokens * hidden * 2
     flop = pairs * 3 * hidden * features * 2
     common: dict[str, Any] = {
-        "shape": shape, "weights": weights, "activations": activations, "tokens": num_tokens, "distinct_experts": round(mean, 1)
-    }  # fmt: skip
+        "shape": shape,
+        "weights": weights,
+        "activations": activations,
+        "tokens": num_tokens,
+        "distinct_experts": round(mean, 1),
+    }
     if not check_only and activations == "none":
         logits = torch.randn(num_tokens, num_experts, dtype=torch.bfloat16, device="cuda")
         emit(**common, method="route", us=round(seconds([lambda: route(logits, top_k)]) * 1e6, 2))
@@ -191,8 +188,7 @@ def measure(
         row = common | {"method": name, "relative_error": round(error, 5)}
         if not check_only:
             took = seconds([lambda layer=layer, method=method: method(layer) for layer in layers])  # type: ignore[misc]
-            row |= {"us": round(took * 1e6, 2), "tb_s": round(num_bytes / took / 1e12, 3),
-                    "tflop_s": round(flop / took / 1e12, 1)}  # fmt: skip
+            row |= {"us": round(took * 1e6, 2), "tb_s": round(num_bytes / took / 1e12, 3), "tflop_s": round(flop / took / 1e12, 1)}
         emit(**row)
 
 

@@ -37,13 +37,7 @@ LAYER_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
 NUM_LAYERS = 30
 HEAD_SHAPE = (49152, 576)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
-ATTENTION_CASES = [
-    (1, 1, 128),
-    (1, 1, 1024),
-    (16, 1, 256),
-    (16, 1, 1024),
-    (1, 512, 512),
-]  # sequences, query tokens, keys
+ATTENTION_CASES = [(1, 1, 128), (1, 1, 1024), (16, 1, 256), (16, 1, 1024), (1, 512, 512)]  # sequences, query tokens, keys
 
 
 def best_of_turns(steps: dict[str, Callable[[], Any]], budget: float) -> dict[str, float]:
@@ -153,9 +147,7 @@ def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len
     """`rope_attention` of all layers, against `scaled_dot_product_attention` alone on contiguous keys and values."""
     tokens = num_seqs * query_len
     blocks = num_seqs * -(-seq_len // BLOCK_SIZE)
-    caches = in_huge_pages(
-        [torch.randn(blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
-    )
+    caches = in_huge_pages([torch.randn(blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)])
     qkv = torch.randn(tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).to(dtype)
     angle = torch.rand(tokens, HEAD_DIM)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -165,9 +157,7 @@ def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len
             rope_attention(qkv, cos, sin, cache, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM**-0.5)
 
     q = torch.randn(num_seqs, NUM_HEADS, query_len, HEAD_DIM).to(dtype)
-    dense = in_huge_pages(
-        [torch.randn(2, num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
-    )
+    dense = in_huge_pages([torch.randn(2, num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)])
 
     def contiguous() -> None:
         for k, v in dense:
@@ -217,12 +207,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     load_cpu_kernels()
-    CONTEXT.update(
-        device=cpu_name(),
-        threads=arguments.threads,
-        kernels=cpu_kernels_status() or "in use",
-        **environment(),
-    )
+    CONTEXT.update(device=cpu_name(), threads=arguments.threads, kernels=cpu_kernels_status() or "in use", **environment())
     with torch.inference_mode():
         measure_read(arguments.budget)
         for dtype in (getattr(torch, name) for name in arguments.dtypes):

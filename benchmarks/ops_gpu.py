@@ -46,11 +46,7 @@ class Shape:
         config = json.loads((CONFIGS / name / "config.json").read_text())
         self.name = name
         self.hidden, self.inner = config["hidden_size"], config["intermediate_size"]
-        self.heads, self.kv_heads, self.head_dim = (
-            config["num_attention_heads"],
-            config["num_key_value_heads"],
-            config["head_dim"],
-        )
+        self.heads, self.kv_heads, self.head_dim = (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"])
         self.layers, self.vocab, self.eps = config["num_hidden_layers"], config["vocab_size"], config["rms_norm_eps"]
         self.qk_norm = config["model_type"] == "qwen3"
         self.qkv_rows = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -90,12 +86,7 @@ class Shape:
 
     def sites(self) -> dict[str, dict[str, Any]]:
         """Linear name → how it is called in a layer."""
-        return {
-            "qkv": {"norm": True},
-            "o": {"residual": True},
-            "gate_up": {"norm": True, "silu_mul": True},
-            "down": {"residual": True},
-        }
+        return {"qkv": {"norm": True}, "o": {"residual": True}, "gate_up": {"norm": True, "silu_mul": True}, "down": {"residual": True}}
 
 
 def make_batch(
@@ -104,9 +95,7 @@ def make_batch(
     """Metadata of a batch with scattered blocks, and `layers` caches with random contents."""
     columns = max(-(-n // BLOCK_SIZE) for n in seq_lens) + 2
     num_blocks = len(seq_lens) * columns + 1
-    table = (
-        (torch.randperm(num_blocks - 1)[: len(seq_lens) * columns] + 1).reshape(len(seq_lens), columns).to(torch.int32)
-    )
+    table = (torch.randperm(num_blocks - 1)[: len(seq_lens) * columns] + 1).reshape(len(seq_lens), columns).to(torch.int32)
     starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
     slots = []
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -154,14 +143,19 @@ def linear_arguments(shape: Shape, site: str, num_tokens: int) -> dict[str, Any]
     }
 
 
-def call_linear(
-    kernel: Callable[..., torch.Tensor], shape: Shape, layer: int, site: str, a: dict[str, Any], **extra: Any
-) -> torch.Tensor:
+def call_linear(kernel: Callable[..., torch.Tensor], shape: Shape, layer: int, site: str, a: dict[str, Any], **extra: Any) -> torch.Tensor:
     weights = shape.weights[layer]
     return kernel(
-        a["x"], weights[site], weights[site].shape[0], weights[a["norm_name"]] if a["norm"] else None, shape.eps, None,
-        a["silu_mul"], a["residual"], **extra,
-    )  # fmt: skip
+        a["x"],
+        weights[site],
+        weights[site].shape[0],
+        weights[a["norm_name"]] if a["norm"] else None,
+        shape.eps,
+        None,
+        a["silu_mul"],
+        a["residual"],
+        **extra,
+    )
 
 
 def reference_linear(shape: Shape, site: str, a: dict[str, Any]) -> torch.Tensor:
@@ -206,8 +200,14 @@ def section_linear(shape: Shape, sweep: bool) -> None:
             F.linear(last, shape.lm_head)
 
         mine, theirs = time_ms(ours), time_ms(cublas)
-        emit(work="all_linears", model=shape.name, tokens=m, ms=round(mine, 4), tb_s=round(total_bytes / mine / 1e9, 3),
-             cublas_without_norms_ms=round(theirs, 4))  # fmt: skip
+        emit(
+            work="all_linears",
+            model=shape.name,
+            tokens=m,
+            ms=round(mine, 4),
+            tb_s=round(total_bytes / mine / 1e9, 3),
+            cublas_without_norms_ms=round(theirs, 4),
+        )
 
 
 def section_decode(shape: Shape, sweep: bool) -> None:
@@ -224,14 +224,17 @@ def section_decode(shape: Shape, sweep: bool) -> None:
         q = norm_rope_reference(q, cos, sin, norms[0], shape.eps)
         k = norm_rope_reference(k, cos, sin, norms[1], shape.eps)
         expected = TorchAttention().forward(q, k.to(DTYPE).float(), v, expected_cache, scale, metadata)
-        out = backend.rope_forward(
-            qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata
-        )
+        out = backend.rope_forward(qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata)
         error = relative_error(out, expected.flatten(1))
         cache_error = relative_error(cache.float(), expected_cache.float())
-        emit(work="check_decode", model=shape.name, seqs=len(seq_lens), error=float(f"{error:.2e}"),
-        cache_error=float(f"{cache_error:.2e}"),
-             ok=error < 1e-2 and cache_error < 1e-3)  # fmt: skip
+        emit(
+            work="check_decode",
+            model=shape.name,
+            seqs=len(seq_lens),
+            error=float(f"{error:.2e}"),
+            cache_error=float(f"{cache_error:.2e}"),
+            ok=error < 1e-2 and cache_error < 1e-3,
+        )
     configs: list[tuple[int, int, int, int, int] | None] = [None]
     if sweep:
         configs += [
@@ -278,11 +281,7 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
     if ARGS.flashinfer:
         backends.append(("flashinfer", FlashInferAttention(build=False)))
     for name, backend in backends:
-        for query_lens, seq_lens in (
-            ([5, 130, 64], [5, 300, 64]),
-            ([1, 1, 257, 33], [700, 3, 257, 1000]),
-            ([300], [1300]),
-        ):
+        for query_lens, seq_lens in (([5, 130, 64], [5, 300, 64]), ([1, 1, 257, 33], [700, 3, 257, 1000]), ([300], [1300])):
             metadata, (cache,) = make_batch(shape, query_lens, seq_lens, backend)
             metadata.num_tokens, total = sum(query_lens), sum(query_lens) + 3
             metadata.slot_mapping = F.pad(metadata.slot_mapping, (0, 3), value=-1)
@@ -294,15 +293,20 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
             k = norm_rope_reference(k, cos, sin, norms[1], shape.eps)
             expected = TorchAttention().forward(q, k.to(DTYPE).float(), v, expected_cache, scale, metadata)
             backend.plan(metadata)
-            out = backend.rope_forward(
-                qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata
-            )
+            out = backend.rope_forward(qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata)
             used = backend.module_status() if isinstance(backend, FlashInferAttention) else {}
             error = relative_error(out[:-3], expected.flatten(1)[:-3])
             cache_error = relative_error(cache.float(), expected_cache.float())
-            emit(work="check_prefill", backend=name, model=shape.name, queries=query_lens, error=float(f"{error:.2e}"),
-                 cache_error=float(f"{cache_error:.2e}"),
-                 ok=error < 1e-2 and cache_error < 1e-3 and bool(out.isfinite().all()), modules=used)  # fmt: skip
+            emit(
+                work="check_prefill",
+                backend=name,
+                model=shape.name,
+                queries=query_lens,
+                error=float(f"{error:.2e}"),
+                cache_error=float(f"{cache_error:.2e}"),
+                ok=error < 1e-2 and cache_error < 1e-3 and bool(out.isfinite().all()),
+                modules=used,
+            )
     for query_lens in ([1024], [4096], [4096, 4096], [512] * 4, [8192]):
         total = sum(query_lens)
         metadata, (cache,) = make_batch(shape, query_lens, query_lens, None)
@@ -311,20 +315,11 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
         cos, sin = rope_tables(total, shape.head_dim)
         out = torch.empty(total, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
         flops = sum(2 * n * n for n in query_lens) * shape.heads * shape.head_dim
-        rope_us = (
-            time_ms(lambda: rope_kv_write(q, k, v, cos, sin, cache, metadata.slot_mapping, *norms, shape.eps)) * 1e3
-        )
+        rope_us = time_ms(lambda: rope_kv_write(q, k, v, cos, sin, cache, metadata.slot_mapping, *norms, shape.eps)) * 1e3
         rotated = rope_kv_write(q, k, v, cos, sin, cache, metadata.slot_mapping, *norms, shape.eps)
         configs: list[tuple[int, int, int, int] | None] = [None]
         if sweep:
-            configs += [
-                (128, 64, 2, 8),
-                (128, 128, 2, 8),
-                (64, 64, 3, 4),
-                (128, 64, 4, 8),
-                (128, 32, 4, 8),
-                (64, 128, 2, 4),
-            ]
+            configs += [(128, 64, 2, 8), (128, 128, 2, 8), (64, 64, 3, 4), (128, 64, 4, 8), (128, 32, 4, 8), (64, 128, 2, 4)]
         results = []
         for config in configs:
             try:
@@ -382,9 +377,7 @@ def flashinfer_times(
         backend.planned_step.is_fresh = False  # or FA3 would read the step's keys, not the pages
         started = time.perf_counter()
         prefill = backend.planned_prefill(
-            AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),
-            q.device,
-            metadata,
+            AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale), q.device, metadata
         )
         row[f"{variant}_first_plan_ms"] = round((time.perf_counter() - started) * 1e3, 2)
         assert prefill is not None
@@ -407,19 +400,20 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
     for vocab, batch in itertools.product(sorted({49152, shape.vocab}), (1, 64, 256)):
         logits = torch.randn(batch, vocab, device="cuda").to(DTYPE)
         first = (logits == logits.max(1, keepdim=True).values).int().argmax(1)
-        row = {
-            "greedy_us": time_ms(lambda: greedy_tokens(logits)),
-            "torch_argmax_us": time_ms(lambda: logits.argmax(-1)),
-        }
+        row = {"greedy_us": time_ms(lambda: greedy_tokens(logits)), "torch_argmax_us": time_ms(lambda: logits.argmax(-1))}
         right = torch.equal(greedy_tokens(logits)[0], first)
         for name, (temperature, top_k, top_p) in kinds.items():
             arguments = [
                 torch.full((batch,), value, device="cuda", dtype=dtype)
                 for value, dtype in (
-                    (temperature, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (0.0, torch.float32),
-                    (7, torch.int64), (3, torch.int64),
+                    (temperature, torch.float32),
+                    (top_k, torch.int32),
+                    (top_p, torch.float32),
+                    (0.0, torch.float32),
+                    (7, torch.int64),
+                    (3, torch.int64),
                 )
-            ]  # fmt: skip
+            ]
             given = logits.float() if name.endswith("float32") else logits
             row[f"{name}_us"] = time_ms(lambda: sample_tokens(given, *arguments))
             if temperature == 0.0:
@@ -427,12 +421,7 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
         emit(work="sampling", vocab=vocab, batch=batch, ok=right, **{k: round(ms * 1e3, 1) for k, ms in row.items()})
 
 
-SECTIONS = {
-    "linear": section_linear,
-    "decode": section_decode,
-    "sampling": section_sampling,
-    "prefill": section_prefill,
-}
+SECTIONS = {"linear": section_linear, "decode": section_decode, "sampling": section_sampling, "prefill": section_prefill}
 ARGS = argparse.Namespace(flashinfer=False, sweep=False, kv_cache_dtype="auto")
 
 
@@ -458,9 +447,7 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
     parser.add_argument("--sweep", action="store_true", help="also try other configurations of the attention kernels")
-    parser.add_argument(
-        "--flashinfer", action="store_true", help="also check and time FlashInfer where its modules are built"
-    )
+    parser.add_argument("--flashinfer", action="store_true", help="also check and time FlashInfer where its modules are built")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of the attention sections")
     parser.parse_args(namespace=ARGS)
     run_sections(SECTIONS, ARGS.sections.split(","), ARGS.models.split(","))

@@ -20,12 +20,7 @@ import torch
 import compile_and_serve.custom_ops.quantized.group_linear  # noqa: F401 (defines the op)
 from benchmarks.gpu_timing import emit, relative_error, time_ms
 from benchmarks.ops_gpu import DTYPE, Shape
-from compile_and_serve.custom_ops.quantization import (
-    Activations,
-    block_scales,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import Activations, block_scales, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.cuda_group_linear import EXPANDED, TILE, GroupLinear
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
@@ -36,9 +31,7 @@ from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
-SCHEMES: dict[
-    str, tuple[torch.dtype, bool, Activations]
-] = {  # dtype of the weights, whether scales are per block, activations
+SCHEMES: dict[str, tuple[torch.dtype, bool, Activations]] = {  # dtype of the weights, whether scales are per block, activations
     "fp8": (torch.float8_e4m3fn, False, "dynamic"),
     "fp8-block": (torch.float8_e4m3fn, True, "dynamic"),
     "fp8-weight-only": (torch.float8_e4m3fn, False, "none"),
@@ -101,9 +94,11 @@ def measure_groups(shape: Shape, site: str, num_tokens: int) -> float | None:
     """Check against torch in float32 and time every kernel of a group-quantized linear; → microseconds of the fastest."""
     linear = group_linear_of(shape, site, num_tokens)
     wide = replace(
-        linear, x_TI=linear.x_TI.float(), norm_weight_I=None if linear.norm_weight_I is None else linear.norm_weight_I.float(),
+        linear,
+        x_TI=linear.x_TI.float(),
+        norm_weight_I=None if linear.norm_weight_I is None else linear.norm_weight_I.float(),
         residual_TO=None if linear.residual_TO is None else linear.residual_TO.float(),
-    )  # fmt: skip
+    )
     expected = torch.ops.cas.group_linear_reference(*(getattr(wide, field.name) for field in fields(wide)))
     copies = copies_of(linear.packed, num_tokens, group_bytes(linear))
     row: dict[str, Any] = {"model": shape.name, "scheme": "int4", "site": site, "tokens": num_tokens}
@@ -118,8 +113,15 @@ def measure_groups(shape: Shape, site: str, num_tokens: int) -> float | None:
         try:
             error = relative_error(linear.run(kernel), expected)
             us[kernel] = round(time_ms(all_copies, 15.0) * 1e3 / len(copies), 2)
-            emit(work="group_linear", **row, kernel=kernel, us=us[kernel], tb_s=round(group_bytes(linear) / us[kernel] / 1e6, 3),
-                 error=float(f"{error:.2e}"), ok=error < 1e-2)  # fmt: skip
+            emit(
+                work="group_linear",
+                **row,
+                kernel=kernel,
+                us=us[kernel],
+                tb_s=round(group_bytes(linear) / us[kernel] / 1e6, 3),
+                error=float(f"{error:.2e}"),
+                ok=error < 1e-2,
+            )
         except Exception as error:
             emit(work="group_linear", **row, kernel=kernel, failed=repr(error)[:300])
     return min(us.values(), default=None)
@@ -134,8 +136,9 @@ def sweep_groups(shape: Shape, site: str, num_tokens: int) -> None:
     configs += [(*c, c[0] // 16) for c in itertools.product((64, 128), (1, 2, 4, 8, 16), (3, 4, 6, 8))]
 
     def run(config: Any, packed: torch.Tensor) -> None:
-        group_matmul(x_TI, packed, linear.scale, linear.offset, linear.out_features, 4, 128, None, linear.silu_mul,
-                     linear.residual_TO, config)  # fmt: skip
+        group_matmul(
+            x_TI, packed, linear.scale, linear.offset, linear.out_features, 4, 128, None, linear.silu_mul, linear.residual_TO, config
+        )
 
     def compiles(config: Any) -> bool:
         try:
@@ -156,8 +159,15 @@ def sweep_groups(shape: Shape, site: str, num_tokens: int) -> None:
                 run(config, packed)
 
         results.append((round(time_ms(all_copies, 10.0) * 1e3 / len(copies), 2), config))
-    emit(work="group_sweep", model=shape.name, site=site, tokens=num_tokens, mb=round(group_bytes(linear) / 1e6, 2),
-         as_chosen=results[0][0], best=sorted(results, key=lambda r: r[0])[:8])  # fmt: skip
+    emit(
+        work="group_sweep",
+        model=shape.name,
+        site=site,
+        tokens=num_tokens,
+        mb=round(group_bytes(linear) / 1e6, 2),
+        as_chosen=results[0][0],
+        best=sorted(results, key=lambda r: r[0])[:8],
+    )
 
 
 def copies_of(weight: torch.Tensor, num_tokens: int, num_bytes: int | None = None) -> list[torch.Tensor]:
@@ -206,9 +216,13 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
     started = time.perf_counter()
     chosen = fastest_kernel(linear.problem(), runs, linear.weight_OI)
     emit(
-        work="quantized_linear_choice", **row, chosen=chosen, us=us.get(chosen), fastest=min(us, key=us.__getitem__, default=None),
+        work="quantized_linear_choice",
+        **row,
+        chosen=chosen,
+        us=us.get(chosen),
+        fastest=min(us, key=us.__getitem__, default=None),
         choosing_ms=round((time.perf_counter() - started) * 1e3, 1),
-    )  # fmt: skip
+    )
     return min(us.values(), default=None)
 
 
@@ -260,9 +274,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--sites", default="qkv,o,gate_up,down")
     parser.add_argument("--quantization", default="fp8", choices=(*SCHEMES, "int4"))
-    parser.add_argument(
-        "--sweep", action="store_true", help="every configuration of the Triton kernels instead; takes minutes"
-    )
+    parser.add_argument("--sweep", action="store_true", help="every configuration of the Triton kernels instead; takes minutes")
     args = parser.parse_args()
     started = time.perf_counter()
     if args.quantization != "int4":
@@ -285,8 +297,7 @@ def main() -> None:
                 for site in args.sites.split(",")
             ]
             layers_ms = sum(filter(None, us)) * shape.layers / 1e3
-            emit(work="quantized_linears_of_all_layers", model=name, scheme=args.quantization, tokens=num_tokens,
-                 ms=round(layers_ms, 3))  # fmt: skip
+            emit(work="quantized_linears_of_all_layers", model=name, scheme=args.quantization, tokens=num_tokens, ms=round(layers_ms, 3))
             torch.cuda.empty_cache()
     emit(work="total", seconds=round(time.perf_counter() - started, 1))
 

@@ -18,26 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import capture, emit, in_turns_ms, time_ms
-from benchmarks.ops_gpu import (
-    ARGS,
-    DTYPE,
-    Shape,
-    call_linear,
-    compile_in_parallel,
-    linear_arguments,
-    make_batch,
-    rope_tables,
-    run_sections,
-)
+from benchmarks.ops_gpu import ARGS, DTYPE, Shape, call_linear, compile_in_parallel, linear_arguments, make_batch, rope_tables, run_sections
 from compile_and_serve.custom_ops.attention import triton_decode
 from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
 from compile_and_serve.custom_ops.linear import triton_linear
-from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
-    KERNELS,
-    load_silu_mul_gemms,
-    run_silu_mul_gemm,
-    silu_mul_library,
-)
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear, gemv, small_batch
 from compile_and_serve.custom_ops.linear.triton_linear_configs import SmallBatchConfig
@@ -64,18 +49,15 @@ def sweep_linear(shape: Shape, sweep: bool) -> None:
         for block_o, block_i, stages in ((64, 128, 4), (64, 256, 3), (128, 128, 3))
         for splits in (1, 2, 4, 8)
     ]
-    for m, kernel, configs in (
-        (1, gemv, gemv_configs),
-        (8, small_batch, batch_configs),
-        (16, small_batch, batch_configs),
-    ):
+    for m, kernel, configs in ((1, gemv, gemv_configs), (8, small_batch, batch_configs), (16, small_batch, batch_configs)):
         arguments = {site: linear_arguments(shape, site, m) for site in shape.sites()}
         compile_in_parallel(
             [
                 lambda s=site, c=config: call_linear(kernel, shape, 0, s, arguments[s], config=c)  # type: ignore[misc]
-                for site in arguments for config in configs
+                for site in arguments
+                for config in configs
             ]
-        )  # fmt: skip
+        )
         for site, a in arguments.items():
             size = shape.weights[0][site].numel() * 2 * shape.layers
             results = []
@@ -92,9 +74,15 @@ def sweep_linear(shape: Shape, sweep: bool) -> None:
                     continue
                 results.append((round(ms * 1e3 / shape.layers, 2), config))
             results.sort(key=lambda r: r[0])
-            emit(work="sweep_linear", model=shape.name, site=site, tokens=m, us=results[:6],
-            tb_s=round(size / results[0][0] / shape.layers / 1e6, 2),
-                 worst=results[-1])  # fmt: skip
+            emit(
+                work="sweep_linear",
+                model=shape.name,
+                site=site,
+                tokens=m,
+                us=results[:6],
+                tb_s=round(size / results[0][0] / shape.layers / 1e6, 2),
+                worst=results[-1],
+            )
 
 
 def section_medium(shape: Shape, sweep: bool) -> None:
@@ -125,14 +113,7 @@ def section_medium(shape: Shape, sweep: bool) -> None:
                 except Exception as error:
                     emit(work="sweep_failed", config=config, error=repr(error)[:200])
             baseline = round(time_ms(library, 15.0) * 1e3 / shape.layers, 2)
-            emit(
-                work="medium_linear",
-                model=shape.name,
-                tokens=m,
-                site=site,
-                library_us=baseline,
-                best=sorted(results)[:3],
-            )
+            emit(work="medium_linear", model=shape.name, tokens=m, site=site, library_us=baseline, best=sorted(results)[:3])
 
 
 def hand_step(shape: Shape, length: int = 192) -> Callable[[], None]:
@@ -173,9 +154,7 @@ def section_tune(shape: Shape, sweep: bool) -> None:
         "down": (shape.hidden, shape.inner, False),
         "lm_head": (shape.vocab, shape.hidden, False),
     }
-    chosen: dict[tuple[int, int, bool], tuple[int, int, int, int]] = {
-        key: triton_linear.gemv_config(*key) for key in sites.values()
-    }
+    chosen: dict[tuple[int, int, bool], tuple[int, int, int, int]] = {key: triton_linear.gemv_config(*key) for key in sites.values()}
     saved = triton_linear.gemv_config, triton_decode.decode_config
     decode = [saved[1](1, shape.kv_heads, 132)]
     triton_linear.gemv_config = lambda *key: chosen[key]
@@ -211,28 +190,13 @@ def section_tune(shape: Shape, sweep: bool) -> None:
                 before, chosen[key] = chosen[key], (*chosen[key][:3], mib)
                 log.append((round(ms := measure(), 4), chosen[key]))
                 best, chosen[key] = (ms, chosen[key]) if ms < best else (best, before)
-            emit(
-                work="tune",
-                model=shape.name,
-                what=site,
-                step_ms=round(best, 4),
-                chosen=chosen[key],
-                top=sorted(log)[:5],
-                worst=max(log),
-            )
+            emit(work="tune", model=shape.name, what=site, step_ms=round(best, 4), chosen=chosen[key], top=sorted(log)[:5], worst=max(log))
         decode_log: list[tuple[float, tuple[int, int, int, int, int]]] = []
         for decode_config in DECODE_CONFIGS:
             kept, decode[0] = decode[0], decode_config
             decode_log.append((round(ms := measure(), 4), decode_config))
             best, decode[0] = (ms, decode_config) if ms < best else (best, kept)
-        emit(
-            work="tune",
-            model=shape.name,
-            what="decode",
-            step_ms=round(best, 4),
-            chosen=decode[0],
-            top=sorted(decode_log),
-        )
+        emit(work="tune", model=shape.name, what="decode", step_ms=round(best, 4), chosen=decode[0], top=sorted(decode_log))
     finally:
         triton_linear.gemv_config, triton_decode.decode_config = saved
 
@@ -256,8 +220,7 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
     for num_tokens in (16384, 8192, 4096, 2816):
         x = torch.randn(num_tokens, shape.hidden, device="cuda").to(DTYPE)
         inner, attended, residual = (
-            torch.randn(num_tokens, size, device="cuda").to(DTYPE)
-            for size in (shape.inner, shape.heads * shape.head_dim, shape.hidden)
+            torch.randn(num_tokens, size, device="cuda").to(DTYPE) for size in (shape.inner, shape.heads * shape.head_dim, shape.hidden)
         )
         of_layer: dict[str, Callable[[dict[str, Any], slice], object]] = {
             "qkv": lambda w, at, x=x: F.linear(x[at], w["qkv"]),  # type: ignore[misc]
@@ -280,25 +243,30 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
                 graphs[f"{what} {chunk}"] = capture(functools.partial(over_layers, run, at), warm_up=2)
         microseconds = {name: round(ms * 1e3 / len(weights), 1) for name, ms in in_turns_ms(graphs).items()}
         for what in of_layer:
-            emit(work="chunks", model=shape.name, what=what, tokens=num_tokens,
-                 us={name.removeprefix(f"{what} "): us for name, us in microseconds.items() if name.startswith(f"{what} ")})  # fmt: skip
+            emit(
+                work="chunks",
+                model=shape.name,
+                what=what,
+                tokens=num_tokens,
+                us={name.removeprefix(f"{what} "): us for name, us in microseconds.items() if name.startswith(f"{what} ")},
+            )
 
 
 def section_lengths(shape: Shape, sweep: bool) -> None:
     """Decode attention over sequences whose lengths differ, in any order and the longest first, and over equal ones."""
     rng = random.Random(0)
-    served = [
-        rng.randint(64, 1024) + rng.randint(0, 250) for _ in range(256)
-    ]  # as under the mixed load of `benchmarks.gpu`
+    served = [rng.randint(64, 1024) + rng.randint(0, 250) for _ in range(256)]  # as under the mixed load of `benchmarks.gpu`
     cases = {
         f"{batch} {what}": lengths
         for batch in (256, 128, 64)
         for what, lengths in (
-            ("served", served[:batch]), ("served, longest first", sorted(served[:batch], reverse=True)),
+            ("served", served[:batch]),
+            ("served, longest first", sorted(served[:batch], reverse=True)),
             ("served and 4 of 8000, longest first", sorted([*served[: batch - 4], *[8000] * 4], reverse=True)),
-            ("x 192", [192] * batch), ("x 640", [640] * batch),
+            ("x 192", [192] * batch),
+            ("x 640", [640] * batch),
         )
-    }  # fmt: skip
+    }
     configs = [
         (block, splits, stages, warps, least)
         for block, warps in ((32, 1), (64, 2), (64, 4))
@@ -351,15 +319,25 @@ def sweep_decode(shape: Shape, name: str, lengths: list[int], configs: list[tupl
     }
     size = sum(lengths) * 2 * shape.kv_heads * shape.head_dim * caches[0].itemsize
     emit(
-        work="decode_lengths", model=shape.name, batch=name, kv=str(caches[0].dtype), config=used, us=times[used],
-        tb_s=round(size / times[used] / 1e6, 2), best=sorted((us, config) for config, us in times.items())[:5],
-    )  # fmt: skip
+        work="decode_lengths",
+        model=shape.name,
+        batch=name,
+        kv=str(caches[0].dtype),
+        config=used,
+        us=times[used],
+        tb_s=round(size / times[used] / 1e6, 2),
+        best=sorted((us, config) for config, us in times.items())[:5],
+    )
 
 
 SECTIONS = {
-    "sweep": sweep_linear, "medium": section_medium, "tune": section_tune, "chunks": section_chunks, "lengths": section_lengths,
+    "sweep": sweep_linear,
+    "medium": section_medium,
+    "tune": section_tune,
+    "chunks": section_chunks,
+    "lengths": section_lengths,
     "long": section_long,
-}  # fmt: skip
+}
 
 
 def main() -> None:

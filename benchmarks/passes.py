@@ -96,16 +96,10 @@ def measure(name: str, config: dict[str, Any], arguments: argparse.Namespace, ca
         reports["after"].append(profile(config, setting, setting.without, forced, arguments, cache))
         row = next(row for row in reports["after"][0]["passes"] if row["name"] == name)
         if not row.get("matched"):
-            emit(
-                **{"pass": name}, sites=0, note=row.get("skipped", ""), model_impl=setting.model_impl,
-                quantization=setting.quantization,
-            )  # fmt: skip
+            emit(**{"pass": name}, sites=0, note=row.get("skipped", ""), model_impl=setting.model_impl, quantization=setting.quantization)
             return
     chosen = profile(config, setting, setting.without, frozenset(), arguments, cache, measured=False)["passes"]
-    device = {
-        key: max(report["profile"][key] for report in reports["before"] + reports["after"])
-        for key in ("bandwidth", "gemm_rate")
-    }
+    device = {key: max(report["profile"][key] for report in reports["before"] + reports["after"]) for key in ("bandwidth", "gemm_rate")}
     for tokens in arguments.tokens:
         before, after = (_best_step(reports[when], tokens) for when in ("before", "after"))
         emit(
@@ -157,9 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="+", help="these passes alone")
-    parser.add_argument(
-        "--note", default="", help="what a reader of the figures has to know, e.g. that others used the machine"
-    )
+    parser.add_argument("--note", default="", help="what a reader of the figures has to know, e.g. that others used the machine")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     config = read_config(resolve_model(arguments.model))
@@ -167,9 +159,14 @@ def main() -> None:
         config["num_hidden_layers"] = arguments.layers
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     CONTEXT.update(
-        model=arguments.model, layers=config["num_hidden_layers"], dtype="bfloat16", device=device, threads=arguments.threads,
-        rounds=arguments.rounds, **environment(),
-    )  # fmt: skip
+        model=arguments.model,
+        layers=config["num_hidden_layers"],
+        dtype="bfloat16",
+        device=device,
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        **environment(),
+    )
     if arguments.note:
         CONTEXT["note"] = arguments.note
     names = [graph_pass.name for graph_pass in default_passes() if graph_pass.name not in NOT_MEASURED]

@@ -38,9 +38,7 @@ GREEDY_TOKENS = 32
 UNCHANGED = ("none", "as-is")
 
 
-def measure(
-    model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None
-) -> dict[str, Any]:
+def measure(model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None) -> dict[str, Any]:
     """Perplexity and greedy answers with one quantization and one dtype of the KV cache."""
     from compile_and_serve.runtime.weights import resolve_model
 
@@ -59,9 +57,15 @@ def measure(
 
 
 def _measure(
-    model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None,
-    options: dict[str, Any], start: float,
-) -> dict[str, Any]:  # fmt: skip
+    model: str,
+    dtype: str,
+    quantization: str,
+    exclude: list[str],
+    kv_cache_dtype: str,
+    threads: int | None,
+    options: dict[str, Any],
+    start: float,
+) -> dict[str, Any]:
     from compile_and_serve.runtime.llm import LLM
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -71,9 +75,7 @@ def _measure(
     [output] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
     logprobs = [
-        entry[token].logprob
-        for entry, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
-        if entry is not None
+        entry[token].logprob for entry, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True) if entry is not None
     ]
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     answers = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS), use_tqdm=False)
@@ -103,9 +105,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", nargs="+", default=[*UNCHANGED, *get_args(Quantization)])
-    parser.add_argument(
-        "--exclude", nargs="*", default=[], help="module globs that replace the quantization's own exclusions"
-    )
+    parser.add_argument("--exclude", nargs="*", default=[], help="module globs that replace the quantization's own exclusions")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=get_args(KVCacheDtype))
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()

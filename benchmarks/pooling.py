@@ -34,9 +34,13 @@ def main() -> None:
     from compile_and_serve import LLM, PoolingParams
 
     options: dict[str, Any] = {
-        "runner": "pooling", "device": args.device, "load_format": args.load_format, "skip_tokenizer_init": True,
-        "max_model_len": max(2 * args.length, 64), "enable_prefix_caching": False,
-    }  # fmt: skip
+        "runner": "pooling",
+        "device": args.device,
+        "load_format": args.load_format,
+        "skip_tokenizer_init": True,
+        "max_model_len": max(2 * args.length, 64),
+        "enable_prefix_caching": False,
+    }
     generator = random.Random(0)
     found: dict[str, list[np.ndarray]] = {}
     prompts: list[dict[str, list[int]]] = []

@@ -55,9 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def _measure(arguments: argparse.Namespace, replicas: int) -> list[dict[str, Any]]:
     config = make_engine_config(
-        arguments.model, load_format="dummy", skip_tokenizer_init=True, device=arguments.device,
-        quantization=arguments.quantization, data_parallel_size=replicas, enable_prefix_caching=False,
-    )  # fmt: skip
+        arguments.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device=arguments.device,
+        quantization=arguments.quantization,
+        data_parallel_size=replicas,
+        enable_prefix_caching=False,
+    )
     client = make_client(config)
     info = await client.start()
     rng = random.Random(0)
@@ -117,7 +122,7 @@ def of_requests(arrivals: Arrivals, *, prompt: int, new: int) -> dict[str, Any]:
         "ttft_s": _percentiles([of_one[0] for of_one in times.values()]),
         "tpot_ms": _percentiles(tpot),
         "gap_max_s": round(max((after - before for of_one in times.values() for before, after in pairwise(of_one)), default=0.0), 3),
-    }  # fmt: skip
+    }
 
 
 def of_replica(arrivals: Arrivals, replica: int) -> dict[str, Any]:
@@ -144,10 +149,7 @@ def of_replica(arrivals: Arrivals, replica: int) -> dict[str, Any]:
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {
-        name: round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 3)
-        for name, share in (("p50", 0.5), ("p99", 0.99))
-    }
+    return {name: round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 3) for name, share in (("p50", 0.5), ("p99", 0.99))}
 
 
 if __name__ == "__main__":

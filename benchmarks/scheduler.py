@@ -53,11 +53,7 @@ def sample(step: SchedulerOutput, prompts_left: dict[str, int]) -> ModelRunnerOu
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
     micros = sorted(value * 1e6 for value in seconds)
-    return {
-        "p50": round(statistics.median(micros), 1),
-        "p90": round(micros[len(micros) * 9 // 10], 1),
-        "max": round(micros[-1], 1),
-    }
+    return {"p50": round(statistics.median(micros), 1), "p90": round(micros[len(micros) * 9 // 10], 1), "max": round(micros[-1], 1)}
 
 
 def bench_decode(num_seqs: int, num_steps: int) -> dict[str, object]:
@@ -65,10 +61,7 @@ def bench_decode(num_seqs: int, num_steps: int) -> dict[str, object]:
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
     blocks_per_seq = (64 + num_steps) // BLOCK_SIZE + 4
     scheduler = Scheduler(
-        config,
-        CacheConfig(block_size=BLOCK_SIZE),
-        num_blocks=blocks_per_seq * num_seqs,
-        max_model_len=blocks_per_seq * BLOCK_SIZE,
+        config, CacheConfig(block_size=BLOCK_SIZE), num_blocks=blocks_per_seq * num_seqs, max_model_len=blocks_per_seq * BLOCK_SIZE
     )
     requests = make_requests(num_seqs, 16, num_steps + 32, spread=BLOCK_SIZE - 1)
     prompts_left = {request.request_id: len(request.prompt_token_ids) for request in requests}
@@ -88,12 +81,7 @@ def bench_decode(num_seqs: int, num_steps: int) -> dict[str, object]:
         if step.total_num_scheduled_tokens == num_seqs == len(step.num_scheduled_tokens):
             schedule_s.append(scheduled - start)
             update_s.append(time.perf_counter() - sampled)
-    return {
-        "case": "decode",
-        "num_seqs": num_seqs,
-        "schedule_us": percentiles(schedule_s),
-        "update_us": percentiles(update_s),
-    }
+    return {"case": "decode", "num_seqs": num_seqs, "schedule_us": percentiles(schedule_s), "update_us": percentiles(update_s)}
 
 
 def bench_admission(prompt_len: int, num_requests: int) -> dict[str, object]:
@@ -124,9 +112,7 @@ def bench_admission(prompt_len: int, num_requests: int) -> dict[str, object]:
             times[f"add_{kind}"].append(added - start)
             times[f"schedule_{kind}"].append(scheduled - added)
             assert (output.num_cached_tokens > 0) == (kind == "hit")
-    return {"case": "admission", "prompt_len": prompt_len} | {
-        f"{name}_us": percentiles(values) for name, values in times.items()
-    }
+    return {"case": "admission", "prompt_len": prompt_len} | {f"{name}_us": percentiles(values) for name, values in times.items()}
 
 
 def main() -> None:
@@ -134,11 +120,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1024)
     options = parser.parse_args()
-    about = {
-        "benchmark": "scheduler",
-        "python": platform.python_version(),
-        "machine": platform.processor() or platform.machine(),
-    }
+    about = {"benchmark": "scheduler", "python": platform.python_version(), "machine": platform.processor() or platform.machine()}
     for num_seqs in sorted({1, 16, options.num_seqs}):
         print(json.dumps(about | bench_decode(num_seqs, options.steps)), flush=True)
     for prompt_len in (512, 8192):

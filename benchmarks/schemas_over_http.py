@@ -101,12 +101,17 @@ def main() -> None:
     seconds = round(time.perf_counter() - started, 1)
     kinds = Counter(outcome.kind for outcome in outcomes)
     line = {
-        "figure": "schemas over HTTP", "model": model, "schemas": len(schemas), "max_tokens": options.max_tokens,
+        "figure": "schemas over HTTP",
+        "model": model,
+        "schemas": len(schemas),
+        "max_tokens": options.max_tokens,
         **{kind: kinds[kind] for kind in ("valid", "not_judged", "length", "refused", "not_json", "wrong")},
         "server_errors": sum(outcome.status >= 500 for outcome in outcomes),
         "reasons": dict(Counter(outcome.detail for outcome in outcomes if outcome.kind == "refused").most_common()),
-        "seconds": seconds, "cpu": cpu_name(), **environment(),
-    }  # fmt: skip
+        "seconds": seconds,
+        "cpu": cpu_name(),
+        **environment(),
+    }
     print(json.dumps(line))
 
 

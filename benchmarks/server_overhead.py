@@ -54,9 +54,7 @@ def _serve(model: str, processes: int) -> None:
     from compile_and_serve.serve.settings import ServerSettings
 
     client.BOOT_CODE = boot_code("benchmarks.fake_engine")
-    settings = ServerSettings(
-        served_model_names=("fake",), port=0, api_server_count=processes, access_log=False, throughput_log=0.0
-    )
+    settings = ServerSettings(served_model_names=("fake",), port=0, api_server_count=processes, access_log=False, throughput_log=0.0)
     run(make_engine_config(model), settings, on_ready=lambda url, info: print(url, flush=True))
 
 
@@ -65,9 +63,8 @@ def _measure(arguments: argparse.Namespace, processes: int, streams: int, other_
     command += ["--model", arguments.model]
     variables = {**os.environ, STEP_MS: str(arguments.step_ms), CORE: str(other_core), "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT,
-        preexec_fn=lambda: os.sched_setaffinity(0, {arguments.core}),
-    )  # fmt: skip
+        command, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT, preexec_fn=lambda: os.sched_setaffinity(0, {arguments.core})
+    )
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline().strip().rpartition(":")[2])

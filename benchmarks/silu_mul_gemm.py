@@ -17,12 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import capture, emit, in_turns_ms
-from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
-    KERNELS,
-    load_silu_mul_gemms,
-    run_silu_mul_gemm,
-    silu_mul_library,
-)
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 
 
@@ -34,9 +29,7 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
         raise SystemExit("The library is for compute capability 9.0; this device has another.")
     x = torch.randn(num_tokens, inputs, device=device).bfloat16()
     weight = torch.empty(2 * hidden, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
-    kernels: dict[str, Callable[[], torch.Tensor]] = {
-        "torch, silu_mul_rows": lambda: silu_mul_rows(F.linear(x, weight)),
-    }
+    kernels: dict[str, Callable[[], torch.Tensor]] = {"torch, silu_mul_rows": lambda: silu_mul_rows(F.linear(x, weight))}
     for kernel in KERNELS:
         kernels[kernel] = functools.partial(run_silu_mul_gemm, library, kernel, x, weight)
     rows = torch.unique(torch.cat([torch.randint(num_tokens, (64,)), torch.tensor([0, num_tokens - 1])]))

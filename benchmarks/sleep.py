@@ -42,11 +42,17 @@ def main() -> None:
                 wakes.append(_seconds(llm.wake_up))
                 equal = equal and _tokens(llm) == before
             line = {
-                "sleep": level, "model": arguments.model, "device": platform.name, "awake_gib": round(awake / GIB, 2),
-                "freed_gib": round(min(freed) / GIB, 2), "sleep_s": round(statistics.median(sleeps), 3),
-                "wake_s": round(statistics.median(wakes), 3), "start_s": round(start_s, 1), "equal": equal,
+                "sleep": level,
+                "model": arguments.model,
+                "device": platform.name,
+                "awake_gib": round(awake / GIB, 2),
+                "freed_gib": round(min(freed) / GIB, 2),
+                "sleep_s": round(statistics.median(sleeps), 3),
+                "wake_s": round(statistics.median(wakes), 3),
+                "start_s": round(start_s, 1),
+                "equal": equal,
                 **environment(),
-            }  # fmt: skip
+            }
             print(json.dumps(line), flush=True)
 
 

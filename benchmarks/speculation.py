@@ -61,15 +61,18 @@ CHAT = [
 # Method → what its drafter's config has instead of the model's.
 DRAFTERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "eagle3": lambda given: {
-        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": min(32000, given["vocab_size"]),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": min(32000, given["vocab_size"]),
     },
     "dflash": lambda given: {
-        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5, "block_size": 16, "layer_types": None,
-        "dflash_config": {
-            "mask_token_id": 0, "target_layer_ids": [1 + i * (given["num_hidden_layers"] - 4) // 4 for i in range(5)],
-        },
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 5,
+        "block_size": 16,
+        "layer_types": None,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1 + i * (given["num_hidden_layers"] - 4) // 4 for i in range(5)]},
     },
-}  # fmt: skip
+}
 
 
 def tasks() -> dict[str, list[str]]:
@@ -80,16 +83,20 @@ def tasks() -> dict[str, list[str]]:
         "edit": [f"Here is a program:\n\n```python\n{PROGRAM}```\n\nWrite the same program again with the class named Wallet."],
         "quote": [f"{paragraph[:900]}\n\nQuote the first four sentences of this text exactly." for paragraph in paragraphs],
         "chat": CHAT,
-    }  # fmt: skip
+    }
 
 
 def run_cpu(args: argparse.Namespace) -> None:
     from compile_and_serve import LLM, SamplingParams
 
     options: dict[str, Any] = {
-        "dtype": "bfloat16", "device": "cpu", "num_threads": args.threads, "max_model_len": 2048, "max_num_seqs": 4,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "num_threads": args.threads,
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
         "enable_prefix_caching": False,
-    }  # fmt: skip
+    }
     for method in args.methods:
         drafts: dict[str, Any] = {"method": method}
         if args.tokens is not None:
@@ -122,15 +129,22 @@ def run_cpu(args: argparse.Namespace) -> None:
                 num_drafts = after.spec_decode_num_drafts - before.spec_decode_num_drafts
                 ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
                 row = {
-                    "benchmark": "speculation cpu", "model": args.model, "method": method, "task": task,
-                    "ratio": round(statistics.median(ratios), 3), "ratio_min": round(min(ratios), 3),
+                    "benchmark": "speculation cpu",
+                    "model": args.model,
+                    "method": method,
+                    "task": task,
+                    "ratio": round(statistics.median(ratios), 3),
+                    "ratio_min": round(min(ratios), 3),
                     "off_tokens_per_second": round(statistics.median(rates["off"]), 1),
                     "on_tokens_per_second": round(statistics.median(rates["on"]), 1),
-                    "tokens": sum(map(len, answers["on"])), "equal": answers["on"] == answers["off"],
+                    "tokens": sum(map(len, answers["on"])),
+                    "equal": answers["on"] == answers["off"],
                     "acceptance_rate": round(accepted / max(1, drafted), 3),
                     "mean_accepted_length": round(1 + accepted / max(1, num_drafts), 2),
-                    "cpu": cpu_name(), "threads": args.threads, **environment(),
-                }  # fmt: skip
+                    "cpu": cpu_name(),
+                    "threads": args.threads,
+                    **environment(),
+                }
                 print(json.dumps(row), flush=True)
 
 
@@ -149,12 +163,18 @@ def run_gpu(args: argparse.Namespace) -> None:
         for batch in args.batches:
             on, off = drafting[batch], plain[batch]
             row = {
-                "benchmark": "speculation gpu", "model": args.model, "method": method, "batch": batch, "draft_tokens": args.tokens,
+                "benchmark": "speculation gpu",
+                "model": args.model,
+                "method": method,
+                "batch": batch,
+                "draft_tokens": args.tokens,
                 "step_ratio": round(on["step_ms"] / off["step_ms"], 3),
                 "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3),
-                "whole_ratio": round(on["whole_tokens_per_second"] / off["whole_tokens_per_second"], 3), "off": off, "on": on,
+                "whole_ratio": round(on["whole_tokens_per_second"] / off["whole_tokens_per_second"], 3),
+                "off": off,
+                "on": on,
                 **device_and_versions(),
-            }  # fmt: skip
+            }
             if "model_ms" in on:
                 row["verify_ratio"] = round(on["model_ms"] / off["model_ms"], 3)
             print(json.dumps(row), flush=True)
@@ -175,9 +195,16 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
     from compile_and_serve.serve.cli.bench.offline import run_requests
 
     config = make_engine_config(
-        args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, max_model_len=4096,
-        max_num_seqs=256, enable_prefix_caching=False, speculative_config=drafts, device=args.device,
-    )  # fmt: skip
+        args.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        max_model_len=4096,
+        max_num_seqs=256,
+        enable_prefix_caching=False,
+        speculative_config=drafts,
+        device=args.device,
+    )
     engine = SyncEngine(config)
     rng = random.Random(0)
     results = {}
@@ -212,9 +239,7 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
         results[batch] = best
         if args.profile:
             work = {"benchmark": "speculation profile", "drafts": drafts, "batch": batch}
-            print(
-                json.dumps(work | kernels_of(lambda: run_requests(engine, prompts, [64] * batch), top=24)), flush=True
-            )
+            print(json.dumps(work | kernels_of(lambda: run_requests(engine, prompts, [64] * batch), top=24)), flush=True)
     stats = engine.core.stats()
     results[0] = {f"replays_{mode}": count for mode, count in stats.graph_replays.items()}
     named = drafts and {name: value for name, value in drafts.items() if name != "model"}  # a temporary folder
@@ -251,9 +276,7 @@ class DeviceTimes:
             return "follow" if step_kind(step) == "verify" else None
 
         runner = self._runner
-        for steps in {
-            id(one): one for one in (runner.steps, runner.plain_steps, runner._drafted_steps) if one
-        }.values():
+        for steps in {id(one): one for one in (runner.steps, runner.plain_steps, runner._drafted_steps) if one}.values():
             self._record(steps, "run", step_kind)
         if runner.drafter is not None:
             self._record(runner.drafter, "propose", propose_kind)
@@ -281,11 +304,7 @@ class DeviceTimes:
 
     def figures(self, *, is_drafting: bool) -> dict[str, float]:
         """`model_ms`: median, of steps with drafts if is_drafting. `draft_ms`: mean, per draft token of a sequence."""
-        ms = {
-            kind: [1e3 * end.seconds_since(begin) for begin, end in spans]
-            for kind, spans in self._parts.items()
-            if spans
-        }
+        ms = {kind: [1e3 * end.seconds_since(begin) for begin, end in spans] for kind, spans in self._parts.items() if spans}
         found = {}
         if model := ms.get("verify" if is_drafting else "plain"):
             found["model_ms"] = round(statistics.median(model), 4)
@@ -315,9 +334,7 @@ def main() -> None:
     gpu.add_argument("--max-tokens", type=int, default=512)
     gpu.add_argument("--dtype", default="bfloat16")
     gpu.add_argument("--device", default="cuda")
-    gpu.add_argument(
-        "--profile", action="store_true", help="also prints the kernels of a prefill and decodes of 64 tokens"
-    )
+    gpu.add_argument("--profile", action="store_true", help="also prints the kernels of a prefill and decodes of 64 tokens")
     args = parser.parse_args()
     (run_cpu if args.kind == "cpu" else run_gpu)(args)
 

@@ -52,9 +52,15 @@ def worker(model: Path, device: str, cache_dir: Path) -> None:
 
     blocks = {} if device == "cuda" else {"num_kv_blocks": 64}
     llm = LLM(
-        str(model), load_format="dummy", skip_tokenizer_init=True, device=device, cache_dir=cache_dir, max_model_len=1024,
-        on_stage=on_stage, **blocks,
-    )  # fmt: skip
+        str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device=device,
+        cache_dir=cache_dir,
+        max_model_len=1024,
+        on_stage=on_stage,
+        **blocks,
+    )
     llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
     first_token = seconds_since_process_start()
     report = llm.info.compile_report
@@ -77,17 +83,7 @@ def start(model: Path, device: str, folder: Path) -> dict[str, Any]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.startup",
-        "--worker",
-        str(model),
-        "--device",
-        device,
-        "--store",
-        str(folder / "store"),
-    ]
+    command = [sys.executable, "-m", "benchmarks.startup", "--worker", str(model), "--device", device, "--store", str(folder / "store")]
     done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the start failed:\n{done.stderr[-2000:]}")
@@ -120,12 +116,7 @@ def main() -> None:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
             for kind in ("cold",) if args.cold_only else ("cold", "warm"):
-                row = {
-                    "work": "startup",
-                    "model": args.model.name if args.model else "small-llama",
-                    "layers": number,
-                    "caches": kind,
-                }
+                row = {"work": "startup", "model": args.model.name if args.model else "small-llama", "layers": number, "caches": kind}
                 row |= start(model, device, Path(folder)) | environment()
                 print(json.dumps(row), flush=True)
                 if args.out:

@@ -40,22 +40,17 @@ def schemas() -> list[dict[str, Any]]:
         {"point": {"type": "array", "items": number, "minItems": 3, "maxItems": 3}, "label": text},
         {"code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"}, "valid": {"type": "boolean"}},
         {"choice": {"anyOf": [text, number, {"type": "null"}]}, "why": text},
-        {
-            "inner": {
-                "type": "object",
-                "properties": {"a": text, "b": {"type": "array", "items": text}},
-                "required": ["a", "b"],
-            }
-        },
+        {"inner": {"type": "object", "properties": {"a": text, "b": {"type": "array", "items": text}}, "required": ["a", "b"]}},
         {f"field_{index}": text for index in range(20)},
     ]
     return [
         {
-            "type": "array", "minItems": 10_000,
+            "type": "array",
+            "minItems": 10_000,
             "items": {"type": "object", "properties": record, "required": list(record), "additionalProperties": False},
         }
         for record in records
-    ]  # fmt: skip
+    ]
 
 
 def write_tokenizer(config: Path, folder: Path) -> Path:
@@ -106,9 +101,14 @@ class Bench:
 
         self.args = args
         self.llm = LLM(
-            model, device=args.device, max_num_seqs=args.num_seqs, max_model_len=2048, enable_prefix_caching=False,
-            **({"kv_cache_memory_bytes": 3 << 30} if args.device == "cpu" else {"gpu_memory_utilization": 0.85}), **options,
-        )  # fmt: skip
+            model,
+            device=args.device,
+            max_num_seqs=args.num_seqs,
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            **({"kv_cache_memory_bytes": 3 << 30} if args.device == "cpu" else {"gpu_memory_utilization": 0.85}),
+            **options,
+        )
         tokenizer = self.llm.get_tokenizer()
         rng = random.Random(0)
         self.prompts = [[rng.randrange(300, 8000) for _ in range(32)] for _ in range(args.num_seqs)]
@@ -140,9 +140,12 @@ class Bench:
         for index, prompt in enumerate(self.prompts):
             is_free = case == "free" or (case == "half" and index % 2 == 1)
             params = SamplingParams(
-                temperature=args.temperature, seed=index, max_tokens=args.tokens, ignore_eos=True,
+                temperature=args.temperature,
+                seed=index,
+                max_tokens=args.tokens,
+                ignore_eos=True,
                 structured_outputs=None if is_free else StructuredOutputsParams(json=forms[index % len(forms)]),
-            )  # fmt: skip
+            )
             ids, prepared = inputs.prepare(prompt, params)
             engine.add_request(inputs.engine_request(f"{case}-{index}", ids, prepared))
         times, last, decoding = [], time.perf_counter(), 0
@@ -186,13 +189,19 @@ def main() -> None:
             steps = [seconds for seconds, _ in found[case]]
             ratios = [mine / theirs for mine, theirs in zip(steps, free, strict=True)]
             line = {
-                "benchmark": "structured", "case": case, "model": Path(args.model).name, "num_seqs": args.num_seqs,
-                "tokens": args.tokens, "temperature": args.temperature, "step_ms": round(statistics.median(steps) * 1e3, 3),
+                "benchmark": "structured",
+                "case": case,
+                "model": Path(args.model).name,
+                "num_seqs": args.num_seqs,
+                "tokens": args.tokens,
+                "temperature": args.temperature,
+                "step_ms": round(statistics.median(steps) * 1e3, 3),
                 "ratio_to_free": round(statistics.median(ratios), 3),
                 "mask_ms": round(statistics.median(masks for _, masks in found[case]) * 1e3, 3),
                 "graph_replays": bench.llm.engine._core.stats().graph_replays if bench.llm.engine._core else {},
-                "device": device, **environment(),
-            }  # fmt: skip
+                "device": device,
+                **environment(),
+            }
             print(json.dumps(line), flush=True)
         bench.llm.shutdown()
 

@@ -43,15 +43,8 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     rank_seconds,
     use_symmetric_memory,
 )
-from compile_and_serve.custom_ops.collectives.allreduce_norm import (
-    allreduce_add_rms_norm,
-    allreduce_add_rms_norm_quantize,
-)
-from compile_and_serve.custom_ops.collectives.collectives import (
-    all_reduce,
-    join_groups,
-    leave_groups,
-)
+from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
+from compile_and_serve.custom_ops.collectives.collectives import all_reduce, join_groups, leave_groups
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.tuning.tuner import Tuner, device_name
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
@@ -72,9 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")],
-                        default=[1 << i for i in range(15 if torch.cuda.is_available() else 13)],
-                        help="rows of the messages; default: powers of two up to 16384, without a GPU up to 4096")  # fmt: skip
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[1 << i for i in range(15 if torch.cuda.is_available() else 13)],
+        help="rows of the messages; default: powers of two up to 16384, without a GPU up to 4096",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run_rank, (args, folder), nprocs=args.size)
@@ -121,8 +117,15 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     chosen = chosen_quantized = None
     if has_devices:
         start = time.perf_counter()
-        how = choose_allreduce(num_features=args.hidden, dtype=torch.bfloat16, max_rows=max(args.tokens), device=device,
-                               tuner=Tuner(device_name(device), [Path(folder)]), kernels=ALL_KERNELS, quantizes=True)  # fmt: skip
+        how = choose_allreduce(
+            num_features=args.hidden,
+            dtype=torch.bfloat16,
+            max_rows=max(args.tokens),
+            device=device,
+            tuner=Tuner(device_name(device), [Path(folder)]),
+            kernels=ALL_KERNELS,
+            quantizes=True,
+        )
         fused = fused_allreduce()
         chosen = None if fused is None else fused.choice
         chosen_quantized = None if fused is None else fused.quantized_choice
@@ -137,10 +140,16 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         for variant, choice in variants.items():
             microseconds, error = measure(operands, variant, choice)
             row = {
-                "variant": variant, "ranks": args.size, "tokens": tokens, "hidden": args.hidden, "dtype": "bfloat16",
-                "median_us": round(statistics.median(microseconds), 2), "min_us": round(min(microseconds), 2),
-                "relative_error": error, "device": torch.cuda.get_device_name(device) if has_devices else "cpu",
-            }  # fmt: skip
+                "variant": variant,
+                "ranks": args.size,
+                "tokens": tokens,
+                "hidden": args.hidden,
+                "dtype": "bfloat16",
+                "median_us": round(statistics.median(microseconds), 2),
+                "min_us": round(min(microseconds), 2),
+                "relative_error": error,
+                "device": torch.cuda.get_device_name(device) if has_devices else "cpu",
+            }
             if variant.startswith("chosen"):
                 row["kernel"] = NCCL if choice is None else choice.kernel(tokens)
             if rank == 0:

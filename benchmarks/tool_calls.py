@@ -26,9 +26,15 @@ import jsonschema
 from benchmarks.common import cpu_name, environment
 
 SETS = (
-    "simple_python", "simple_java", "simple_javascript", "parallel", "parallel_multiple",
-    "live_simple", "live_parallel", "live_parallel_multiple",
-)  # fmt: skip
+    "simple_python",
+    "simple_java",
+    "simple_javascript",
+    "parallel",
+    "parallel_multiple",
+    "live_simple",
+    "live_parallel",
+    "live_parallel_multiple",
+)
 # BFCL's names of types, which come from several languages → JSON's; "" is any type.
 _TYPES = {
     "dict": "object", "hashmap": "object", "float": "number", "double": "number", "long": "integer", "tuple": "array",
@@ -66,12 +72,7 @@ def read_questions(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any
                 {"type": "function", "function": {**function, "parameters": to_schema(function["parameters"])}}
                 for function in entry["function"]
             ]
-            yield {
-                "id": entry["id"],
-                "messages": entry["question"][0],
-                "tools": tools,
-                "parallel_tool_calls": "parallel" in name,
-            }
+            yield {"id": entry["id"], "messages": entry["question"][0], "tools": tools, "parallel_tool_calls": "parallel" in name}
 
 
 def problem(answer: Mapping[str, Any], tools: list[dict[str, Any]]) -> str | None:

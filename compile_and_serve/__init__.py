@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = [
-    "LLM",
-    "BeamSearchParams",
-    "LoRARequest",
-    "PoolingParams",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "__version__",
-]
+__all__ = ["LLM", "BeamSearchParams", "LoRARequest", "PoolingParams", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULES = {
     "BeamSearchParams": "compile_and_serve.runtime.beam_search",

@@ -183,9 +183,7 @@ def _write_smollm2(gguf: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     metadata = read_metadata(gguf)
     vocabulary = metadata["tokenizer.ggml.tokens"]
-    control = [
-        token for token, kind in zip(vocabulary, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3
-    ]
+    control = [token for token, kind in zip(vocabulary, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     _write_tokenizer(
         folder,

@@ -11,14 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = ("compiler", "custom_ops", "models", "runtime", "serve")
-MADE_BY_THE_READER = {
-    "my_passes.py",
-    "report.json",
-    "config.json",
-    "report.html",
-    "adapter_config.json",
-    "modules.json",
-}
+MADE_BY_THE_READER = {"my_passes.py", "report.json", "config.json", "report.html", "adapter_config.json", "modules.json"}
 FLAGS_OF_OTHERS = {"--check"}  # ruff's
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -31,11 +24,15 @@ def quoted(document: Path) -> list[str]:
 
 @each_document
 def test_files_exist(document: Path) -> None:
-    folders = (ROOT, ROOT / "compile_and_serve", document.parent, ROOT / "compile_and_serve/runtime/distributed",
-               ROOT / "compile_and_serve/runtime/engine", ROOT / "benchmarks/results")  # fmt: skip
-    names = [
-        text for text in quoted(document) if re.fullmatch(r"(?!/)[\w./-]+(\.(py|md|json|jsonl|txt|toml|png)|/)", text)
-    ]
+    folders = (
+        ROOT,
+        ROOT / "compile_and_serve",
+        document.parent,
+        ROOT / "compile_and_serve/runtime/distributed",
+        ROOT / "compile_and_serve/runtime/engine",
+        ROOT / "benchmarks/results",
+    )
+    names = [text for text in quoted(document) if re.fullmatch(r"(?!/)[\w./-]+(\.(py|md|json|jsonl|txt|toml|png)|/)", text)]
     missing = [
         name
         for name in names

@@ -57,13 +57,15 @@ def run_make(tmp_path: Path) -> RunMake:
         record.write_text("")
         make = shutil.which("make")
         assert make is not None
-        inherited = {
-            name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS", "MAKELEVEL")
-        }
+        inherited = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS", "MAKELEVEL")}
         done = subprocess.run(
-            [make, *arguments], cwd=tmp_path, env=inherited | {"PATH": str(programs), "RECORD": str(record)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [make, *arguments],
+            cwd=tmp_path,
+            env=inherited | {"PATH": str(programs), "RECORD": str(record)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout, record.read_text().splitlines()
 

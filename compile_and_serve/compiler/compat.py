@@ -73,9 +73,7 @@ class _CaptureComplete(BaseException):
     """
 
 
-def capture_full_graph(
-    module: torch.nn.Module, backend: Backend, arguments: Mapping[str, Any], *, with_bytecode: bool
-) -> list[CodeType]:
+def capture_full_graph(module: torch.nn.Module, backend: Backend, arguments: Mapping[str, Any], *, with_bytecode: bool) -> list[CodeType]:
     """Trace `module(**arguments)` into one graph and pass it to `backend`. Raises `GraphBreakError` if that is not possible.
 
     → the bytecode that Dynamo generates for `forward`, for dumps; empty without `with_bytecode`. It is never run.
@@ -129,9 +127,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def fake_mode_with_symbols(
-    groups: Sequence[str], upper: dict[str, int]
-) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
+def fake_mode_with_symbols(groups: Sequence[str], upper: dict[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A fake mode, and an unbacked symbol in [1, upper[group]] for each group of equal lengths."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, _constrain_range_for_size
 

@@ -95,9 +95,15 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Pendin
     mode, arguments = fake_arguments(gm, device)
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
     with (
-        _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS),
-        _as_piece_error(), _without_broken_pool(), _deferred_kernel_waits() as waits,
-    ):  # fmt: skip
+        _cache_dir(work_dir, device),
+        tracing,
+        V.set_fake_mode(mode),
+        torch.no_grad(),
+        config.patch(OPTIONS),
+        _as_piece_error(),
+        _without_broken_pool(),
+        _deferred_kernel_waits() as waits,
+    ):
         with mode:
             aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
             _read_lengths(aten, arguments)

@@ -278,8 +278,7 @@ def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
 
     for child in module.modules():
         tensors = itertools.chain(
-            child.named_parameters(recurse=False, remove_duplicate=False),
-            child.named_buffers(recurse=False, remove_duplicate=False),
+            child.named_parameters(recurse=False, remove_duplicate=False), child.named_buffers(recurse=False, remove_duplicate=False)
         )
         for name, tensor in list(tensors):
             setattr(child, name, on_device(tensor))
@@ -289,8 +288,7 @@ def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
 def _fill(name: str, place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape != place.shape:
         raise WeightMismatchError(
-            f"Weight {name} has shape {list(tensor.shape)}, expected {list(place.shape)}: "
-            "the checkpoint does not fit its config."
+            f"Weight {name} has shape {list(tensor.shape)}, expected {list(place.shape)}: the checkpoint does not fit its config."
         )
     return place.copy_(tensor)
 

@@ -28,14 +28,7 @@ from compile_and_serve.compiler.artifacts.work_folder import WorkFolder
 from compile_and_serve.compiler.capture.capture import capture
 from compile_and_serve.compiler.compat import no_garbage_collection
 from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.inductor import (
-    CompiledPiece,
-    PendingPiece,
-    PieceCallable,
-    PieceCompileError,
-    start_inductor,
-    start_piece,
-)
+from compile_and_serve.compiler.inductor import CompiledPiece, PendingPiece, PieceCallable, PieceCompileError, start_inductor, start_piece
 from compile_and_serve.compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import slow_reason
@@ -97,24 +90,28 @@ def compile_model(
         if unknown := wanted - set(names):
             raise PassError(f"Cannot {verb} unknown pass {sorted(unknown)[0]!r}: the passes are {', '.join(names)}.")
     return _Compilation(
-        spec=spec, config=config, device=device, dtype=dtype, kernels=kernels, passes=all_passes, on_stage=on_stage,
-        attention_backends=attention_backends, kv_cache_dtype=kv_cache_dtype or dtype,
-        artifacts=ModelArtifacts(config, device), added=_added(spec, all_passes, config.disabled_passes),
-    ).run()  # fmt: skip
+        spec=spec,
+        config=config,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        passes=all_passes,
+        on_stage=on_stage,
+        attention_backends=attention_backends,
+        kv_cache_dtype=kv_cache_dtype or dtype,
+        artifacts=ModelArtifacts(config, device),
+        added=_added(spec, all_passes, config.disabled_passes),
+    ).run()
 
 
-def _added(
-    spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str]
-) -> tuple[StepInput | StateGroup, ...]:
+def _added(spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str]) -> tuple[StepInput | StateGroup, ...]:
     """The inputs and state that passes may add to a step. Raises `PassError` for a name that is taken."""
     taken = {one.name for one in spec.inputs} | {group.name for group in spec.state}
     added: dict[str, StepInput | StateGroup] = {}
     for graph_pass in passes:
         for one in () if graph_pass.name in disabled else graph_pass.adds(spec):
             if one.name in taken or added.setdefault(one.name, one) != one:
-                raise PassError(
-                    f"Pass {graph_pass.name} adds {one.name!r} to the step, which has another of this name."
-                )
+                raise PassError(f"Pass {graph_pass.name} adds {one.name!r} to the step, which has another of this name.")
     return tuple(added.values())
 
 
@@ -128,9 +125,7 @@ def _check_eager(config: CompileConfig) -> None:
     if config.quantization is not None:
         raise PassError("An eager model cannot be quantized: leave out --quantization or --enforce-eager.")
     if config.disabled_passes or config.forced_passes:
-        raise PassError(
-            "An eager model goes through no passes: leave out --disable-pass and --force-pass, or --enforce-eager."
-        )
+        raise PassError("An eager model goes through no passes: leave out --disable-pass and --force-pass, or --enforce-eager.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,9 +182,8 @@ class _Compilation:
     def _key_fields(self) -> dict[str, Any]:
         """Everything that the plan depends on."""
         fields = plan_fields(
-            self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype,
-            self.config.tensor_parallel_size,
-        )  # fmt: skip
+            self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype, self.config.tensor_parallel_size
+        )
         if self.config.forced_passes:
             fields["forced_passes"] = sorted(self.config.forced_passes)
         if self.config.verify_passes:  # verification may leave out a pass, and its errors are part of the report
@@ -201,9 +195,7 @@ class _Compilation:
             self.report["slow_quantized_linears"] = slow
         return fields
 
-    def _load_or_build(
-        self, key_fields: dict[str, Any], work_dir: Path
-    ) -> tuple[ExecutionPlan, ExecutionPlan | None, JoinPieces]:
+    def _load_or_build(self, key_fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, ExecutionPlan | None, JoinPieces]:
         """The plan, that of steps without optional inputs, and a function that returns their pieces by fingerprint."""
         # Dumps and profiles need the graphs, which artifacts do not contain.
         use_artifacts = self.dump is None and not self.config.profile_tokens
@@ -216,9 +208,7 @@ class _Compilation:
             stored, pieces = self._build(key_fields, work_dir)
             return stored.plan, stored.plain, lambda: pieces
 
-    def _load(
-        self, key_fields: dict[str, Any], work_dir: Path
-    ) -> tuple[ExecutionPlan, ExecutionPlan | None, JoinPieces] | None:
+    def _load(self, key_fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, ExecutionPlan | None, JoinPieces] | None:
         """The whole model from artifacts, or None if a part is missing.
 
         The pieces are loaded by a thread, while the caller reads the weights.
@@ -290,9 +280,13 @@ class _Compilation:
         """
         start = time.perf_counter()
         captured = capture(
-            self.spec.module, self.spec.inputs, self.spec.state, self.dtype, quantized=self.spec.quantized_weights,
+            self.spec.module,
+            self.spec.inputs,
+            self.spec.state,
+            self.dtype,
+            quantized=self.spec.quantized_weights,
             with_bytecode=self.dump is not None,
-        )  # fmt: skip
+        )
         gm = captured.gm
         repeated = f", {captured.regions} repeated blocks" if captured.regions else ""
         self._stage("capture", time.perf_counter() - start, f"{len(gm.graph.nodes)} nodes{repeated}")
@@ -300,21 +294,25 @@ class _Compilation:
             self.dump.captured(gm, captured.bytecode)
 
         start = time.perf_counter()
-        tuner = Autotuner(
-            self.device, self.artifacts.tuning_folders, self.config.forced_passes, before_measuring
-        )  # fmt: skip
+        tuner = Autotuner(self.device, self.artifacts.tuning_folders, self.config.forced_passes, before_measuring)
         disabled = self.config.disabled_passes
         for_optional = [i for i, one in enumerate(self.passes) if one.for_optional and one.name not in disabled]
         shared = for_optional[0] if for_optional else len(self.passes)
         ctx = PassContext(
-            device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels, tuner=tuner, quantized_weights=self.spec.quantized_weights,
-            tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
+            device=self.device,
+            dtype=self.dtype,
+            weights=captured.weights,
+            fake_mode=captured.fake_mode,
+            kernels=self.kernels,
+            tuner=tuner,
+            quantized_weights=self.spec.quantized_weights,
+            tensor_parallel_size=self.config.tensor_parallel_size,
+            tp_plan=self.spec.tp_plan,
             declared=declarations_by_name(
                 (*self.spec.inputs, *(one for one in self.added if isinstance(one, StepInput))),
                 (*self.spec.state, *(one for one in self.added if isinstance(one, StateGroup))),
             ),
-        )  # fmt: skip
+        )
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
         records = run_passes(gm, self.passes[:shared], ctx, disabled, verifier, after_pass)
@@ -391,27 +389,31 @@ class _Compilation:
             self.artifacts.reject(error, entry)
             return None
 
-    def _write_piece(
-        self, piece: str, versions: OpVersions, compiled: CompiledPiece, graph: GraphModule, work_dir: Path
-    ) -> None:
+    def _write_piece(self, piece: str, versions: OpVersions, compiled: CompiledPiece, graph: GraphModule, work_dir: Path) -> None:
         folder = _folder(work_dir, piece)
         if (work_dir / PROBES).is_dir():
             # Stored beside the kernels, so that loading the piece does not build them again.
             shutil.copytree(work_dir / PROBES, folder / KERNELS, dirs_exist_ok=True)
         self.artifacts.write_piece(piece, versions, compiled, graph, folder)
 
-    def _profile(
-        self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], pieces: Mapping[str, PieceCallable]
-    ) -> None:
+    def _profile(self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], pieces: Mapping[str, PieceCallable]) -> None:
         if self.attention_backends is None:
             raise ValueError("Profiling needs attention backends: give compile_model its attention_backends.")
         start = time.perf_counter()
         inputs, state = self._step_of(plan)
         try:
             self.report["profile"] = profile_model(
-                plan, graphs, pieces, inputs, state, device=self.device, dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype,
-                backends=self.attention_backends, tokens=self.config.profile_tokens,
-            )  # fmt: skip
+                plan,
+                graphs,
+                pieces,
+                inputs,
+                state,
+                device=self.device,
+                dtype=self.dtype,
+                kv_cache_dtype=self.kv_cache_dtype,
+                backends=self.attention_backends,
+                tokens=self.config.profile_tokens,
+            )
         except RuntimeError as error:  # raised by torch, for example out of memory; the model can still be served
             log.warning("The pieces could not be measured: %s", f"{type(error).__name__}: {error}".splitlines()[0])
             return

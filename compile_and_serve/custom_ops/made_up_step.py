@@ -58,18 +58,16 @@ def make_step(
     for group in groups:
         if not group.paged:
             metadata[group.name] = SlotMetadata(
-                slots=_slots(group, state, num_seqs, writes_state).to(device), query_start_loc=query_start_loc, seq_lens=lengths,
-                num_seqs=num_seqs, num_tokens=num_tokens, max_query_len=int(new.max()),
-            )  # fmt: skip
+                slots=_slots(group, state, num_seqs, writes_state).to(device),
+                query_start_loc=query_start_loc,
+                seq_lens=lengths,
+                num_seqs=num_seqs,
+                num_tokens=num_tokens,
+                max_query_len=int(new.max()),
+            )
             continue
         table_SM, slots_T = _pages(
-            group,
-            batch,
-            seq_lens,
-            state,
-            tokens_per_page[group.name],
-            writes_state,
-            (num_columns or {}).get(group.name),
+            group, batch, seq_lens, state, tokens_per_page[group.name], writes_state, (num_columns or {}).get(group.name)
         )
         backend = (backends or {}).get(group.name) or TorchAttention()
         metadata[group.name] = AttentionMetadata(
@@ -103,9 +101,13 @@ def make_step(
 
 
 def zero_state(
-    groups: Sequence[StateGroup], num_pages: int, num_slots: int, tokens_per_page: Mapping[str, int], dtype: torch.dtype,
+    groups: Sequence[StateGroup],
+    num_pages: int,
+    num_slots: int,
+    tokens_per_page: Mapping[str, int],
+    dtype: torch.dtype,
     device: torch.device | None = None,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """State tensors by name, each an allocation of its own: [num_pages, …] or [num_slots, …] of zeros. dtype: of the KV cache."""
     return {
         name: torch.zeros((num_pages if group.paged else num_slots, *shape), dtype=group.dtype or dtype, device=device)
@@ -115,16 +117,19 @@ def zero_state(
 
 
 def _pages(
-    group: StateGroup, batch: TokenBatch, seq_lens: np.ndarray, state: Mapping[str, torch.Tensor], size: int, writes: bool,
+    group: StateGroup,
+    batch: TokenBatch,
+    seq_lens: np.ndarray,
+    state: Mapping[str, torch.Tensor],
+    size: int,
+    writes: bool,
     num_columns: int | None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """Block table int32 [S, M] and slot mapping int64 [T]: each sequence has its own share of the pages, in order."""
     num_seqs = len(seq_lens)
     columns = -(-int(seq_lens.max()) // size)
     if not writes:
-        return np.zeros((num_seqs, num_columns or columns), dtype=np.int32), np.full(
-            len(batch.positions), -1, dtype=np.int64
-        )
+        return np.zeros((num_seqs, num_columns or columns), dtype=np.int32), np.full(len(batch.positions), -1, dtype=np.int64)
     num_pages = state[next(iter(group.tensor_shapes(size)))].shape[0]
     share = num_pages // num_seqs
     assert share >= columns, f"{num_seqs} sequences of up to {seq_lens.max()} tokens need more than {num_pages} pages"

@@ -468,9 +468,7 @@ def resolve_device(name: Literal["auto", "cpu", "cuda"], index: int | None = Non
             "--tensor-parallel-size or --data-parallel-size, check the driver, or use --device cpu."
         )
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device is 'cuda', but torch finds no CUDA device here: use --device cpu, or check the driver."
-        )
+        raise ValueError("device is 'cuda', but torch finds no CUDA device here: use --device cpu, or check the driver.")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if index is not None:

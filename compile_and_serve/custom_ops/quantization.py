@@ -13,9 +13,7 @@ from typing import Any, Literal
 import torch
 
 Activations = Literal["none", "dynamic", "static"]
-Quantized = tuple[
-    torch.Tensor, torch.Tensor
-]  # 8-bit activations and their scales: the result of `quantize_activations`
+Quantized = tuple[torch.Tensor, torch.Tensor]  # 8-bit activations and their scales: the result of `quantize_activations`
 
 BLOCK = 128  # inputs and outputs of a block of scales
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -165,11 +163,7 @@ def expand_scale(scale: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> to
 
 
 def quantize_activations(
-    x_TI: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    per_group: bool = False,
-    input_scale: torch.Tensor | None = None,
+    x_TI: torch.Tensor, dtype: torch.dtype, *, per_group: bool = False, input_scale: torch.Tensor | None = None
 ) -> Quantized:
     """round(x · (1 / scale)), and the scale: max |x| of the token (or of its group of 128 inputs) over the largest value of `dtype`.
 

@@ -94,15 +94,9 @@ class StepInput:
         return tuple([tokens if dim == TOKENS else rows if dim == ROWS else int(dim) for dim in self.dims])
 
 
-INPUT_IDS = StepInput(
-    name="input_ids", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.token_ids, advance="sampled"
-)
-POSITIONS = StepInput(
-    name="positions", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.positions, advance="next"
-)
-LOGITS_INDICES = StepInput(
-    name="logits_indices", dtype=torch.int64, dims=(ROWS,), fill=lambda batch: batch.row_indices, advance="same"
-)
+INPUT_IDS = StepInput(name="input_ids", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.token_ids, advance="sampled")
+POSITIONS = StepInput(name="positions", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.positions, advance="next")
+LOGITS_INDICES = StepInput(name="logits_indices", dtype=torch.int64, dims=(ROWS,), fill=lambda batch: batch.row_indices, advance="same")
 DECODER_INPUTS = (INPUT_IDS, POSITIONS, LOGITS_INDICES)
 
 
@@ -122,9 +116,7 @@ class Drafter(Protocol):
 
     num_tokens: int
 
-    def propose(
-        self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
         """outputs: the step's, by name. rows_S: int64 [S], the row of the outputs at which each sequence's last token was sampled.
         tokens_S: int64 [S], these tokens. → int64 [S, d]
         """
@@ -265,9 +257,7 @@ class StateGroup:
         return entries
 
 
-def declarations_by_name(
-    inputs: Sequence[StepInput], groups: Sequence[StateGroup]
-) -> dict[str, StepInput | StateGroup]:
+def declarations_by_name(inputs: Sequence[StepInput], groups: Sequence[StateGroup]) -> dict[str, StepInput | StateGroup]:
     """The declaration of each tensor of a step: inputs by their name, state by the names of `StateGroup.tensor_shapes`."""
     declarations: dict[str, StepInput | StateGroup] = {one.name: one for one in inputs}
     for group in groups:

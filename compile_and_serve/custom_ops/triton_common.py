@@ -19,9 +19,12 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 SPLIT_COUNTERS = 1 << 16  # output tiles that one split launch may have
 TRITON_TYPES = {
-    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.int8: tl.int8,
     torch.float8_e4m3fn: tl.float8e4nv,
-}  # fmt: skip
+}
 
 
 @triton.jit

@@ -22,9 +22,7 @@ from compile_and_serve.custom_ops.triton_common import (
     wait_for_previous,
 )
 
-_HALF_EVEN = tl.constexpr(
-    12582912.0
-)  # 1.5 · 2^23: added to a float32 below 2^22, it rounds to an integer, ties to even
+_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to a float32 below 2^22, it rounds to an integer, ties to even
 
 
 @triton.jit
@@ -37,9 +35,19 @@ def round_to(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_quantized(
-    x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features,
-    IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_I,
+    row,
+    cols_I,
+    ok_I,
+    out_ptr,
+    scale_ptr,
+    input_scale_ptr,
+    num_features,
+    IS_STATIC: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Quantize a whole row to 8 bits and store it with its scales.
 
     x_I: the row in float32, with zeros after its end. GROUP: values per scale; BLOCK: one scale for the row.
@@ -68,10 +76,21 @@ def quantize_constants(quantized: Quantized | None) -> dict[str, Any]:
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, norm_ptr, input_scale_ptr, out_ptr, scale_ptr, num_features, x_stride, eps,
-    HAS_NORM: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    norm_ptr,
+    input_scale_ptr,
+    out_ptr,
+    scale_ptr,
+    num_features,
+    x_stride,
+    eps,
+    HAS_NORM: tl.constexpr,
+    IS_STATIC: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK)
     ok_I = cols_I < num_features
@@ -83,9 +102,7 @@ def _quantize_kernel(
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
         x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
-    store_quantized(
-        x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features, IS_STATIC, LARGEST_VALUE, GROUP, BLOCK
-    )  # fmt: skip
+    store_quantized(x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features, IS_STATIC, LARGEST_VALUE, GROUP, BLOCK)
 
 
 def quantize_rows(
@@ -112,18 +129,30 @@ def quantize_rows(
         pdl = supports_pdl(x_TI.device)
         warps = max(1, min(16 if width <= 16384 else 32, width // 512))
         launch(
-            _quantize_kernel, (num_tokens,),
-            x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
-            HAS_NORM=norm_weight_I is not None, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
-            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=warps, **launch_options(pdl),
-        )  # fmt: skip
+            _quantize_kernel,
+            (num_tokens,),
+            x_TI,
+            norm_weight_I,
+            input_scale,
+            out_TI,
+            scale,
+            num_features,
+            x_TI.stride(0),
+            eps,
+            HAS_NORM=norm_weight_I is not None,
+            IS_STATIC=input_scale is not None,
+            LARGEST_VALUE=LARGEST[dtype],
+            GROUP=BLOCK if per_group else width,
+            BLOCK=width,
+            PDL=pdl,
+            num_warps=warps,
+            **launch_options(pdl),
+        )
     return out_TI, scale
 
 
 @triton.jit
-def _scale_kernel(
-    sums_ptr, x_scale_ptr, scale_ptr, out_ptr, num_features, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _scale_kernel(sums_ptr, x_scale_ptr, scale_ptr, out_ptr, num_features, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols_O = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok_O = cols_O < num_features
@@ -135,9 +164,7 @@ def _scale_kernel(
     tl.store(out_ptr + row * num_features + cols_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
 
 
-def scale_sums(
-    sums_TO: torch.Tensor, x_scale_T1: torch.Tensor, scale_O: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def scale_sums(sums_TO: torch.Tensor, x_scale_T1: torch.Tensor, scale_O: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """y = sums · x_scale · scale in float32, with one rounding. sums_TO: int32 or float32, contiguous. → `dtype` [T, O]"""
     num_tokens, num_features = sums_TO.shape
     out_TO = torch.empty(num_tokens, num_features, dtype=dtype, device=sums_TO.device)

@@ -26,14 +26,7 @@ CACHE_SCALES = (
     *("k_scale", "v_scale", "kv_scale", "output_scale", "q_scale", "prob_scale"),
     *("k_zero_point", "v_zero_point", "q_zero_point"),
 )
-_FORMS = (
-    "{x}_scale",
-    "attn.{x}_scale",
-    "{x}_proj.{x}_scale",
-    "{x}_proj.output_scale",
-    "qkv_proj.{x}_scale",
-    "kv_scale",
-)
+_FORMS = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "{x}_proj.output_scale", "qkv_proj.{x}_scale", "kv_scale")
 
 
 class UnfoldableScalesError(Exception):
@@ -66,9 +59,7 @@ def cache_scale_names(spec: ModelSpec, names: Collection[str]) -> dict[str, tupl
     """Attention module → names of the scales of its keys and of its values in a checkpoint of these `names`; None: it has none."""
     found: dict[str, tuple[str | None, str | None]] = {}
     for module in _attention_modules(spec):
-        keys, values = (
-            next((name for form in _FORMS if (name := f"{module}.{form.format(x=x)}") in names), None) for x in "kv"
-        )
+        keys, values = (next((name for form in _FORMS if (name := f"{module}.{form.format(x=x)}") in names), None) for x in "kv")
         if keys is not None or values is not None:
             found[module] = (keys, values)
     return found

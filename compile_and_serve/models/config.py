@@ -55,9 +55,7 @@ class DecoderConfig:
         num_heads = sizes["num_attention_heads"]
         num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise ModelConfigError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, got {num_heads} and {num_kv_heads}."
-            )
+            raise ModelConfigError(f"num_attention_heads must be a multiple of num_key_value_heads, got {num_heads} and {num_kv_heads}.")
         if config.get("head_dim") is None and default_head_dim is None and sizes["hidden_size"] % num_heads:
             raise ModelConfigError(
                 f"hidden_size must be a multiple of num_attention_heads if head_dim is not given, "
@@ -103,9 +101,7 @@ class WindowedConfig(DecoderConfig):
     window_rope: Mapping[str, Any]
 
     @staticmethod
-    def read(
-        config: Mapping[str, Any], *, has_window: Callable[[int], bool], default_head_dim: int | None = None
-    ) -> WindowedConfig:
+    def read(config: Mapping[str, Any], *, has_window: Callable[[int], bool], default_head_dim: int | None = None) -> WindowedConfig:
         """Read a config.json. has_window: whether the layer of a number has a window, where the file does not list the layers' types.
 
         Raises `ModelConfigError` for a missing or invalid value.
@@ -131,9 +127,7 @@ class WindowedConfig(DecoderConfig):
         return [i for i, window in enumerate(self.windows) if (window is not None) == with_window]
 
 
-def _windows(
-    config: Mapping[str, Any], decoder: DecoderConfig, has_window: Callable[[int], bool]
-) -> tuple[int | None, ...]:
+def _windows(config: Mapping[str, Any], decoder: DecoderConfig, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
     layers = range(decoder.num_hidden_layers)
     types = config.get("layer_types")
     if types is None:

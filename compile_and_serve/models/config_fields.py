@@ -24,17 +24,12 @@ def require(field: str, value: Any, known: Sequence[Any]) -> None:
     """Raise `ModelConfigError` if a field of quantization_config has none of the known values."""
     if value not in known:
         expected = " or ".join(repr(one) for one in known)
-        raise ModelConfigError(
-            f"quantization_config's {field} is {value!r}, which is not supported: expected {expected}."
-        )
+        raise ModelConfigError(f"quantization_config's {field} is {value!r}, which is not supported: expected {expected}.")
 
 
 def is_ignored(name: str, ignored: Sequence[str]) -> bool:
     """Whether a list of modules has this module, one of its parents, or a part of its name from dot to dot."""
-    return any(
-        f".{name}.".endswith(f".{one}.") or f"{name}.".startswith(f"{one}.") or f".{one}." in f".{name}."
-        for one in ignored
-    )
+    return any(f".{name}.".endswith(f".{one}.") or f"{name}.".startswith(f"{one}.") or f".{one}." in f".{name}." for one in ignored)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -96,13 +96,19 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(config.latent_size, heads * (config.nope_size + config.value_size), bias=False)
         self.o_proj = nn.Linear(heads * config.value_size, hidden, bias=decoder.attention_bias)
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.has_q_latent else self.q_proj(x_TD)
         q_THE = q.view(x_TD.shape[0], -1, self.q_head_size)
         out_THV = mla_attention(
-            q_THE, self.kv_a_proj_with_mqa(x_TD), self.kv_a_layernorm.weight, cos_TR, sin_TR, self.kv_b_proj.weight,
-            cache, self.scale, eps=_LATENT_EPS, interleaved=self.interleaved,
-        )  # fmt: skip
+            q_THE,
+            self.kv_a_proj_with_mqa(x_TD),
+            self.kv_a_layernorm.weight,
+            cos_TR,
+            sin_TR,
+            self.kv_b_proj.weight,
+            cache,
+            self.scale,
+            eps=_LATENT_EPS,
+            interleaved=self.interleaved,
+        )
         return self.o_proj(out_THV.flatten(1))

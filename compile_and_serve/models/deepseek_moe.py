@@ -45,9 +45,7 @@ class DeepseekMoeConfig(MoeConfig):
         """Read a config.json. routing: scoring_func and topk_method. Raises `ModelConfigError` for a missing or invalid value."""
         scoring, method = routing
         if config.get("norm_topk_prob") and scoring == "softmax":
-            raise UnsupportedConfigError(
-                "norm_topk_prob is not supported with scoring_func 'softmax': set it to false."
-            )
+            raise UnsupportedConfigError("norm_topk_prob is not supported with scoring_func 'softmax': set it to false.")
         if int(config.get("moe_layer_freq") or 1) != 1:
             raise UnsupportedConfigError(f"moe_layer_freq must be 1, got {config['moe_layer_freq']}.")
         num_experts, top_k = positive_int(config, "n_routed_experts"), positive_int(config, "num_experts_per_tok")
@@ -130,17 +128,21 @@ class DeepseekMoe(nn.Module):
         if config.num_shared:
             residual_TD = residual_TD + self.shared_experts(x_TD)
         weights_TK, ids_TK = route(
-            self.gate(x_TD), config.top_k, scoring=config.scoring, renormalize=config.renormalize,
-            scale=config.expert_scale, bias_X=self.gate.e_score_correction_bias, num_groups=config.num_groups,
-            top_groups=config.top_groups, group_best=config.group_best,
-        )  # fmt: skip
+            self.gate(x_TD),
+            config.top_k,
+            scoring=config.scoring,
+            renormalize=config.renormalize,
+            scale=config.expert_scale,
+            bias_X=self.gate.e_score_correction_bias,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            group_best=config.group_best,
+        )
         return residual_TD + self.experts(x_TD, ids_TK, weights_TK)
 
 
 class DeepseekMoeLayer(LlamaDecoderLayer):
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, cache)
         return self.mlp(self.post_attention_layernorm(x_TD), x_TD)
 

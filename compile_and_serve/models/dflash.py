@@ -63,9 +63,7 @@ class DFlashContext(nn.Module):
         super().__init__()
         self.model = DFlashContextModel(config, num_features)
 
-    def forward(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor]) -> torch.Tensor:
         x_TD = self.model.hidden_norm(self.model.fc(hidden_states))
         cos_TE, sin_TE = self.model.rotary_emb(positions, x_TD.dtype)
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):

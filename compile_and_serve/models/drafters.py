@@ -85,9 +85,7 @@ class DrafterSpec:
     mask_token: int = 0
 
 
-def draft_model(
-    config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype, model_impl: ModelImpl = "auto"
-) -> DrafterSpec:
+def draft_model(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> DrafterSpec:
     """A decoder of the target's vocabulary. Raises `ModelConfigError` with one sentence where it does not fit."""
     spec = build_model(config, dtype=dtype, model_impl=model_impl)
     if spec.pooling is not None or spec.drafter is not None:
@@ -100,15 +98,11 @@ def draft_model(
         )
     others = [one.name for one in spec.inputs if one not in DECODER_INPUTS]
     if others:
-        raise ModelConfigError(
-            f"The draft model takes {', '.join(others)} too, which no draft has: choose another one."
-        )
+        raise ModelConfigError(f"The draft model takes {', '.join(others)} too, which no draft has: choose another one.")
     return DrafterSpec(kind="tokens", spec=spec, target=_checked(target))
 
 
-def eagle(
-    config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
-) -> DrafterSpec:
+def eagle(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype) -> DrafterSpec:
     """An EAGLE-1 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
     if any(name.removeprefix("model.").startswith(("midlayer.", "d2t")) for name in tensors):
         raise ModelConfigError("The drafter is an EAGLE-3 head: use the method eagle3 in speculative_config.")
@@ -121,9 +115,8 @@ def eagle(
     has_bias = any(name.endswith("fc.bias") for name in tensors)
     state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
     spec = decoder_spec(
-        on_meta(lambda: EagleForCausalLM(decoder, has_bias), dtype),
-        decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"},
-    )  # fmt: skip
+        on_meta(lambda: EagleForCausalLM(decoder, has_bias), dtype), decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"}
+    )
     return DrafterSpec(
         kind="hidden",
         spec=_reads_hidden(spec, decoder.hidden_size, dtype),
@@ -133,9 +126,7 @@ def eagle(
     )
 
 
-def eagle3(
-    config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
-) -> DrafterSpec:
+def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype) -> DrafterSpec:
     """An EAGLE-3 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
     if tensors and not any("midlayer." in name for name in tensors):
         raise ModelConfigError(
@@ -147,9 +138,7 @@ def eagle3(
     draft_vocab_size = positive_int(config, "draft_vocab_size", decoder.vocab_size)
     norm_before_residual = config.get("norm_before_residual", False)
     if not isinstance(norm_before_residual, bool):
-        raise ModelConfigError(
-            f"norm_before_residual in the EAGLE head's config must be true or false, got {norm_before_residual!r:.200}."
-        )
+        raise ModelConfigError(f"norm_before_residual in the EAGLE head's config must be true or false, got {norm_before_residual!r:.200}.")
     given = positive_int(config, "target_hidden_size", _hidden_size(target))
     if given != _hidden_size(target):
         raise ModelConfigError(
@@ -159,8 +148,11 @@ def eagle3(
     plan = {name.replace("model.layers.*", "model.midlayer"): style for name, style in DECODER_TP_PLAN.items()}
     spec = decoder_spec(
         on_meta(lambda: Eagle3ForCausalLM(decoder, draft_vocab_size, norm_before_residual), dtype),
-        decoder, config, [full_attention([kv_cache_of(decoder)])], plan,
-    )  # fmt: skip
+        decoder,
+        config,
+        [full_attention([kv_cache_of(decoder)])],
+        plan,
+    )
     return DrafterSpec(
         kind="hidden",
         spec=_reads_hidden(spec, decoder.hidden_size, dtype),
@@ -180,9 +172,7 @@ def _eagle3_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     inner = nested.get(name) if isinstance(nested, Mapping) else None
     given = inner or config.get(name) or (2, num_layers // 2, num_layers - 3)
     if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
-        raise ModelConfigError(
-            f"{name} in the EAGLE head's config must be a list of layer numbers, got {given!r:.200}."
-        )
+        raise ModelConfigError(f"{name} in the EAGLE head's config must be a list of layer numbers, got {given!r:.200}.")
     return tuple(layer + 1 if inner else layer for layer in given)
 
 
@@ -209,14 +199,16 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
         # The number is part of the config, because it is part of the weights' names, which an artifact holds.
         own = {**config, "mtp_layer_number": number}
         spec = with_stored_weights(deepseek_moe_spec(make, parsed, family.experts, own, dtype, number))
-        layers.append(DrafterSpec(
-            kind="hidden",
-            spec=_reads_hidden(spec, size, dtype, gives=ROWS if is_only else TOKENS),
-            target=target,
-            hidden_size=size,
-            borrowed_weights={f"{prefix}embed_tokens.weight": (_EMBEDDING,), f"{prefix}shared_head.head.weight": (_HEAD, _EMBEDDING)},
-            prefix=prefix,
-        ))  # fmt: skip
+        layers.append(
+            DrafterSpec(
+                kind="hidden",
+                spec=_reads_hidden(spec, size, dtype, gives=ROWS if is_only else TOKENS),
+                target=target,
+                hidden_size=size,
+                borrowed_weights={f"{prefix}embed_tokens.weight": (_EMBEDDING,), f"{prefix}shared_head.head.weight": (_HEAD, _EMBEDDING)},
+                prefix=prefix,
+            )
+        )
     return replace(layers[0], layers_behind=tuple(layers[1:]))
 
 
@@ -271,17 +263,18 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
             f"{layers!r:.200}."
         )
     if type(mask_token) is not int or not 0 <= mask_token < decoder.vocab_size:
-        raise ModelConfigError(
-            f"mask_token_id in the drafter's dflash_config must be a token of its vocabulary, got {mask_token!r:.200}."
-        )
+        raise ModelConfigError(f"mask_token_id in the drafter's dflash_config must be a token of its vocabulary, got {mask_token!r:.200}.")
     state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
     target = with_hidden_states(_checked(target), tuple(layer + 1 for layer in layers))
     num_features = size * len(layers)
     spec = decoder_spec(on_meta(lambda: Qwen3ForCausalLM(decoder), dtype), decoder, config, [state], DECODER_TP_PLAN)
     context = decoder_spec(
         on_meta(lambda: DFlashContext(decoder, num_features), dtype),
-        decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"},
-    )  # fmt: skip
+        decoder,
+        config,
+        [state],
+        {**DECODER_TP_PLAN, "model.fc": "replicated"},
+    )
     return DrafterSpec(
         kind="block",
         spec=_shares_checkpoint(spec, context),
@@ -301,12 +294,9 @@ def _check_dflash(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise `ModelConfigError` for what other kinds of block drafters have."""
     architecture = (config.get("architectures") or ["?"])[0]
     if architecture not in DFLASH_ARCHITECTURES:
-        raise ModelConfigError(
-            f"The drafter is a {architecture}, but the method dflash takes one of {', '.join(DFLASH_ARCHITECTURES)}."
-        )
+        raise ModelConfigError(f"The drafter is a {architecture}, but the method dflash takes one of {', '.join(DFLASH_ARCHITECTURES)}.")
     unsupported = {
-        "layers without full attention": set(config.get("layer_types") or ()) - {"full_attention"}
-        or own.get("use_swa"),
+        "layers without full attention": set(config.get("layer_types") or ()) - {"full_attention"} or own.get("use_swa"),
         "biases in attention": config.get("attention_bias"),  # of which o_proj has one too
         "a causal mask": config.get("is_causal") or own.get("causal"),
         "attention sinks": own.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
@@ -320,19 +310,14 @@ def _check_dflash(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 def _shares_checkpoint(spec: ModelSpec, other: ModelSpec) -> ModelSpec:
     """The spec, which reads its tensors from the checkpoint that `other` reads too. Names there lack "model."."""
-    names, others = (
-        {name.removeprefix("model."): name for name, _ in one.module.named_parameters()} for one in (spec, other)
-    )
+    names, others = ({name.removeprefix("model."): name for name, _ in one.module.named_parameters()} for one in (spec, other))
     return replace(spec, weight_map={**dict.fromkeys(others), **names, **spec.weight_map})
 
 
 def _hidden_input(size: int, dtype: torch.dtype) -> StepInput:
     """Hidden states [T, D]. The host has none: it fills zeros."""
     return StepInput(
-        name=HIDDEN_STATES,
-        dtype=dtype,
-        dims=(TOKENS, size),
-        fill=lambda batch: np.zeros((len(batch.token_ids), size), dtype=np.float32),
+        name=HIDDEN_STATES, dtype=dtype, dims=(TOKENS, size), fill=lambda batch: np.zeros((len(batch.token_ids), size), dtype=np.float32)
     )
 
 
@@ -367,7 +352,5 @@ def _checked(target: ModelSpec) -> ModelSpec:
     given = {one.name: (one.dtype, one.dims) for one in target.inputs}
     for one in (INPUT_IDS, POSITIONS):
         if given.get(one.name) != (one.dtype, one.dims):
-            raise ModelConfigError(
-                f"The model's steps have no {one.name} of one row, which a drafter reads: remove speculative_config."
-            )
+            raise ModelConfigError(f"The model's steps have no {one.name} of one row, which a drafter reads: remove speculative_config.")
     return target

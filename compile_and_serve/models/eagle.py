@@ -29,7 +29,7 @@ class EagleModel(nn.Module):
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, hidden_TD: torch.Tensor, kv_caches: list[torch.Tensor]
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         x_TD = self.fc(torch.cat((self.embed_tokens(input_ids_T), hidden_TD), dim=-1))
         cos_TE, sin_TE = self.rotary_emb(positions_T, x_TD.dtype)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -76,7 +76,7 @@ class Eagle3Layer(nn.Module):
 
     def forward(
         self, embeddings_TD: torch.Tensor, hidden_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         normed_TD = self.hidden_norm(hidden_TD)
         x = torch.cat((self.input_layernorm(embeddings_TD), normed_TD), dim=-1)
         residual_TD = normed_TD if self.norm_before_residual else hidden_TD
@@ -94,7 +94,7 @@ class Eagle3Model(nn.Module):
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, hidden_TD: torch.Tensor, kv_caches: list[torch.Tensor]
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         cos_TE, sin_TE = self.rotary_emb(positions_T, hidden_TD.dtype)
         return self.midlayer(self.embed_tokens(input_ids_T), hidden_TD, cos_TE, sin_TE, kv_caches[0])
 

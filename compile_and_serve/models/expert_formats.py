@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import (
-    BLOCK,
-    Activations,
-    ArrangedWeight,
-    QuantizedWeight,
-    StoredWeight,
-    dtype_name,
-)
+from compile_and_serve.custom_ops.quantization import BLOCK, Activations, ArrangedWeight, QuantizedWeight, StoredWeight, dtype_name
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.grouped_config import PACKED_FORMAT, pack_quantized
 from compile_and_serve.models.spec import TensorPart
@@ -44,9 +37,7 @@ class ExpertFormats:
         self.parts: dict[str, TensorPart] = {}
         self.unused: list[str] = []
 
-    def add_group(
-        self, group: Mapping[str, Any], file_format: str, dtype: Any, scheme: Scheme, is_target: Callable[[str], bool]
-    ) -> None:
+    def add_group(self, group: Mapping[str, Any], file_format: str, dtype: Any, scheme: Scheme, is_target: Callable[[str], bool]) -> None:
         """A group of `config_groups`. dtype: the config's, which scales of packed codes have. Raises `ModelConfigError`."""
         for parameter, parts in self._parts.items():
             targets = [is_target(name.removesuffix(".weight")) for name in parts]
@@ -63,12 +54,7 @@ class ExpertFormats:
                 self._add_8bit(parameter, parts, *scheme(weights, inputs))
 
     def _add_8bit(
-        self,
-        parameter: str,
-        parts: Mapping[str, TensorPart],
-        dtype: torch.dtype,
-        activations: Activations,
-        strategy: str,
+        self, parameter: str, parts: Mapping[str, TensorPart], dtype: torch.dtype, activations: Activations, strategy: str
     ) -> None:
         num_experts, outputs, inputs = self._parameters[parameter].shape
         scale, rows = f"{parameter}_scale", min(part.num_rows for part in parts.values())
@@ -84,21 +70,15 @@ class ExpertFormats:
             shape, rows_per_scale = (num_experts, outputs // rows, 1), rows
         for name, part in parts.items():
             self.parts[f"{name}_scale"] = TensorPart(
-                parameter=scale, index=part.index, first_row=part.first_row // rows_per_scale,
-                num_rows=-(-part.num_rows // rows_per_scale),
-            )  # fmt: skip
+                parameter=scale, index=part.index, first_row=part.first_row // rows_per_scale, num_rows=-(-part.num_rows // rows_per_scale)
+            )
             self.unused.append(f"{name.removesuffix('.weight')}.input_scale")
         self.quantized[parameter] = QuantizedWeight(
             dtype=dtype, scale=scale, scale_shape=shape, per_block=strategy == "block", activations=activations
         )
 
     def _add_packed(
-        self,
-        parameter: str,
-        parts: Mapping[str, TensorPart],
-        weights: Mapping[str, Any],
-        inputs: Mapping[str, Any] | None,
-        dtype: Any,
+        self, parameter: str, parts: Mapping[str, TensorPart], weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, dtype: Any
     ) -> None:
         shape, target = self._parameters[parameter].shape, self._parameters[parameter].dtype
         with torch.device("meta"):
@@ -114,16 +94,11 @@ class ExpertFormats:
             tensors.append((stacked, (shape[0], *tensor_shape), tensor_dtype))
             arguments.append(stacked)
             for matrix_name, part in parts.items():
-                self.parts[f"{matrix_name.removesuffix('.weight')}.{leaf}"] = _rows_of_part(
-                    part, stacked, shape[1], tensor_shape[0]
-                )
-        self.unused += [
-            f"{name.removesuffix('.weight')}.{leaf}" for name in parts for leaf in ("weight_shape", "weight_g_idx")
-        ]
+                self.parts[f"{matrix_name.removesuffix('.weight')}.{leaf}"] = _rows_of_part(part, stacked, shape[1], tensor_shape[0])
+        self.unused += [f"{name.removesuffix('.weight')}.{leaf}" for name in parts for leaf in ("weight_shape", "weight_g_idx")]
         function = f"dequantize_packed_experts.{dtype_name(target)}"
         self.quantized[parameter] = ArrangedWeight(
-            value=(function, arguments[0], arguments[1], one.bits, shape[2], one.group_size, *arguments[2:]),
-            tensors=tuple(tensors),
+            value=(function, arguments[0], arguments[1], one.bits, shape[2], one.group_size, *arguments[2:]), tensors=tuple(tensors)
         )
 
 
@@ -131,7 +106,5 @@ def _rows_of_part(part: TensorPart, stacked: str, outputs: int, stored_rows: int
     """The part of a stacked tensor with `stored_rows` rows for `outputs` outputs (zero points have several outputs in a word)."""
     first, count = part.first_row * stored_rows, part.num_rows * stored_rows
     if first % outputs or count % outputs:
-        raise ModelConfigError(
-            f"The zero points of {stacked} are packed across its gate and up rows, which is not supported."
-        )
+        raise ModelConfigError(f"The zero points of {stacked} are packed across its gate and up rows, which is not supported.")
     return TensorPart(parameter=stacked, index=part.index, first_row=first // outputs, num_rows=count // outputs)

@@ -72,9 +72,7 @@ def packed_float4(
     require("config_groups.weights.num_bits", weights.get("num_bits"), (4,))
     require("config_groups.weights.type", weights.get("type"), ("float",))
     require("config_groups.weights.symmetric", weights.get("symmetric", True), (True,))
-    require(
-        "config_groups.weights.group_size", weights.get("group_size"), (_NVFP4_GROUP if is_nvfp4 else _MXFP4_GROUP,)
-    )
+    require("config_groups.weights.group_size", weights.get("group_size"), (_NVFP4_GROUP if is_nvfp4 else _MXFP4_GROUP,))
     if inputs is not None:
         tell_about_activations("NVFP4" if is_nvfp4 else "MXFP4", inputs.get("num_bits"))
     if is_nvfp4:
@@ -112,7 +110,7 @@ def modelopt_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]
             continue
         found[f"{name}.weight"] = QuantizedWeight(
             dtype=_FLOAT8, scale=f"{name}.weight_scale", scale_shape=(1,), activations="static", input_scale=f"{name}.input_scale"
-        )  # fmt: skip
+        )
     return found
 
 
@@ -124,9 +122,7 @@ def quark_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -
         if any(fnmatchcase(name, pattern) or is_pattern_for(pattern, name) for pattern in excluded):
             continue
         own = config.get("layer_quant_config") or {}
-        settings = next(
-            (value for key, value in own.items() if fnmatchcase(name, key)), config.get("global_quant_config") or {}
-        )
+        settings = next((value for key, value in own.items() if fnmatchcase(name, key)), config.get("global_quant_config") or {})
         weight, inputs = settings.get("weight") or {}, settings.get("input_tensors")
         require("weight.dtype", weight.get("dtype"), ("fp4", "fp8_e4m3", "int8"))
         if weight["dtype"] == "fp4":
@@ -163,9 +159,7 @@ def bitsandbytes_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Lin
     skipped = ["lm_head"] if skipped is None else skipped
     kept = {name: linear for name, linear in linears.items() if not is_ignored(name, skipped)}
     if in_8_bits:
-        tell_once(
-            "LLM.int8 weights are multiplied with unquantized activations here, so that outliers need no second product."
-        )
+        tell_once("LLM.int8 weights are multiplied with unquantized activations here, so that outliers need no second product.")
         return {f"{name}.weight": _llm_int8_weight(name, linear) for name, linear in kept.items()}
     kind = config.get("bnb_4bit_quant_type", "fp4")
     require("bnb_4bit_quant_type", kind, ("nf4", "fp4"))
@@ -205,9 +199,13 @@ def _bitsandbytes_weight(name: str, linear: nn.Linear, kind: str, is_double: boo
 
 def _llm_int8_weight(name: str, linear: nn.Linear) -> QuantizedWeight:
     return QuantizedWeight(
-        dtype=torch.int8, scale=f"{name}.SCB", scale_shape=(linear.weight.shape[0],), activations="none",
-        scale_function="scb_to_rows", unused=(f"{name}.weight_format",),
-    )  # fmt: skip
+        dtype=torch.int8,
+        scale=f"{name}.SCB",
+        scale_shape=(linear.weight.shape[0],),
+        activations="none",
+        scale_function="scb_to_rows",
+        unused=(f"{name}.weight_format",),
+    )
 
 
 def _require_whole_groups(name: str, in_features: int, size: int, what: str) -> None:

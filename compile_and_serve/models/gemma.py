@@ -57,9 +57,7 @@ class GemmaConfig:
             float(config.get(name, default) or 0.0)
             for name, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
         )
-        return cls(
-            decoder=decoder, query_scale=query_scale, has_qk_norm=is_gemma3, attention_cap=attention_cap, logits_cap=logits_cap
-        )  # fmt: skip
+        return cls(decoder=decoder, query_scale=query_scale, has_qk_norm=is_gemma3, attention_cap=attention_cap, logits_cap=logits_cap)
 
 
 class GemmaNorm(nn.Module):
@@ -80,12 +78,7 @@ class GemmaAttention(nn.Module):
     def __init__(self, config: GemmaConfig, group: str) -> None:
         super().__init__()
         decoder = config.decoder
-        self.head_dim, self.scale, self.cap, self.group = (
-            decoder.head_dim,
-            config.query_scale,
-            config.attention_cap,
-            group,
-        )
+        self.head_dim, self.scale, self.cap, self.group = (decoder.head_dim, config.query_scale, config.attention_cap, group)
         q_size, kv_size = decoder.num_attention_heads * self.head_dim, decoder.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(decoder.hidden_size, q_size, bias=decoder.attention_bias)
         self.k_proj = nn.Linear(decoder.hidden_size, kv_size, bias=decoder.attention_bias)
@@ -94,9 +87,7 @@ class GemmaAttention(nn.Module):
         self.q_norm = GemmaNorm(self.head_dim, decoder.rms_norm_eps) if config.has_qk_norm else nn.Identity()
         self.k_norm = GemmaNorm(self.head_dim, decoder.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q_THE = self.q_norm(self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim))
         k_TKE = self.k_norm(self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim))
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
@@ -129,9 +120,7 @@ class GemmaDecoderLayer(nn.Module):
         self.mlp = GemmaMlp(config.decoder)
         self.post_feedforward_layernorm = GemmaNorm(hidden, eps)
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         attended_TD = self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, kv_cache)
         x_TD = x_TD + self.post_attention_layernorm(attended_TD)
         return x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
@@ -144,15 +133,11 @@ class GemmaModel(nn.Module):
         self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
         # The reference rounds the factor to the activations' dtype.
         size = torch.tensor(decoder.hidden_size**0.5, dtype=torch.float64, device="cpu")
-        self.embedding_scale = {
-            dtype: size.to(dtype).item() for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-        }
+        self.embedding_scale = {dtype: size.to(dtype).item() for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
         self.rotary_emb = RotaryEmbedding(decoder)
         self.window_rotary_emb = RotaryEmbedding(decoder, decoder.window_rope)
         self.has_window = [window is not None for window in decoder.windows]
-        self.layers = nn.ModuleList(
-            GemmaDecoderLayer(config, WINDOW_CACHES if has_window else KV_CACHES) for has_window in self.has_window
-        )
+        self.layers = nn.ModuleList(GemmaDecoderLayer(config, WINDOW_CACHES if has_window else KV_CACHES) for has_window in self.has_window)
         self.norm = GemmaNorm(decoder.hidden_size, decoder.rms_norm_eps)
 
     def forward(
@@ -165,10 +150,7 @@ class GemmaModel(nn.Module):
     ) -> torch.Tensor:
         x_TD = self.embed_tokens(input_ids_T)
         x_TD = x_TD * self.embedding_scale[x_TD.dtype]
-        angles, window_angles = (
-            self.rotary_emb(positions_T, x_TD.dtype),
-            self.window_rotary_emb(positions_T, x_TD.dtype),
-        )
+        angles, window_angles = (self.rotary_emb(positions_T, x_TD.dtype), self.window_rotary_emb(positions_T, x_TD.dtype))
         caches, window_layers = iter(kv_caches), iter(window_caches)
         for layer, has_window in zip(self.layers, self.has_window, strict=True):
             cos_TE, sin_TE = window_angles if has_window else angles

@@ -64,9 +64,7 @@ class Glm4MoeAttention(LlamaAttention):
             nn.RMSNorm(self.head_dim, eps=decoder.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q_THE = self.q_norm(self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim))
         k_TKE = self.k_norm(self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim))
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)

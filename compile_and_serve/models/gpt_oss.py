@@ -55,9 +55,7 @@ class GptOssAttention(LlamaAttention):
         super().__init__(config, group)
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q_THE = self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         k_TKE = self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
@@ -80,9 +78,16 @@ class GptOssExperts(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         return experts(
-            x_TD, ids_TK, weights_TK, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias,
-            activation="clamped_swiglu", limit=self.limit,
-        )  # fmt: skip
+            x_TD,
+            ids_TK,
+            weights_TK,
+            self.gate_up_proj,
+            self.down_proj,
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
+            activation="clamped_swiglu",
+            limit=self.limit,
+        )
 
 
 class GptOssMlp(nn.Module):
@@ -104,9 +109,7 @@ class GptOssForCausalLM(WindowedForCausalLM):
 
     def __init__(self, config: GptOssConfig) -> None:
         decoder = config.decoder
-        super().__init__(
-            decoder, lambda group: LlamaDecoderLayer(decoder, GptOssAttention(decoder, group), GptOssMlp(config))
-        )
+        super().__init__(decoder, lambda group: LlamaDecoderLayer(decoder, GptOssAttention(decoder, group), GptOssMlp(config)))
 
 
 def stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, StoredWeight]:
@@ -116,9 +119,7 @@ def stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, St
     """
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, "mxfp4"):
-        raise ModelConfigError(
-            f"The checkpoint is quantized with {method!r}, but gpt-oss is supported with 'mxfp4' only."
-        )
+        raise ModelConfigError(f"The checkpoint is quantized with {method!r}, but gpt-oss is supported with 'mxfp4' only.")
     is_mxfp4 = method == "mxfp4"
     stored: dict[str, StoredWeight] = {}
     for name, parameter in module.named_parameters():

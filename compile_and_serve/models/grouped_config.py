@@ -71,11 +71,7 @@ def _awq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[st
     require("zero_point", config.get("zero_point", True), (True,))
     group_size = integer(config, "group_size", config.get("q_group_size", 128))
     ignored = ["lm_head", *(config.get("modules_to_not_convert") or [])]
-    return {
-        f"{name}.weight": awq_weight(name, linear, group_size)
-        for name, linear in linears.items()
-        if not is_ignored(name, ignored)
-    }
+    return {f"{name}.weight": awq_weight(name, linear, group_size) for name, linear in linears.items() if not is_ignored(name, ignored)}
 
 
 def awq_weight(name: str, linear: nn.Linear, group_size: int) -> GroupedWeight:
@@ -110,9 +106,13 @@ def _gptq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[s
         if settings is None:
             continue
         found[f"{name}.weight"] = gptq_weight(
-            name, linear, _bits(settings), integer(settings, "group_size", 128), stores_less=file_format == "gptq",
+            name,
+            linear,
+            _bits(settings),
+            integer(settings, "group_size", 128),
+            stores_less=file_format == "gptq",
             act_order=bool(settings.get("desc_act", False)) and not settings.get("static_groups", False),
-        )  # fmt: skip
+        )
     return found
 
 
@@ -127,9 +127,7 @@ def _overridden(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | Non
     return config
 
 
-def gptq_weight(
-    name: str, linear: nn.Linear, bits: int, group_size: int, *, stores_less: bool, act_order: bool
-) -> GroupedWeight:
+def gptq_weight(name: str, linear: nn.Linear, bits: int, group_size: int, *, stores_less: bool, act_order: bool) -> GroupedWeight:
     """A linear in GPTQ's format: qweight int32 [I · bits / 32, O], qzeros int32 [G, O · bits / 32], scales float16 [G, O], g_idx int32 [I].
 
     stores_less: zero points are stored minus 1. act_order: the inputs of a group are not adjacent.
@@ -165,9 +163,7 @@ def _auto_round(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> 
     extra = config.get("extra_config") or {}
     for name, linear in linears.items():
         own = next((extra[key] for key in extra if key == name or _matches(key, name)), None)
-        if own is None and (
-            name == "lm_head" or (blocks and not any(name.startswith(f"{block}.") for block in blocks))
-        ):
+        if own is None and (name == "lm_head" or (blocks and not any(name.startswith(f"{block}.") for block in blocks))):
             continue
         settings = {**config, **(own or {})}
         if settings.get("bits", 4) >= 16:
@@ -241,9 +237,7 @@ def _groups(name: str, in_features: int, group_size: int) -> tuple[int, int]:
     if group_size == -1 or group_size >= in_features:
         return -(-in_features // _WHOLE) * _WHOLE, 1
     if group_size <= 0 or group_size % _KERNEL_GROUP:
-        raise ModelConfigError(
-            f"quantization_config's group_size is {group_size}: expected -1 or a multiple of {_KERNEL_GROUP}."
-        )
+        raise ModelConfigError(f"quantization_config's group_size is {group_size}: expected -1 or a multiple of {_KERNEL_GROUP}.")
     if in_features % group_size:
         raise ModelConfigError(
             f"quantization_config's group_size is {group_size}, which does not divide the {in_features} inputs of {name}."

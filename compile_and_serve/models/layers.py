@@ -28,9 +28,7 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     """
     rope_type = rope["rope_type"]
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedConfigError(
-            f"RoPE type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}."
-        )
+        raise UnsupportedConfigError(f"RoPE type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}.")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (_rope_parameter(rope, "rope_theta") ** exponents)
     if rope_type == "linear":
@@ -79,9 +77,7 @@ def rope_magnitude(rope: Mapping[str, Any]) -> float:
 def yarn_magnitude(rope: Mapping[str, Any], mscale: str | None = None) -> float:
     """0.1 · m · ln(factor) + 1, where m is the parameter called `mscale`; None: 1."""
     factor = _rope_parameter(rope, "factor")
-    return (
-        0.1 * (1.0 if mscale is None else _rope_parameter(rope, mscale)) * math.log(factor) + 1.0 if factor > 1 else 1.0
-    )
+    return 0.1 * (1.0 if mscale is None else _rope_parameter(rope, mscale)) * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def max_positions(config: DecoderConfig) -> int:

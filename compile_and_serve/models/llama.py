@@ -31,9 +31,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q_THE = self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         k_TKE = self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
@@ -52,9 +50,7 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMlp(config) if mlp is None else mlp
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, kv_cache)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
 
@@ -74,11 +70,7 @@ class LlamaModel(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices_S: torch.Tensor,
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices_S: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """→ normed rows [S, D], and what `taps` asks for, each [T, D]."""
         x_TD = self.embed_tokens(input_ids_T)
@@ -109,11 +101,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices: torch.Tensor,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         rows_SD, tapped = self.model(input_ids, positions, kv_caches, logits_indices)
         logits_SV = self.lm_head(rows_SD)

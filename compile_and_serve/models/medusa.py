@@ -27,9 +27,7 @@ class MedusaHeads(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int, num_blocks: int) -> None:
         super().__init__()
         self.medusa_head = nn.ModuleList(
-            nn.Sequential(
-                *(ResidualBlock(hidden_size) for _ in range(num_blocks)), nn.Linear(hidden_size, vocab_size, bias=False)
-            )
+            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)), nn.Linear(hidden_size, vocab_size, bias=False))
             for _ in range(num_heads)
         )
 

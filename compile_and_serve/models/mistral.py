@@ -41,9 +41,7 @@ class WindowedModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
         self.has_window = [window is not None for window in config.windows]
-        self.layers = nn.ModuleList(
-            make_layer(WINDOW_CACHES if has_window else KV_CACHES) for has_window in self.has_window
-        )
+        self.layers = nn.ModuleList(make_layer(WINDOW_CACHES if has_window else KV_CACHES) for has_window in self.has_window)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
@@ -70,9 +68,7 @@ class WindowedForCausalLM(nn.Module):
 
     def __init__(self, config: WindowedConfig, make_layer: MakeLayer | None = None) -> None:
         super().__init__()
-        self.model = WindowedModel(
-            config, make_layer or (lambda group: LlamaDecoderLayer(config, LlamaAttention(config, group)))
-        )
+        self.model = WindowedModel(config, make_layer or (lambda group: LlamaDecoderLayer(config, LlamaAttention(config, group))))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

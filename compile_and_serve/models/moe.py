@@ -45,9 +45,7 @@ class MoeConfig:
         num_experts = positive_int(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
         top_k = positive_int(config, "num_experts_per_tok")
         if top_k > num_experts:
-            raise ModelConfigError(
-                f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}."
-            )
+            raise ModelConfigError(f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}.")
         is_mixtral = config.get("model_type") == "mixtral"
         if is_mixtral and config.get("sliding_window") is not None:
             raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
@@ -57,14 +55,10 @@ class MoeConfig:
             hidden_size=positive_int(config, "hidden_size"),
             num_experts=num_experts,
             top_k=top_k,
-            intermediate_size=positive_int(
-                config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-            ),
+            intermediate_size=positive_int(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"),
             shared_intermediate_size=int(config.get("shared_expert_intermediate_size") or 0),
             renormalize=is_mixtral or bool(config.get("norm_topk_prob", False)),
-            sparse_layers=tuple(
-                i not in dense and (i + 1) % step == 0 for i in range(positive_int(config, "num_hidden_layers"))
-            ),
+            sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(positive_int(config, "num_hidden_layers"))),
             clip_qkv=None if clip_qkv is None else float(clip_qkv),
         )
 
@@ -89,9 +83,7 @@ class OlmoeAttention(LlamaAttention):
         self.k_norm = nn.RMSNorm(config.num_key_value_heads * self.head_dim, eps=config.rms_norm_eps)
         self.clip_qkv = clip_qkv
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_norm(self.q_proj(x_TD)), self.k_norm(self.k_proj(x_TD)), self.v_proj(x_TD)
         if self.clip_qkv is not None:
             q, k, v = (value.clamp(-self.clip_qkv, self.clip_qkv) for value in (q, k, v))
@@ -148,8 +140,5 @@ class MoeForCausalLM(LlamaForCausalLM):
         moe_mlp = SharedMoeMlp if moe.shared_intermediate_size else MoeMlp
         super().__init__(
             config,
-            (
-                LlamaDecoderLayer(config, make_attention(), moe_mlp(config, moe) if is_sparse else None)
-                for is_sparse in moe.sparse_layers
-            ),
+            (LlamaDecoderLayer(config, make_attention(), moe_mlp(config, moe) if is_sparse else None) for is_sparse in moe.sparse_layers),
         )

@@ -55,9 +55,7 @@ class StoredWeights:
     weight_map: Mapping[str, str] = field(default_factory=dict)
 
 
-def stored_weights(
-    config: Mapping[str, Any], module: nn.Module, parts: Mapping[str, TensorPart] | None = None
-) -> StoredWeights:
+def stored_weights(config: Mapping[str, Any], module: nn.Module, parts: Mapping[str, TensorPart] | None = None) -> StoredWeights:
     """What `quantization_config` says of the linears and experts of a model.
 
     module: the model on the meta device. parts: of its stacked weights. Raises `ModelConfigError` for an unsupported method or scheme.
@@ -99,9 +97,11 @@ def with_stored_weights(spec: ModelSpec) -> ModelSpec:
     """The spec with what its config's `quantization_config` says. Raises `ModelConfigError` as `stored_weights` does."""
     stored = stored_weights(spec.config, spec.module, spec.parts)
     return replace(
-        spec, quantized_weights=stored.quantized, parts={**spec.parts, **stored.parts},
+        spec,
+        quantized_weights=stored.quantized,
+        parts={**spec.parts, **stored.parts},
         weight_map={**spec.weight_map, **stored.weight_map, **dict.fromkeys(stored.unused)},
-    )  # fmt: skip
+    )
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -127,8 +127,7 @@ def _compressed_tensors(
         file_format = group.get("format") or config.get("format")
         if file_format not in _ALL_FORMATS:
             raise ModelConfigError(
-                f"The checkpoint's compressed-tensors format {file_format!r} is not supported: expected one of "
-                f"{', '.join(_ALL_FORMATS)}."
+                f"The checkpoint's compressed-tensors format {file_format!r} is not supported: expected one of {', '.join(_ALL_FORMATS)}."
             )
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         experts.add_group(group, file_format, model_dtype, _scheme, partial(_is_covered, targets, ignored))
@@ -172,9 +171,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tup
         raise _unsupported(scheme, "symmetric activations of the weights' type")
     expected = "group" if strategy == "block" else "token" if inputs.get("dynamic") else "tensor"
     if inputs.get("strategy") != expected or (expected == "group" and inputs.get("group_size") not in (None, BLOCK)):
-        raise _unsupported(
-            scheme, "dynamic activations per token (with blocks: per group of 128) or static activations per tensor"
-        )
+        raise _unsupported(scheme, "dynamic activations per token (with blocks: per group of 128) or static activations per tensor")
     return _DTYPES[kind], "dynamic" if inputs.get("dynamic") else "static", strategy
 
 
@@ -185,9 +182,7 @@ def _fp8(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[st
     if scheme not in ("dynamic", "static"):
         raise _unsupported(f"activation_scheme {scheme!r}", "'dynamic' or 'static'")
     if block is not None and (list(block) != [BLOCK, BLOCK] or scheme != "dynamic"):
-        raise _unsupported(
-            f"fp8 blocks of {block} with {scheme} activations", f"blocks of [{BLOCK}, {BLOCK}] with dynamic activations"
-        )
+        raise _unsupported(f"fp8 blocks of {block} with {scheme} activations", f"blocks of [{BLOCK}, {BLOCK}] with dynamic activations")
     ignored = ["lm_head", *(config.get("modules_to_not_convert") or config.get("ignored_layers") or [])]
     found: dict[str, QuantizedWeight] = {}
     for name, linear in linears.items():
@@ -216,9 +211,12 @@ def _fp8_experts(config: Mapping[str, Any], module: nn.Module) -> dict[str, Quan
         if config.get("weight_block_size") is None or (name.endswith("gate_up_proj") and outputs // 2 % BLOCK):
             raise _unsupported("fp8 experts without whole blocks of gate rows", f"blocks of [{BLOCK}, {BLOCK}]")
         found[name] = QuantizedWeight(
-            dtype=torch.float8_e4m3fn, scale=f"{name}_scale_inv", scale_shape=(num_experts, *_num_blocks(outputs, inputs)),
-            per_block=True, activations="dynamic",
-        )  # fmt: skip
+            dtype=torch.float8_e4m3fn,
+            scale=f"{name}_scale_inv",
+            scale_shape=(num_experts, *_num_blocks(outputs, inputs)),
+            per_block=True,
+            activations="dynamic",
+        )
     return found
 
 
@@ -229,20 +227,14 @@ def expert_scale_parts(parts: Mapping[str, TensorPart], quantized: Mapping[str, 
         stored = quantized.get(part.parameter)
         if isinstance(stored, QuantizedWeight):
             found[f"{name}_scale_inv"] = TensorPart(
-                parameter=stored.scale,
-                index=part.index,
-                first_row=part.first_row // BLOCK,
-                num_rows=-(-part.num_rows // BLOCK),
+                parameter=stored.scale, index=part.index, first_row=part.first_row // BLOCK, num_rows=-(-part.num_rows // BLOCK)
             )
     return found
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:
     """compressed-tensors' rule: a target is a module's name, its class's name, or `re:` with a pattern for `re.match`."""
-    return any(
-        re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, "Linear")
-        for target in targets
-    )
+    return any(re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, "Linear") for target in targets)
 
 
 def _is_covered(targets: Sequence[str], ignored: Sequence[str], name: str) -> bool:

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.quantization import StoredWeight
-from compile_and_serve.custom_ops.step import (
-    KV_CACHES,
-    WINDOW_CACHES,
-    KVCacheSpec,
-    ScoreFeature,
-    StateGroup,
-)
+from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, ScoreFeature, StateGroup
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, WindowedConfig
 from compile_and_serve.models.deepseek import DeepseekConfig
 from compile_and_serve.models.deepseek_moe import DeepseekMoeForCausalLM, DeepseekMoeModelConfig
@@ -113,9 +107,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": Family(module=Qwen2ForCausalLM, windowed=qwen2_config),
     "Gemma2ForCausalLM": Family(module=GemmaForCausalLM, windowed=GemmaConfig.from_dict),
     "Gemma3ForCausalLM": Family(module=GemmaForCausalLM, windowed=GemmaConfig.from_dict),
-    "GptOssForCausalLM": Family(
-        module=GptOssForCausalLM, windowed=GptOssConfig.from_dict, stored=stored_gpt_oss_weights
-    ),
+    "GptOssForCausalLM": Family(module=GptOssForCausalLM, windowed=GptOssConfig.from_dict, stored=stored_gpt_oss_weights),
     "MixtralForCausalLM": Family(
         module=lambda config, moe: MoeForCausalLM(config, moe, lambda: LlamaAttention(config)),
         experts=ExpertNames(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
@@ -124,22 +116,14 @@ ARCHITECTURES: Mapping[str, Family] = {
         module=lambda config, moe: MoeForCausalLM(config, moe, lambda: Qwen2Attention(config)), experts=ExpertNames()
     ),
     "Qwen3MoeForCausalLM": Family(
-        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: Qwen3Attention(config)),
-        experts=ExpertNames(),
+        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: Qwen3Attention(config)), experts=ExpertNames()
     ),
     "OlmoeForCausalLM": Family(
-        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: OlmoeAttention(config, moe.clip_qkv)),
-        experts=ExpertNames(),
+        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: OlmoeAttention(config, moe.clip_qkv)), experts=ExpertNames()
     ),
-    "DeepseekV2ForCausalLM": Family(
-        module=DeepseekMoeForCausalLM, deepseek_moe=DeepseekConfig.from_dict, experts=ExpertNames()
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        module=DeepseekMoeForCausalLM, deepseek_moe=DeepseekConfig.from_dict, experts=ExpertNames()
-    ),
-    "Glm4MoeForCausalLM": Family(
-        module=DeepseekMoeForCausalLM, deepseek_moe=Glm4MoeConfig.from_dict, experts=ExpertNames()
-    ),
+    "DeepseekV2ForCausalLM": Family(module=DeepseekMoeForCausalLM, deepseek_moe=DeepseekConfig.from_dict, experts=ExpertNames()),
+    "DeepseekV3ForCausalLM": Family(module=DeepseekMoeForCausalLM, deepseek_moe=DeepseekConfig.from_dict, experts=ExpertNames()),
+    "Glm4MoeForCausalLM": Family(module=DeepseekMoeForCausalLM, deepseek_moe=Glm4MoeConfig.from_dict, experts=ExpertNames()),
 }
 
 
@@ -157,9 +141,7 @@ def is_registered(architecture: str) -> bool:
     return architecture in _BUILDERS
 
 
-def build_model(
-    config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto", requantize: bool = False
-) -> ModelSpec:
+def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto", requantize: bool = False) -> ModelSpec:
     """Build the module of a config.json on the meta device, with its parameters in `dtype`.
 
     A builder of `register_model` comes first and makes the whole spec, `quantized_weights` included; model_impl then has no effect.
@@ -213,10 +195,7 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
 
 
 def _build_windowed(
-    make: Callable[..., nn.Module],
-    parsed: WindowedConfig | GemmaConfig | GptOssConfig,
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
+    make: Callable[..., nn.Module], parsed: WindowedConfig | GemmaConfig | GptOssConfig, config: Mapping[str, Any], dtype: torch.dtype
 ) -> ModelSpec:
     decoder = parsed if isinstance(parsed, WindowedConfig) else parsed.decoder
     layer = kv_cache_of(decoder)
@@ -225,9 +204,7 @@ def _build_windowed(
     for name in (KV_CACHES, WINDOW_CACHES):
         numbers = decoder.layer_numbers(with_window=name == WINDOW_CACHES)
         if numbers:
-            groups.append(
-                StateGroup(name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]], scores=scores)
-            )
+            groups.append(StateGroup(name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]], scores=scores))
     tp_plan = MOE_TP_PLAN if isinstance(parsed, GptOssConfig) else DECODER_TP_PLAN
     return decoder_spec(on_meta(lambda: make(parsed), dtype), decoder, config, groups, tp_plan)
 
@@ -297,9 +274,7 @@ def on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 def _unused(decoder: DecoderConfig) -> dict[str, str | None]:
     """Tensors of a checkpoint that the model does not read."""
-    unused: dict[str, str | None] = {
-        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(decoder.num_hidden_layers)
-    }
+    unused: dict[str, str | None] = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(decoder.num_hidden_layers)}
     if decoder.tie_word_embeddings:
         unused["lm_head.weight"] = None
     return unused
@@ -314,12 +289,16 @@ def _expert_parts(names: ExpertNames, moe: MoeConfig) -> tuple[dict[str, TensorP
         theirs, ours = f"model.layers.{layer}.{names.block}", f"model.layers.{layer}.mlp"
         for expert in range(moe.num_experts):
             for leaf, parameter, first_row in (
-                (names.gate, "gate_up_proj", 0), (names.up, "gate_up_proj", moe.intermediate_size), (names.down, "down_proj", 0),
-            ):  # fmt: skip
+                (names.gate, "gate_up_proj", 0),
+                (names.up, "gate_up_proj", moe.intermediate_size),
+                (names.down, "down_proj", 0),
+            ):
                 parts[f"{theirs}.experts.{expert}.{leaf}.weight"] = TensorPart(
-                    parameter=f"{ours}.experts.{parameter}", index=expert, first_row=first_row,
+                    parameter=f"{ours}.experts.{parameter}",
+                    index=expert,
+                    first_row=first_row,
                     num_rows=moe.hidden_size if leaf == names.down else moe.intermediate_size,
-                )  # fmt: skip
+                )
         if theirs != ours:
             renamed[f"{theirs}.gate.weight"] = f"{ours}.gate.weight"
     return parts, renamed

@@ -10,16 +10,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.quantization import StoredWeight
-from compile_and_serve.custom_ops.step import (
-    DECODER_INPUTS,
-    KV_CACHES,
-    LOGITS,
-    Drafter,
-    KVCacheSpec,
-    StateGroup,
-    StepInput,
-    StepOutput,
-)
+from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, Drafter, KVCacheSpec, StateGroup, StepInput, StepOutput
 
 # How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
 # or of an output head; "experts": each expert's intermediate features, of the stacked weights of experts; "replicated": not at all.

@@ -142,9 +142,8 @@ class DryRun:
     no_blocks: list[torch.Tensor] = field(default_factory=list)  # tensors of -1
 
     def make_mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function,
-        **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+    ) -> torch.Tensor:
         """The mask that transformers asks for: a tensor by which `record` finds the function again."""
         made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         self.masks.append((made, mask_function))
@@ -269,9 +268,7 @@ class _NumbersTokens(TorchFunctionMode):
         return out
 
 
-def dry_run(
-    model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool
-) -> list[AttentionCall]:
+def dry_run(model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool) -> list[AttentionCall]:
     """The calls of attention in `forward()`, which runs the model on the meta device.
 
     own_positions: the model gets positions in its signature, so that it has no reason to number tokens.
@@ -311,11 +308,7 @@ def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[S
     for kind, alike in by_kind.items():
         layer, mask, scores = kind
         names[kind] = _group_name(mask, set(names.values()))
-        groups.append(
-            StateGroup(
-                name=names[kind], layers=(layer,) * len(alike), window=mask.window, chunked=mask.chunked, scores=scores
-            )
-        )
+        groups.append(StateGroup(name=names[kind], layers=(layer,) * len(alike), window=mask.window, chunked=mask.chunked, scores=scores))
     used = dict.fromkeys(names.values(), 0)
     running.sites = []
     for call in calls:

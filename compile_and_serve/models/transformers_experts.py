@@ -64,9 +64,7 @@ def _stacked(module: nn.Module) -> bool:
     return isinstance(weight, nn.Parameter) and weight.dim() == 3
 
 
-def _experts_forward(
-    module: Any, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
-) -> torch.Tensor:
+def _experts_forward(module: Any, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """The function that transformers calls. → [T, D]"""
     return experts(hidden_TD, ids_TK, weights_TK, module.gate_up_proj, module.down_proj)
 

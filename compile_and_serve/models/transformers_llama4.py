@@ -23,10 +23,7 @@ from compile_and_serve.models.transformers_attention import attention_forward
 def _angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The class has one complex number for each pair of neighbours. → cos, sin, float32 [1, T, 1, E], each angle twice"""
     angles = position_ids[..., None].float() * module.inv_freq.float()
-    cos, sin = (
-        (values * module.attention_scaling).repeat_interleave(2, dim=-1)[:, :, None]
-        for values in (angles.cos(), angles.sin())
-    )
+    cos, sin = ((values * module.attention_scaling).repeat_interleave(2, dim=-1)[:, :, None] for values in (angles.cos(), angles.sin()))
     return cos, sin
 
 
@@ -41,8 +38,7 @@ def _attention(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
     q, k, v = (
-        projection(hidden_states).unflatten(-1, (-1, module.head_dim))
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
+        projection(hidden_states).unflatten(-1, (-1, module.head_dim)) for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     if module.use_rope:
         q, k = _rotated(q, *position_embeddings), _rotated(k, *position_embeddings)
@@ -80,9 +76,7 @@ def arranged_experts(model: nn.Module, dtype: torch.dtype) -> dict[str, StoredWe
             continue
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             name = f"{path}.{leaf}"
-            stored[name] = ArrangedWeight(
-                value=("swap_inputs_and_outputs", name), tensors=((name, tuple(parameter.shape), dtype),)
-            )
+            stored[name] = ArrangedWeight(value=("swap_inputs_and_outputs", name), tensors=((name, tuple(parameter.shape), dtype),))
             setattr(module, leaf, nn.Parameter(parameter.transpose(1, 2).contiguous(), requires_grad=False))
     return stored
 

@@ -69,9 +69,7 @@ class TransformersModel(nn.Module):
         self._selects_rows = "logits_to_keep" in parameters
         self._options = {"use_cache": False} if "use_cache" in parameters else {}
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor, **caches: Any
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor, **caches: Any) -> torch.Tensor:
         if self._position_offset:
             positions = positions + self._position_offset
         running = self._running
@@ -232,9 +230,7 @@ def _max_positions(config: PreTrainedConfig) -> int:
     longest = next((int(n) for field in _LENGTHS if isinstance(n := getattr(config, field, None), int)), _NO_LIMIT)
     for rope in _rope_parameters(config):
         if rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", longest
-            )
+            original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", longest)
             longest = min(longest, int(original or longest))
     return longest
 
@@ -248,9 +244,7 @@ def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any], skip: frozen
     persistent = model.state_dict().keys()
     for prefix, module in model.named_modules():
         names = {leaf: f"{prefix}.{leaf}" if prefix else leaf for leaf in dict(module.named_buffers(recurse=False))}
-        wanted = {
-            leaf: module._buffers[leaf] for leaf, full in names.items() if full not in persistent and full not in skip
-        }
+        wanted = {leaf: module._buffers[leaf] for leaf, full in names.items() if full not in persistent and full not in skip}
         if not wanted:
             continue
         if module in rope_types:
@@ -315,9 +309,7 @@ def _at_positions(forward: Callable[..., Any], running: RunningForward, ids: tor
 def _position_offset(model: nn.Module) -> int:
     """The position of a sequence's first token, where the class would number tokens from the padding index on."""
     for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
-            getattr(module, "padding_idx", None), int
-        ):
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(getattr(module, "padding_idx", None), int):
             return int(module.padding_idx) + 1  # type: ignore[arg-type]
     return 0
 
@@ -329,12 +321,7 @@ def _remove_unused(model: Any, called: set[nn.Module]) -> dict[str, None]:
     uses_something = {prefix for name, module in modules.items() if module in called for prefix in _prefixes(name)}
     for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")
-        if (
-            not name
-            or name in uses_something
-            or parent not in uses_something
-            or isinstance(modules[parent], nn.ModuleList)
-        ):
+        if not name or name in uses_something or parent not in uses_something or isinstance(modules[parent], nn.ModuleList):
             continue
         if not isinstance(module, PreTrainedModel):
             continue  # a small part whose weight may be used without a call
@@ -381,9 +368,7 @@ def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
 
 def _module_of(error: Exception) -> str:
     """File and line of transformers' code that raised."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else type(error).__name__
 
 

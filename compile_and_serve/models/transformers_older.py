@@ -64,9 +64,7 @@ def _no_alibi(*_: Any, **__: Any) -> None:
     """Stands for the tensor of biases: attention takes the slopes."""
 
 
-def _attend(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, **options: Any
-) -> torch.Tensor:
+def _attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, **options: Any) -> torch.Tensor:
     """q, k, v: [1, heads, T, E]. → [1, T, H, E] in v's dtype"""
     return attention_forward(module, q.to(v.dtype), k.to(v.dtype), v, mask, scale, **options)[0]
 
@@ -80,23 +78,18 @@ def _gpt_neo(module: Any, query: Any, key: Any, value: Any, attention_mask: Any 
     return _attend(module, query, key, value, attention_mask, 1.0, own_mask=Mask(window)).transpose(1, 2), None
 
 
-def _gpt_neox_japanese(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None
-) -> tuple[torch.Tensor, None]:
+def _gpt_neox_japanese(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None) -> tuple[torch.Tensor, None]:
     return _attend(module, query, key, value, attention_mask, 1 / float(module.norm_factor)).transpose(1, 2), None
 
 
-def _openai_gpt(
-    module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, output_attentions: bool = False
-) -> list[torch.Tensor]:
+def _openai_gpt(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, output_attentions: bool = False) -> list[torch.Tensor]:
     scale = v.shape[-1] ** -0.5 if module.scale else 1.0
     return [_attend(module, q, k.transpose(2, 3), v, attention_mask, scale, own_mask=Mask()).transpose(1, 2)]
 
 
 def _xglm(
-    module: Any, hidden_states: Any, key_value_states: Any = None, past_key_values: Any = None, attention_mask: Any = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any, hidden_states: Any, key_value_states: Any = None, past_key_values: Any = None, attention_mask: Any = None, **options: Any
+) -> tuple[torch.Tensor, None]:
     if key_value_states is not None or options.get("attn_prompt") is not None:
         raise Unsupported(f"{type(module).__name__} attends to other tokens than the sequence's own")
     q, k, v = (
@@ -111,9 +104,7 @@ def _xglm_positions(module: Any, position_ids: torch.Tensor, past_key_values_len
     return nn.functional.embedding(position_ids + module.offset, module.weights)
 
 
-def _bloom(
-    module: Any, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, **_: Any
-) -> tuple[torch.Tensor, None]:
+def _bloom(module: Any, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     out = _attend(module, q, k, v, attention_mask, module.inv_norm_factor, alibi_slopes_H=module.cas_alibi_slopes)
     return residual + module.dense(out.flatten(2)), None

@@ -63,9 +63,7 @@ class BeamSearch:
     @property
     def step_params(self) -> SamplingParams:
         """Sampling parameters of the engine's requests, each for one token."""
-        return SamplingParams(
-            temperature=0.0, max_tokens=1, logprobs=2 * self._width, detokenize=False, ignore_eos=True
-        )
+        return SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * self._width, detokenize=False, ignore_eos=True)
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take the next tokens of the beams in `alive`: an entry of each, with its likeliest tokens."""

@@ -115,9 +115,7 @@ class SchedulerConfig:
             self,
             max_num_batched_tokens=budget if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
             async_scheduling=is_asynchronous if self.async_scheduling is None else self.async_scheduling,
-            admit_in_groups=(
-                is_asynchronous and self.policy == "fcfs" if self.admit_in_groups is None else self.admit_in_groups
-            ),
+            admit_in_groups=(is_asynchronous and self.policy == "fcfs" if self.admit_in_groups is None else self.admit_in_groups),
         )
 
 

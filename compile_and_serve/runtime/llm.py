@@ -106,9 +106,7 @@ class LLM(PoolingMethods):
     the start-up.
     """
 
-    def __init__(
-        self, model: str, *, on_stage: Callable[[str, float, str], None] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str, *, on_stage: Callable[[str, float, str], None] | None = None, **options: Any) -> None:
         from compile_and_serve.runtime.engine.client import SyncEngine
 
         config = make_engine_config(model, **options)
@@ -148,14 +146,10 @@ class LLM(PoolingMethods):
         """
         check_generates(self.info)
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        jobs = [
-            self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)
-        ]
+        jobs = [self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)]
         if lora_request is None or isinstance(lora_request, LoRARequest):
             lora_request = [lora_request] * len(jobs)
-        self._run(
-            jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm
-        )
+        self._run(jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm)
         return [self._result(job) for job in jobs]
 
     def chat(
@@ -228,12 +222,7 @@ class LLM(PoolingMethods):
         starts = [self._job(prompt, limits) for prompt in many]
         end_ids = [] if params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_token_ids
         searches = [
-            BeamSearch(
-                width=params.beam_width,
-                max_tokens=params.max_tokens,
-                end_ids=end_ids,
-                length_penalty=params.length_penalty,
-            )
+            BeamSearch(width=params.beam_width, max_tokens=params.max_tokens, end_ids=end_ids, length_penalty=params.length_penalty)
             for _ in starts
         ]
         while any(search.alive for search in searches):
@@ -278,9 +267,7 @@ class LLM(PoolingMethods):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown()
 
     def _template_pool(self) -> TemplatePool:
@@ -295,9 +282,8 @@ class LLM(PoolingMethods):
         if isinstance(prompt, str):
             text: str | None = prompt
             ids = self._inputs.encode(
-                prompt, truncate=params.truncate_prompt_tokens, max_tokens=params.max_tokens,
-                truncation_side=params.truncation_side,
-            )  # fmt: skip
+                prompt, truncate=params.truncate_prompt_tokens, max_tokens=params.max_tokens, truncation_side=params.truncation_side
+            )
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             text, ids = prompt.get("prompt"), list(prompt["prompt_token_ids"])
         else:
@@ -312,16 +298,11 @@ class LLM(PoolingMethods):
         self._num_requests += 1
         return _Job(str(self._num_requests - 1), None, token_ids, params, pooling)
 
-    def _pool(
-        self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool
-    ) -> list[tuple[str, np.ndarray]]:
+    def _pool(self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
         jobs = [self._new_job(prompt.token_ids, prompt.sampling, prompt.pooling) for prompt in prompts]
         count = len(jobs)
         self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=show_progress)
-        return [
-            (job.request_id, self._rows(job.completions[0].pooled, p.pooling))
-            for job, p in zip(jobs, prompts, strict=True)
-        ]
+        return [(job.request_id, self._rows(job.completions[0].pooled, p.pooling)) for job, p in zip(jobs, prompts, strict=True)]
 
     def _run(
         self,
@@ -339,9 +320,15 @@ class LLM(PoolingMethods):
                 for job, priority, data, lora in zip(jobs, priorities, step_data, adapters, strict=True):
                     sink = self._start(job, progress)
                     request = self._outputs.add(
-                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority, step_data=data, lora=lora,
+                        job.request_id,
+                        job.prompt_token_ids,
+                        job.params,
+                        sink,
+                        priority=priority,
+                        step_data=data,
+                        lora=lora,
                         pooling=job.pooling,
-                    )  # fmt: skip
+                    )
                     engine_ids += request.request_ids
                     self.engine.add_request(request)
                 while len(self._outputs):
@@ -366,9 +353,7 @@ class LLM(PoolingMethods):
         def sink(delta: CompletionDelta) -> None:
             completion = job.completions[delta.index]
             completion.add(delta)
-            if delta.prompt_logprobs is not None or (
-                delta.token_ids and len(completion.token_ids) == len(delta.token_ids)
-            ):
+            if delta.prompt_logprobs is not None or (delta.token_ids and len(completion.token_ids) == len(delta.token_ids)):
                 progress.prompt_done(len(job.prompt_token_ids) if delta.index == 0 else 0)
             progress.tokens(len(delta.token_ids))
             if delta.finish_reason is not None:
@@ -423,9 +408,7 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
     if isinstance(given, SamplingParams):
         return [given] * count
     if len(given) != count:
-        raise ValueError(
-            f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one for each prompt."
-        )
+        raise ValueError(f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one for each prompt.")
     return list(given)
 
 

@@ -27,9 +27,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search_output(
-    prompt: list[int], search: BeamSearch, tokenizer: Tokenizer | None, params: BeamSearchParams
-) -> BeamSearchOutput:
+def beam_search_output(prompt: list[int], search: BeamSearch, tokenizer: Tokenizer | None, params: BeamSearchParams) -> BeamSearchOutput:
     """The output of a search that has ended."""
     sequences = []
     for beam in search.results():
@@ -39,8 +37,6 @@ def beam_search_output(
         if tokenizer is not None:
             text = tokenizer.decode(shown, skip_special_tokens=not params.include_stop_str_in_output)
         sequences.append(
-            BeamSearchSequence(
-                tokens, text, beam.logprob, "stop" if beam.ended else "length", tokens[-1] if beam.ended else None
-            )
+            BeamSearchSequence(tokens, text, beam.logprob, "stop" if beam.ended else "length", tokens[-1] if beam.ended else None)
         )
     return BeamSearchOutput(sequences)

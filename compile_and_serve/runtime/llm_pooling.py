@@ -71,18 +71,11 @@ class PoolingMethods(ABC):
     _inputs: InputProcessor
 
     @abstractmethod
-    def _pool(
-        self, prompts: list[PooledPrompt], lora_request: Any, *, show_progress: bool
-    ) -> list[tuple[str, np.ndarray]]:
+    def _pool(self, prompts: list[PooledPrompt], lora_request: Any, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
         """(request id, float32 [N, D]) of each prompt."""
 
     def embed(
-        self,
-        prompts: Any,
-        *,
-        pooling_params: PoolingParams | None = None,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
+        self, prompts: Any, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True, lora_request: LoRARequest | None = None
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """An embedding of every prompt, normalized unless the parameters say otherwise.
 
@@ -112,12 +105,7 @@ class PoolingMethods(ABC):
         return outputs
 
     def classify(
-        self,
-        prompts: Any,
-        *,
-        pooling_params: PoolingParams | None = None,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
+        self, prompts: Any, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True, lora_request: LoRARequest | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The scores of a classifier's classes."""
         found = self._run_pooling(prompts, "classify", pooling_params, lora_request, use_tqdm)
@@ -184,7 +172,5 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
     if len(first) == 1:
         first *= len(second)
     if not first or len(first) != len(second):
-        raise ValueError(
-            f"There are {len(first)} texts to compare with {len(second)}: give one with many, or as many with as many."
-        )
+        raise ValueError(f"There are {len(first)} texts to compare with {len(second)}: give one with many, or as many with as many.")
     return list(zip(first, second, strict=True))

@@ -47,10 +47,7 @@ class ChatTools:
     def params(self, params: SamplingParams, prompt: str) -> SamplingParams:
         """The parameters with the grammar of the calls. prompt: the rendered conversation. Raises `ToolUseError`."""
         if self._use.grammar is not None and params.structured_outputs is not None:
-            raise ToolUseError(
-                "tool_choice and structured_outputs cannot both restrict the output: leave one of them out.",
-                "tool_choice",
-            )
+            raise ToolUseError("tool_choice and structured_outputs cannot both restrict the output: leave one of them out.", "tool_choice")
         return parsed_params(params, prompt, self._use, self._parsers)
 
     @contextmanager

@@ -66,9 +66,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         requests = [msgspec.structs.replace(self, siblings=[])] if self.siblings else [self]
         for sibling in self.siblings:
             params = msgspec.structs.replace(self.sampling_params, seed=sibling.seed)
-            requests.append(
-                msgspec.structs.replace(self, request_id=sibling.request_id, sampling_params=params, siblings=[])
-            )
+            requests.append(msgspec.structs.replace(self, request_id=sibling.request_id, sampling_params=params, siblings=[]))
         return requests
 
 
@@ -149,9 +147,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_held: int = (
-        0  # that wait for any replica to have room; the client of several replicas fills it in, for replica 0
-    )
+    num_held: int = 0  # that wait for any replica to have room; the client of several replicas fills it in, for replica 0
     kv_cache_usage: float = 0.0  # 0–1
     num_free_blocks: int = 0
     num_total_blocks: int = 0

@@ -103,8 +103,10 @@ def make_engine_config(
         _choice("quantization", quantization, get_args(Quantization))
     _require(
         quantization_exclude is None or quantization is not None,
-        "quantization_exclude", "given together with quantization", quantization_exclude,
-    )  # fmt: skip
+        "quantization_exclude",
+        "given together with quantization",
+        quantization_exclude,
+    )
     _choice("cudagraph_mode", cudagraph_mode, ("none", "piecewise", "full", "full_and_piecewise"))
     _choice("capture", capture, get_args(CaptureTime))
     for name, value in (
@@ -123,8 +125,10 @@ def make_engine_config(
         _require(value is None or value >= 1, name, "at least 1", value)
     _require(
         max_num_batched_tokens is None or max_num_batched_tokens <= MAX_TOKEN_BUDGET,
-        "max_num_batched_tokens", f"at most {MAX_TOKEN_BUDGET}", max_num_batched_tokens,
-    )  # fmt: skip
+        "max_num_batched_tokens",
+        f"at most {MAX_TOKEN_BUDGET}",
+        max_num_batched_tokens,
+    )
     _require(max_waiting is None or max_waiting >= 0, "max_waiting", "at least 0", max_waiting)
     _require(0.0 < gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "in (0, 1]", gpu_memory_utilization)
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
@@ -134,9 +138,7 @@ def make_engine_config(
     profiled = tuple(profile_tokens)
     _require(all(count >= 1 for count in profiled), "profile_tokens", "positive token counts", profiled)
     if enforce_eager and tensor_parallel_size > 1:
-        raise ValueError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but only a compiled model can be sharded: remove enforce_eager."
-        )
+        raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}, but only a compiled model can be sharded: remove enforce_eager.")
     if enable_lora and enforce_eager:
         raise ValueError("enable_lora is a pass of the compiler: remove enforce_eager.")
     if lora_experts and not enable_lora:

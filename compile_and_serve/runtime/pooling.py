@@ -32,15 +32,12 @@ def check_task(task: PoolingTask, info: EngineInfo) -> PoolingInfo:
 def check_generates(info: EngineInfo) -> None:
     """Raise `UnsupportedTaskError` if the engine generates no text."""
     if info.pooling is not None:
-        raise UnsupportedTaskError(
-            f"This model generates no text: it does {', '.join(info.pooling.tasks)} (see --runner)."
-        )
+        raise UnsupportedTaskError(f"This model generates no text: it does {', '.join(info.pooling.tasks)} (see --runner).")
 
 
 def prepare(
-    inputs: InputProcessor, prompt: str | Sequence[int], params: PoolingParams, *, add_special_tokens: bool = True,
-    pair: str | None = None,
-) -> tuple[list[int], SamplingParams]:  # fmt: skip
+    inputs: InputProcessor, prompt: str | Sequence[int], params: PoolingParams, *, add_special_tokens: bool = True, pair: str | None = None
+) -> tuple[list[int], SamplingParams]:
     """Token ids and engine parameters of a prompt. pair: a second text, of a classifier of pairs.
 
     Raises `SamplingParamsError` or `PromptTooLongError`.
@@ -51,14 +48,21 @@ def prepare(
         limits = f"in [1, {pooling.width}]" if pooling.kind == "embed" else "left out for a classifier"
         raise SamplingParamsError("dimensions", f"dimensions must be {limits}, got {params.dimensions}.")
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=0, detokenize=False, truncate_prompt_tokens=params.truncate_prompt_tokens,
+        temperature=0.0,
+        max_tokens=0,
+        detokenize=False,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
         truncation_side=params.truncation_side,
-    )  # fmt: skip
+    )
     if isinstance(prompt, str):
         ids = inputs.encode(
-            prompt, add_special_tokens=add_special_tokens, truncate=params.truncate_prompt_tokens, max_tokens=0,
-            truncation_side=params.truncation_side, pair=pair,
-        )  # fmt: skip
+            prompt,
+            add_special_tokens=add_special_tokens,
+            truncate=params.truncate_prompt_tokens,
+            max_tokens=0,
+            truncation_side=params.truncation_side,
+            pair=pair,
+        )
     else:
         ids = list(prompt)
     return inputs.prepare(ids, sampling)

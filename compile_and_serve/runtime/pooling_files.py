@@ -11,11 +11,7 @@ from compile_and_serve.models.pooling import is_pooling_architecture
 from compile_and_serve.runtime.config import ModelConfig
 from compile_and_serve.runtime.pooling_params import PoolingType
 
-_KINDS: Mapping[str, PoolingType] = {
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-}
+_KINDS: Mapping[str, PoolingType] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -38,9 +34,7 @@ def pooling_type_of(model: ModelConfig) -> PoolingType:
     modules = [(str(one.get("type", "")).rpartition(".")[2], one.get("path", "")) for one in _read(modules_file)]
     for name, _ in modules:
         if name not in _MODULES:
-            raise PoolingFilesError(
-                f"{modules_file} names the module {name!r:.100}, but only {', '.join(_MODULES)} are supported."
-            )
+            raise PoolingFilesError(f"{modules_file} names the module {name!r:.100}, but only {', '.join(_MODULES)} are supported.")
     if model.pooling_type is not None:
         return model.pooling_type
     folder = next((path for name, path in modules if name == "Pooling"), None)
@@ -51,8 +45,7 @@ def pooling_type_of(model: ModelConfig) -> PoolingType:
     chosen = [key for key, value in content.items() if key.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in _KINDS:
         raise PoolingFilesError(
-            f"{file} asks for {' and '.join(chosen) or 'no pooling'}, but one of {', '.join(_KINDS)} is supported: "
-            "set --pooling-type."
+            f"{file} asks for {' and '.join(chosen) or 'no pooling'}, but one of {', '.join(_KINDS)} is supported: set --pooling-type."
         )
     return _KINDS[chosen[0]]
 

@@ -87,42 +87,28 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", self.presence_penalty)
         _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", self.frequency_penalty)
-        _check(
-            0.01 <= self.repetition_penalty <= MAX_FACTOR,
-            "repetition_penalty",
-            f"in [0.01, {MAX_FACTOR}]",
-            self.repetition_penalty,
-        )
+        _check(0.01 <= self.repetition_penalty <= MAX_FACTOR, "repetition_penalty", f"in [0.01, {MAX_FACTOR}]", self.repetition_penalty)
         _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
         _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:
-            _check(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                f"at most max_tokens={self.max_tokens}",
-                self.min_tokens,
-            )
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens={self.max_tokens}", self.min_tokens)
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         _check(all(self.stop), "stop", "without empty strings", self.stop)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or value >= -1, name, "-1 (the whole vocabulary) or at least 0", value)
         count = len(self.logprob_token_ids)
-        _check(
-            count <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} ids", f"{count} ids"
-        )
-        _check(
-            count == 0 or self.logprobs is not None, "logprob_token_ids", "given together with logprobs", "no logprobs"
-        )
-        _check(
-            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]"
-        )
+        _check(count <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} ids", f"{count} ids")
+        _check(count == 0 or self.logprobs is not None, "logprob_token_ids", "given together with logprobs", "no logprobs")
+        _check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]")
         _check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words", len(self.bad_words))
         _check(all(self.bad_words), "bad_words", "without empty strings", self.bad_words)
         _check(
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,
-            "truncate_prompt_tokens", "-1 (as many as fit) or positive", self.truncate_prompt_tokens,
-        )  # fmt: skip
+            "truncate_prompt_tokens",
+            "-1 (as many as fit) or positive",
+            self.truncate_prompt_tokens,
+        )
         _check(self.truncation_side in ("left", "right"), "truncation_side", "left or right", self.truncation_side)
 
 

@@ -14,9 +14,7 @@ from compile_and_serve.runtime.parsers.tools.base import ToolParser
 from compile_and_serve.runtime.tool_use import ToolUse
 
 
-def show_tools(
-    messages: Sequence[Any], use: ToolUse, parsers: Parsers
-) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]]]:
+def show_tools(messages: Sequence[Any], use: ToolUse, parsers: Parsers) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]]]:
     """The messages and the tools for the chat template."""
     if use.shown and not parsers.template_uses_tools and use.parser is not None:
         return _describe_tools(messages, use.shown, use.parser), ()
@@ -28,11 +26,7 @@ def _describe_tools(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]],
     converted = [_convert(message, parser) for message in messages]
     first = converted[0] if converted else None
     described = _description(tools, parser)
-    if (
-        isinstance(first, Mapping)
-        and first.get("role") in ("system", "developer")
-        and isinstance(first.get("content"), str)
-    ):
+    if isinstance(first, Mapping) and first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
         return [{**first, "content": first["content"] + "\n\n" + described}, *converted[1:]]
     return [{"role": "system", "content": described}, *converted]
 

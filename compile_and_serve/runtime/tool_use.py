@@ -150,9 +150,7 @@ def _tool(given: Mapping[str, Any], where: str) -> Tool:
     return Tool(name, {"type": "object", **schema}, strict=function.get("strict") is True)
 
 
-def _choice(
-    choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]
-) -> tuple[Literal["none", "auto", "required"], str | None]:
+def _choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> tuple[Literal["none", "auto", "required"], str | None]:
     """The mode, and the name of the only tool that may be called."""
     if choice is None:
         return "auto", None
@@ -211,9 +209,7 @@ def _tags(parser: type[ToolParser], tools: Sequence[Tool], *, only_strict: bool)
 def _enforced(tool: Tool) -> Any:
     kind = tool.schema["type"]
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        sentence = (
-            f"The parameters of {tool.name!r:.{_MAX_ECHO}} must have the type 'object', got {kind!r:.{_MAX_ECHO}}."
-        )
+        sentence = f"The parameters of {tool.name!r:.{_MAX_ECHO}} must have the type 'object', got {kind!r:.{_MAX_ECHO}}."
         raise ToolUseError(sentence, "tools")
     return closed({**tool.schema, "type": "object"})
 
@@ -256,11 +252,7 @@ def _forced(parser: type[ToolParser] | None, tools: Sequence[Tool], *, parallel:
     calls = _calls(parser, _tags(parser, tools, only_strict=False), parallel=parallel)
     if not parser.list_opener:
         return calls
-    elements = [
-        {"type": "const_string", "value": parser.list_opener},
-        calls,
-        {"type": "const_string", "value": parser.list_closer},
-    ]
+    elements = [{"type": "const_string", "value": parser.list_opener}, calls, {"type": "const_string", "value": parser.list_closer}]
     return {"type": "sequence", "elements": elements}
 
 
@@ -274,13 +266,5 @@ def _triggered(parser: type[ToolParser] | None, tools: Sequence[Tool], *, parall
         return None
     tags = _tags(parser, tools, only_strict=True)
     if parser.list_opener:
-        tags = [
-            {"begin": parser.list_opener, "content": _calls(parser, tags, parallel=parallel), "end": parser.list_closer}
-        ]
-    return {
-        "type": "triggered_tags",
-        "triggers": [parser.trigger],
-        "tags": tags,
-        "at_least_one": False,
-        "stop_after_first": not parallel,
-    }
+        tags = [{"begin": parser.list_opener, "content": _calls(parser, tags, parallel=parallel), "end": parser.list_closer}]
+    return {"type": "triggered_tags", "triggers": [parser.trigger], "tags": tags, "at_least_one": False, "stop_after_first": not parallel}

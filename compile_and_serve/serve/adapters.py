@@ -20,12 +20,7 @@ class ServedAdapters:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        models: Sequence[str],
-        folder: Path | None = None,
-        *,
-        loaded: Sequence[LoRARequest] = (),
+        self, client: EngineClient, models: Sequence[str], folder: Path | None = None, *, loaded: Sequence[LoRARequest] = ()
     ) -> None:
         """loaded: adapters that the engine has already."""
         self._client, self._models, self._folder = client, tuple(models), folder

@@ -17,15 +17,7 @@ from compile_and_serve.serve.errors import path_of
 from compile_and_serve.serve.json_body import JsonRoute, check_content_type
 
 ADMIN_PATHS = frozenset(
-    {
-        "/sleep",
-        "/wake_up",
-        "/is_sleeping",
-        "/reset_prefix_cache",
-        "/server_info",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-    }
+    {"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
 
 

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from compile_and_serve.runtime.child_process import (
-    EXIT_FAILURE,
-    describe_error,
-    exit_at_once,
-    read_bootstrap,
-    set_up_child,
-)
+from compile_and_serve.runtime.child_process import EXIT_FAILURE, describe_error, exit_at_once, read_bootstrap, set_up_child
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.api_bootstrap import ApiBootstrap
@@ -52,9 +46,7 @@ class ForwardMiddleware:
         self.app = app
         self._max_bytes = max_bytes
         self._prefixes = prefixes
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=to, limits=httpx.Limits(max_connections=None)), timeout=None
-        )
+        self._http = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=to, limits=httpx.Limits(max_connections=None)), timeout=None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not path_of(scope).startswith(self._prefixes):
@@ -93,9 +85,7 @@ class ForwardMiddleware:
 
 
 async def _serve(bootstrap: ApiBootstrap) -> None:
-    client = CoordinatedClient(
-        bootstrap.process, bootstrap.info, bootstrap.to_address, bootstrap.from_address
-    )  # fmt: skip
+    client = CoordinatedClient(bootstrap.process, bootstrap.info, bootstrap.to_address, bootstrap.from_address)
     try:
         try:
             await _run(bootstrap, client)
@@ -113,9 +103,8 @@ async def _run(bootstrap: ApiBootstrap, client: CoordinatedClient) -> None:
         tokenizer, settings = await asyncio.to_thread(_read_files, bootstrap.config, settings, templates)
         adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir, loaded=bootstrap.adapters)
         app = create_app(
-            client, tokenizer, settings, num_replicas=bootstrap.config.parallel.data_parallel_size,
-            templates=templates, adapters=adapters,
-        )  # fmt: skip
+            client, tokenizer, settings, num_replicas=bootstrap.config.parallel.data_parallel_size, templates=templates, adapters=adapters
+        )
         context = app.state.context
         client.on_sleeping = context.engine.set_sleeping
         client.on_adapter = adapters.changed
@@ -151,9 +140,8 @@ def main() -> NoReturn:
     """Entry point of an API process."""
     bootstrap: ApiBootstrap = read_bootstrap()
     set_up_child(
-        who=f"API process {bootstrap.process}", log_level=bootstrap.log_level, folder=bootstrap.folder,
-        log_format=bootstrap.log_format,
-    )  # fmt: skip
+        who=f"API process {bootstrap.process}", log_level=bootstrap.log_level, folder=bootstrap.folder, log_format=bootstrap.log_format
+    )
     status = 0
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

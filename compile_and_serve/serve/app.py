@@ -112,10 +112,15 @@ def create_app(
     app.router.strict_content_type = False  # `JsonRoute` checks the header
     store = ResponseStore(settings.response_store_bytes, settings.response_store_seconds)
     app.state.context = ServerContext(
-        settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool, parsers=parsers,
+        settings=settings,
+        engine=engine,
+        inputs=inputs,
+        metrics=metrics,
+        templates=pool,
+        parsers=parsers,
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
         stored_responses=store if settings.response_store_bytes else None,
-    )  # fmt: skip
+    )
     app.include_router(playground.router)
     for router in ROUTERS:
         app.include_router(router)

@@ -69,9 +69,11 @@ async def answer_with_beams(
         for one in params:
             eos = [] if one.ignore_eos or tokenizer is None else tokenizer.eos_token_ids
             search = BeamSearch(
-                width=one.n, max_tokens=one.max_tokens or 0, end_ids=[*eos, *one.stop_token_ids],
+                width=one.n,
+                max_tokens=one.max_tokens or 0,
+                end_ids=[*eos, *one.stop_token_ids],
                 length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-            )  # fmt: skip
+            )
             searches.append(search)
 
     async def work() -> Response:
@@ -81,9 +83,7 @@ async def answer_with_beams(
                 for prompt, search in zip(prompts, searches, strict=True)
                 for beam in search.alive
             ]
-            generation = await context.engine.submit(
-                prompts=[ids for ids, _ in steps], params=[one for _, one in steps], **submit_options
-            )
+            generation = await context.engine.submit(prompts=[ids for ids, _ in steps], params=[one for _, one in steps], **submit_options)
             try:
                 extended = await gather(context, generation)
             finally:

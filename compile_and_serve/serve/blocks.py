@@ -6,15 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from compile_and_serve.runtime.parsers.events import (
-    CallArguments,
-    CallBegin,
-    CallDropped,
-    CallEnd,
-    Content,
-    Event,
-    Reasoning,
-)
+from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, CallDropped, CallEnd, Content, Event, Reasoning
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -54,9 +54,7 @@ class ServerContext:
     adapters: ServedAdapters
     stored_responses: ResponseStore | None = None
     started: int = field(default_factory=lambda: int(time.time()))
-    grammar_threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar")
-    )
+    grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar"))
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_LARGE_BODIES))
 
     @property
@@ -121,16 +119,10 @@ class ServerContext:
         with user_errors():
             tokenizer = self.inputs.require_tokenizer("a conversation")
             return self.templates.render(
-                tokenizer,
-                messages,
-                template=self.settings.chat_template,
-                tools=tools or None,
-                **body.template_options(),
+                tokenizer, messages, template=self.settings.chat_template, tools=tools or None, **body.template_options()
             )
 
-    def encode(
-        self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None
-    ) -> list[int]:
+    def encode(self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None) -> list[int]:
         """Token ids of a prompt. Raises a 400 for a prompt that cannot fit. names: see `user_errors`."""
         with user_errors(names):
             return self.inputs.encode(
@@ -141,9 +133,7 @@ class ServerContext:
                 max_tokens=params.max_tokens,
             )
 
-    async def prepare(
-        self, request: Request, work: Callable[[], T], *, renders: bool = False, is_large: bool = False
-    ) -> T:
+    async def prepare(self, request: Request, work: Callable[[], T], *, renders: bool = False, is_large: bool = False) -> T:
         """The result of `work`, which turns the request's body into the engine's input. renders: it calls `templates`.
 
         is_large: the work may be large although the body is small. Work that renders, and large work, runs in a thread, so that
@@ -164,9 +154,7 @@ class ServerContext:
             return
         checker, special = grammar_checker(), self.tokenizer.special_texts
         if not checker.knows(structured, special):
-            await asyncio.get_running_loop().run_in_executor(
-                self.grammar_threads, checker.check_ahead, structured, special
-            )
+            await asyncio.get_running_loop().run_in_executor(self.grammar_threads, checker.check_ahead, structured, special)
 
 
 def get_context(request: Request) -> ServerContext:

@@ -47,16 +47,12 @@ class Conversation:
     lora: LoRARequest | None
 
     @classmethod
-    async def create(
-        cls, body: ChatCompletionRequest, request: Request, context: ServerContext, request_id: str
-    ) -> Conversation:
+    async def create(cls, body: ChatCompletionRequest, request: Request, context: ServerContext, request_id: str) -> Conversation:
         """Check the whole request and render its prompt. Raises `ApiError`."""
         context.check_generates()
         tools = await context.prepare(request, lambda: context.tool_use(body))
         await context.check_structure(body.structure() if tools.grammar is None else tools.grammar)
-        return await context.prepare(
-            request, lambda: cls._create(body, tools, request, context, request_id), renders=True
-        )
+        return await context.prepare(request, lambda: cls._create(body, tools, request, context, request_id), renders=True)
 
     @classmethod
     def _create(
@@ -67,11 +63,7 @@ class Conversation:
         context.check_priority(body.priority)
         names = body.names()
         params = sampling_params(
-            body,
-            context.settings.default_sampling,
-            max_tokens=body.max_new_tokens(),
-            logprobs=body.num_logprobs(),
-            names=names,
+            body, context.settings.default_sampling, max_tokens=body.max_new_tokens(), logprobs=body.num_logprobs(), names=names
         )
         text = context.render(body, tools)
         budget = _thinking_budget(body.thinking_token_budget, context.parsers)
@@ -110,12 +102,7 @@ class Conversation:
 
     def submit_options(self) -> dict[str, Any]:
         """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
-        return {
-            "request_id": self.request_id,
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
-            "lora": self.lora,
-        }
+        return {"request_id": self.request_id, "priority": self.priority, "cache_salt": self.cache_salt, "lora": self.lora}
 
     def reader(self) -> EventReader:
         """A reader of one completion."""

@@ -83,9 +83,7 @@ class CoordinatedClient:
         sent = msgspec.structs.replace(
             request,
             request_id=self._prefix + request.request_id,
-            siblings=[
-                msgspec.structs.replace(one, request_id=self._prefix + one.request_id) for one in request.siblings
-            ],
+            siblings=[msgspec.structs.replace(one, request_id=self._prefix + one.request_id) for one in request.siblings],
         )
         if self.info.max_in_flight is None:
             await self._send(Submit(self.process, 0, sent))

@@ -125,11 +125,7 @@ class Generation:
         self._engine.end(self)
         message = f"The request did not end within its limit of {limit:g} seconds."
         for index in unfinished:
-            self.put(
-                CompletionDelta(
-                    index=index, text="", token_ids=[], finish_reason="error", error=message, error_kind="deadline"
-                )
-            )
+            self.put(CompletionDelta(index=index, text="", token_ids=[], finish_reason="error", error=message, error_kind="deadline"))
 
 
 class AsyncEngine:
@@ -139,12 +135,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        inputs: InputProcessor,
-        metrics: Metrics,
-        *,
-        on_death: Callable[[str], None] | None = None,
+        self, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *, on_death: Callable[[str], None] | None = None
     ) -> None:
         self.client = client
         self.inputs = inputs

@@ -152,12 +152,7 @@ def anthropic_error_body(status: int, message: str, param: str | None = None) ->
 
 
 def error_response(
-    status: int,
-    message: str,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    *,
-    path: str = "",
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None, *, path: str = ""
 ) -> Response:
     """The HTTP response for an error. A 503 carries `Retry-After`. path: of the request, which decides the body's shape."""
     extra = dict(headers or {})
@@ -187,9 +182,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         api_error = to_api_error(error)
-        return error_response(
-            api_error.status, api_error.message, api_error.param, api_error.headers, path=path_of(request.scope)
-        )
+        return error_response(api_error.status, api_error.message, api_error.param, api_error.headers, path=path_of(request.scope))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -23,12 +23,7 @@ logger = logging.getLogger(__name__)
 _RESERVED_FILES = 64  # file descriptors that connections leave to the rest of the process
 _MAX_CONNECTIONS = 8192
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
-_REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
+_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,9 +19,7 @@ def open_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
     Raises `ServerStartError` if the address cannot be bound, also if another program listens there already.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ServerStartError(f"The host '{host}' does not resolve to an address ({error.strerror}).") from error
     listener = socket.socket(family, kind, protocol)

@@ -65,9 +65,7 @@ async def serve_with_processes(
         else:
             listener.listen(_BACKLOG)
         for process in range(settings.api_server_count):
-            processes.append(
-                await _launch(process, coordinator, client.info, config, settings, listener, adapters, folder)
-            )
+            processes.append(await _launch(process, coordinator, client.info, config, settings, listener, adapters, folder))
             waits.append(asyncio.create_task(processes[-1].wait()))
         await _all_ready(coordinator, waits)
         if settings.throughput_log:
@@ -83,11 +81,7 @@ async def serve_with_processes(
         for end in ends:
             end.cancel()
         if coordinator.num_in_flight and is_well:
-            logger.info(
-                "Shutting down: %d sequences have %g seconds to finish.",
-                coordinator.num_in_flight,
-                settings.shutdown_timeout,
-            )
+            logger.info("Shutting down: %d sequences have %g seconds to finish.", coordinator.num_in_flight, settings.shutdown_timeout)
         await coordinator.tell(StopServing(hurry=hurry.is_set()))
         hurrying = asyncio.create_task(_pass_on(hurry, coordinator))
         helpers.append(hurrying)
@@ -111,20 +105,33 @@ async def serve_with_processes(
 
 
 async def _launch(
-    process: int, coordinator: Coordinator, info: EngineInfo, config: EngineConfig, settings: ServerSettings,
-    listener: socket.socket, adapters: list[LoRARequest], folder: str,
-) -> asyncio.subprocess.Process:  # fmt: skip
+    process: int,
+    coordinator: Coordinator,
+    info: EngineInfo,
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: socket.socket,
+    adapters: list[LoRARequest],
+    folder: str,
+) -> asyncio.subprocess.Process:
     fd = None if settings.uds is None else listener.fileno()
     bootstrap = ApiBootstrap(
-        process=process, config=config, settings=replace(settings, throughput_log=0.0, log_level="warning"), info=info, adapters=adapters,
-        to_address=coordinator.to_address, from_address=coordinator.from_addresses[process],
-        first_process=f"{folder}/first", listener_fd=fd, folder=folder,
-        log_level=logging.getLogger("compile_and_serve").getEffectiveLevel(), log_format=current_format(),
-    )  # fmt: skip
+        process=process,
+        config=config,
+        settings=replace(settings, throughput_log=0.0, log_level="warning"),
+        info=info,
+        adapters=adapters,
+        to_address=coordinator.to_address,
+        from_address=coordinator.from_addresses[process],
+        first_process=f"{folder}/first",
+        listener_fd=fd,
+        folder=folder,
+        log_level=logging.getLogger("compile_and_serve").getEffectiveLevel(),
+        log_format=current_format(),
+    )
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", BOOT_CODE, stdin=asyncio.subprocess.PIPE, start_new_session=True,
-        pass_fds=() if fd is None else (fd,),
-    )  # fmt: skip
+        sys.executable, "-c", BOOT_CODE, stdin=asyncio.subprocess.PIPE, start_new_session=True, pass_fds=() if fd is None else (fd,)
+    )
     assert child.stdin is not None
     child.stdin.write(boot_input(bootstrap))
     return child

@@ -82,12 +82,12 @@ class Metrics:
         self._engine_counters = {name: self._counter(name, text) for name, text in _ENGINE_COUNTERS.items()}
         self._host_gap = self._counter("host_gap_seconds", "Seconds for which the device was idle between steps.")
         self._accepted_at = Counter(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the draft.",
-            [_LABEL, "position"], registry=self.registry,
-        )  # fmt: skip
-        self._success = Counter(
-            PREFIX + "request_success", "Finished requests.", [_LABEL, "finished_reason"], registry=self.registry
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their position in the draft.",
+            [_LABEL, "position"],
+            registry=self.registry,
         )
+        self._success = Counter(PREFIX + "request_success", "Finished requests.", [_LABEL, "finished_reason"], registry=self.registry)
         labels = [_LABEL, "adapter"]
         self._adapters: set[str] = set()
         self._adapter_requests = Counter(
@@ -96,9 +96,7 @@ class Metrics:
         self._adapter_tokens = Counter(
             PREFIX + "lora_generation_tokens", "Tokens generated with a LoRA adapter.", labels, registry=self.registry
         )
-        self._replays = Counter(
-            PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry
-        )
+        self._replays = Counter(PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
         self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _ITL)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
@@ -113,10 +111,7 @@ class Metrics:
         """Publish the facts known after start-up: compilation, KV cache and limits."""
         facts = {name: str(getattr(info, name)) for name in ("dtype", "device", "block_size", "num_kv_blocks")}
         facts["max_model_len"] = str(info.max_model_len)
-        facts |= {
-            name: str(info.compile_report.get(name, ""))
-            for name in ("attention_backend", "kv_cache_dtype", "all_reduce")
-        }
+        facts |= {name: str(info.compile_report.get(name, "")) for name in ("attention_backend", "kv_cache_dtype", "all_reduce")}
         gauge = Gauge(PREFIX + "engine_info", "Properties of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)
         cache = {
@@ -135,12 +130,8 @@ class Metrics:
             ("total_pieces", "pieces", "Pieces of the model; equal pieces share one compilation."),
         ):
             self._gauge(name, text).set(float(report.get(source, 0)))
-        self._gauge("artifact_hits", "1 if start-up found the compiled artifact in the store.").set(
-            report.get("artifact") == "hit"
-        )
-        memory = Gauge(
-            PREFIX + "device_memory_bytes", "Device memory by use.", [_LABEL, "part"], registry=self.registry
-        )
+        self._gauge("artifact_hits", "1 if start-up found the compiled artifact in the store.").set(report.get("artifact") == "hit")
+        memory = Gauge(PREFIX + "device_memory_bytes", "Device memory by use.", [_LABEL, "part"], registry=self.registry)
         for part in ("others", "weights", "largest_step", "sampling", "graphs"):
             if isinstance(count := report.get(f"memory.{part}"), int):  # only CUDA measures it
                 memory.labels(self._model, part).set(count)
@@ -149,13 +140,8 @@ class Metrics:
     def _describe_passes(self, report: Mapping[str, int | float | str]) -> None:
         """Publish the report's `pass_sites.<pass>.matched`, `….expected` and `failed_passes.<pass>`."""
         labels = [_LABEL, "graph_pass"]
-        counts = {
-            count: Gauge(f"{PREFIX}pass_sites_{count}", text, labels, registry=self.registry)
-            for count, text in _PASS_GAUGES.items()
-        }
-        failed = Gauge(
-            PREFIX + "pass_failed", "1 for a pass that failed --verify-passes.", labels, registry=self.registry
-        )
+        counts = {count: Gauge(f"{PREFIX}pass_sites_{count}", text, labels, registry=self.registry) for count, text in _PASS_GAUGES.items()}
+        failed = Gauge(PREFIX + "pass_failed", "1 for a pass that failed --verify-passes.", labels, registry=self.registry)
         for name, value in report.items():
             group, *rest = name.split(".")
             if group == "pass_sites" and len(rest) == 2 and rest[1] in counts and isinstance(value, (int, float)):
@@ -265,13 +251,13 @@ class Metrics:
     def _describe_experts(self, replica: int, layers: list[list[int]]) -> None:
         if self._expert_tokens is None:
             labels = [_LABEL, "layer", "expert"]
-            self._expert_tokens = Counter(
-                PREFIX + "expert_tokens", "Tokens of an expert of a layer.", labels, registry=self.registry
-            )
+            self._expert_tokens = Counter(PREFIX + "expert_tokens", "Tokens of an expert of a layer.", labels, registry=self.registry)
             self._expert_imbalance = Gauge(
-                PREFIX + "expert_imbalance", "Tokens of a layer's busiest expert over those of its average expert.",
-                labels[:2], registry=self.registry,
-            )  # fmt: skip
+                PREFIX + "expert_imbalance",
+                "Tokens of a layer's busiest expert over those of its average expert.",
+                labels[:2],
+                registry=self.registry,
+            )
         replicas = self._expert_tokens_known
         known, replicas[replica] = replicas.get(replica, []), layers
         for number, layer in enumerate(layers):

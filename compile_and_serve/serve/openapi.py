@@ -41,18 +41,11 @@ _SCHEMAS: dict[str, Any] = {
         "required": ["type", "error"],
         "properties": {
             "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": _TEXT, "message": _TEXT},
-            },
+            "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
         },
     },
 }
-_KEYS = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-}
+_KEYS = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
 
 
 def describe_errors(app: FastAPI, *, needs_key: bool) -> None:

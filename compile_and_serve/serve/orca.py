@@ -42,11 +42,7 @@ class OrcaMiddleware:
     def _load(self, kind: str) -> str:
         """vLLM's names. The KV cache's usage is the mean of the replicas."""
         running, waiting, kv_usage = total_load(self._metrics.last_stats.values())
-        named = {
-            "kv_cache_usage_perc": round(kv_usage, 6),
-            "num_requests_waiting": waiting,
-            "num_requests_running": running,
-        }
+        named = {"kv_cache_usage_perc": round(kv_usage, 6), "num_requests_waiting": waiting, "num_requests_running": running}
         if kind == "JSON":
             return "JSON " + json.dumps({"named_metrics": named})
         return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())

@@ -94,9 +94,7 @@ class DeadlineMiddleware:
             if scope["state"].get(_HAS_STARTED):  # half of a response is sent; uvicorn closes the connection
                 raise
             answer = to_api_error(error)
-            await error_response(answer.status, answer.message, answer.param, answer.headers, path=path_of(scope))(
-                scope, receive, send
-            )
+            await error_response(answer.status, answer.message, answer.param, answer.headers, path=path_of(scope))(scope, receive, send)
 
     def _set_deadline(self, given: str | None) -> str | None:
         """Set `current_deadline`. Returns one sentence if the client's header is wrong."""
@@ -119,9 +117,12 @@ def _log(scope: Scope, status: int, seconds: float, request_id: str) -> None:
     method, path = scope["method"], quote(scope["path"])[:MAX_ECHO]
     # No query: it may contain what a client would rather not see in a log.
     logger.info(
-        '%s "%s %s" %d, %.3f s [%s]', where, method, path, status, seconds, request_id,
-        extra={
-            "client": where, "method": method, "path": path, "status": status, "seconds": round(seconds, 4),
-            "request_id": request_id,
-        },
-    )  # fmt: skip
+        '%s "%s %s" %d, %.3f s [%s]',
+        where,
+        method,
+        path,
+        status,
+        seconds,
+        request_id,
+        extra={"client": where, "method": method, "path": path, "status": status, "seconds": round(seconds, 4), "request_id": request_id},
+    )

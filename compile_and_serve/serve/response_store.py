@@ -59,9 +59,8 @@ class ResponseStore:
         entry = _Entry(msgspec.json.encode(stored), self._clock())
         if len(entry.encoded) > self._max_response_bytes:
             logger.warning(
-                "A response of %d bytes with its conversation is not stored: the limit is %d.",
-                len(entry.encoded), self._max_response_bytes,
-            )  # fmt: skip
+                "A response of %d bytes with its conversation is not stored: the limit is %d.", len(entry.encoded), self._max_response_bytes
+            )
             return
         self._entries[owner][response_id] = entry
         self._sizes[owner] += len(entry.encoded)

@@ -11,14 +11,10 @@ from compile_and_serve.serve.settings import ServerSettings
 def served_parsers(tokenizer: Tokenizer | None, settings: ServerSettings) -> Parsers:
     """Raises `ParserError` for an unknown name, and if the settings require a tool parser and none is found."""
     parsers = select_parsers(
-        tokenizer,
-        chat_template=settings.chat_template,
-        tools=settings.tool_call_parser,
-        reasoning=settings.reasoning_parser,
+        tokenizer, chat_template=settings.chat_template, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser
     )
     if settings.enable_auto_tool_choice and parsers.tools is None:
         raise ParserError(
-            "--enable-auto-tool-choice needs a tool parser, and none was detected from the chat template: name it with "
-            "--tool-call-parser."
+            "--enable-auto-tool-choice needs a tool parser, and none was detected from the chat template: name it with --tool-call-parser."
         )
     return parsers

@@ -99,9 +99,7 @@ def read_chat_template(given: str) -> str:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ServerStartError(
-            f"The chat template '{given:.200}' is neither Jinja source nor a readable text file."
-        ) from error
+        raise ServerStartError(f"The chat template '{given:.200}' is neither Jinja source nor a readable text file.") from error
 
 
 async def _serve(
@@ -176,10 +174,7 @@ async def _serve_with_processes(
 
 
 async def _start(
-    client: AsyncEngineClient | DataParallelClient,
-    config: EngineConfig,
-    settings: ServerSettings,
-    templates: TemplatePool,
+    client: AsyncEngineClient | DataParallelClient, config: EngineConfig, settings: ServerSettings, templates: TemplatePool
 ) -> tuple[Tokenizer | None, ServerSettings, ServedAdapters]:
     """Start the engine and read the tokenizer at the same time, then load adapters. The first error stops all."""
     inode = None if settings.uds is None else inode_of(settings.uds)
@@ -193,9 +188,7 @@ async def _start(
         for name, path in settings.lora_modules:
             await adapters.add(name, path)
         if settings.uds is not None and inode_of(settings.uds) != inode:
-            raise ServerStartError(
-                f"--uds {settings.uds} was removed or replaced while the model was loading: choose another path."
-            )
+            raise ServerStartError(f"--uds {settings.uds} was removed or replaced while the model was loading: choose another path.")
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
@@ -309,9 +302,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _read_files(
-    config: EngineConfig, settings: ServerSettings, templates: TemplatePool
-) -> tuple[Tokenizer | None, ServerSettings]:
+def _read_files(config: EngineConfig, settings: ServerSettings, templates: TemplatePool) -> tuple[Tokenizer | None, ServerSettings]:
     settings = complete_settings(config, settings, templates)
     if config.model.skip_tokenizer_init:
         served_parsers(None, settings)

@@ -61,10 +61,18 @@ class ThroughputLog:
             return
         logger.info(
             "Prompts %.1f tok/s, generation %.1f tok/s; %d running, %d waiting; KV cache %.1f %% used, prefix hits %.1f %%",
-            prompt, generation, running, waiting, 100 * kv_usage, 100 * hit_share,
+            prompt,
+            generation,
+            running,
+            waiting,
+            100 * kv_usage,
+            100 * hit_share,
             extra={
-                "prompt_tokens_per_second": round(prompt, 1), "generation_tokens_per_second": round(generation, 1),
-                "running": running, "waiting": waiting, "kv_cache_usage": round(kv_usage, 4),
+                "prompt_tokens_per_second": round(prompt, 1),
+                "generation_tokens_per_second": round(generation, 1),
+                "running": running,
+                "waiting": waiting,
+                "kv_cache_usage": round(kv_usage, 4),
                 "prefix_hit_share": round(hit_share, 4),
             },
-        )  # fmt: skip
+        )

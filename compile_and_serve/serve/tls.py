@@ -35,9 +35,7 @@ class TlsSettings:
             try:
                 context.load_verify_locations(self.ca_certs)
             except (OSError, ssl.SSLError) as error:
-                raise ValueError(
-                    f"--ssl-ca-certs {self.ca_certs} cannot be read as PEM certificates ({error})."
-                ) from None
+                raise ValueError(f"--ssl-ca-certs {self.ca_certs} cannot be read as PEM certificates ({error}).") from None
             context.verify_mode = ssl.CERT_REQUIRED if self.require_client_certificate else ssl.CERT_OPTIONAL
         if self.ciphers is not None:
             try:

@@ -18,9 +18,7 @@ from tests.support.transformers_models import config_of
 
 
 @pytest.mark.slow
-def test_contexts_prints_a_table_of_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contexts_prints_a_table_of_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     config = json.loads((model / "config.json").read_text()) | {"vocab_size": 2048}
     (model / "config.json").write_text(json.dumps(config))

@@ -63,9 +63,7 @@ def test_steps_last_from_end_to_end_and_the_first_adapter_does_not_count() -> No
     assert {len(one.prompt_token_ids) + (one.sampling_params.max_tokens or 0) for one in base} == {64}
 
 
-def test_a_request_must_have_others_to_join(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_must_have_others_to_join(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["lora", "model", "--cases", "1:1", "--loading", "2"])
     with pytest.raises(SystemExit):
         main()

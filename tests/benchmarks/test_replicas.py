@@ -39,9 +39,7 @@ def test_times_of_requests_and_of_replicas() -> None:
     assert of_replica(arrivals, 2) == {"requests": 0}
 
 
-def test_rows_of_one_and_of_two_replicas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_one_and_of_two_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     use_fake_workers(monkeypatch, model, pause=0.002)
     main([str(model), *"--replicas 1 2 --requests 4 --prompt 20 --new 6 --runs 2 --device cpu".split()])

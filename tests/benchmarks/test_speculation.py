@@ -46,10 +46,7 @@ def test_device_times_are_those_of_the_batch_with_and_without_drafts() -> None:
             drafted.run(step)
             drafter.follow(step, None, None, None)
     assert times.figures(is_drafting=False)["model_ms"] == pytest.approx(4.0)
-    assert times.figures(is_drafting=True) == {
-        "model_ms": pytest.approx(8.0),
-        "draft_ms": pytest.approx(1.6 / 6, abs=1e-4),
-    }
+    assert times.figures(is_drafting=True) == {"model_ms": pytest.approx(8.0), "draft_ms": pytest.approx(1.6 / 6, abs=1e-4)}
     before = now
     steps.run(step)
     assert now > before

@@ -25,12 +25,7 @@ CPU = torch.device("cpu")
 FUSED = frozenset({"rope_attention", "fused_linear"})
 
 
-def compiled(
-    tmp_path: Path,
-    architecture: str = "LlamaForCausalLM",
-    kernels: frozenset[str] = FUSED,
-    dtype: torch.dtype = torch.float32,
-):
+def compiled(tmp_path: Path, architecture: str = "LlamaForCausalLM", kernels: frozenset[str] = FUSED, dtype: torch.dtype = torch.float32):
     spec = tiny_spec(architecture, 2, dtype)
     model = compile_model(spec, CompileConfig(cache_dir=tmp_path), device=CPU, dtype=dtype, kernels=kernels)
     fill(model)
@@ -71,9 +66,7 @@ def eager(architecture: str, dtype: torch.dtype = torch.float32):
 
 
 @pytest.mark.parametrize(("architecture", "kernels"), MODELS)
-def test_equals_eager_at_every_length_without_recompiling(
-    made: Made, architecture: str, kernels: frozenset[str]
-) -> None:
+def test_equals_eager_at_every_length_without_recompiling(made: Made, architecture: str, kernels: frozenset[str]) -> None:
     _, spec, model = made(architecture, kernels)
     reference = eager(architecture)
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
@@ -81,9 +74,7 @@ def test_equals_eager_at_every_length_without_recompiling(
     with torch.compiler.set_stance("fail_on_recompile"):
         for length in (7, 1, 2, 16, 37, 1):
             tokens = [(start + i) * 7 % 320 for i in range(length)]
-            torch.testing.assert_close(
-                step(model, tokens, start, ours), step(reference, tokens, start, theirs), rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(step(model, tokens, start, ours), step(reference, tokens, start, theirs), rtol=1e-4, atol=1e-4)
             start += length
     for mine, other in zip(ours.values(), theirs.values(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
@@ -94,25 +85,23 @@ def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
     config = CompileConfig(cache_dir=tmp_path, forced_passes=frozenset({"fuse_silu_mul", "fuse_add_rms_norm"}))
     kernels = frozenset({"silu_mul", "add_rms_norm"})
     model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
-    sites = {
-        name: counts["matched"] for name, counts in model.report["pass_sites"].items() if name in config.forced_passes
-    }
+    sites = {name: counts["matched"] for name, counts in model.report["pass_sites"].items() if name in config.forced_passes}
     assert sites == {"fuse_silu_mul": 2, "fuse_add_rms_norm": 4}
     fill(model)
     for length in (5, 1):
         torch.testing.assert_close(
             step(model, list(range(length)), 0, caches(spec, torch.float32)),
-            step(eager("LlamaForCausalLM"), list(range(length)), 0, caches(spec, torch.float32)), rtol=1e-4, atol=1e-4,
-        )  # fmt: skip
+            step(eager("LlamaForCausalLM"), list(range(length)), 0, caches(spec, torch.float32)),
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 @pytest.mark.parametrize(("verb", "option"), [("force", "forced_passes"), ("disable", "disabled_passes")])
 def test_an_unknown_pass_is_an_error_even_with_an_artifact(store: Path, verb: str, option: str) -> None:
     wish = {option: frozenset({"nonsense"})}
     with pytest.raises(PassError, match=f"Cannot {verb} unknown pass 'nonsense': the passes are functionalize, canon"):
-        compile_model(
-            tiny_spec(), CompileConfig(cache_dir=store, **wish), device=CPU, dtype=torch.float32, kernels=FUSED
-        )
+        compile_model(tiny_spec(), CompileConfig(cache_dir=store, **wish), device=CPU, dtype=torch.float32, kernels=FUSED)
     with pytest.raises(PassError, match="An eager model goes through no passes"):
         compile_model(tiny_spec(), CompileConfig(mode="eager", **wish), device=CPU, dtype=torch.float32)
 
@@ -122,17 +111,20 @@ def test_second_compilation_reads_the_artifact(made: Made, store: Path) -> None:
     again = tiny_spec()
     stages: list[str] = []
     second = compile_model(
-        again, CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED,
+        again,
+        CompileConfig(cache_dir=store),
+        device=CPU,
+        dtype=torch.float32,
+        kernels=FUSED,
         on_stage=lambda stage, seconds, detail: stages.append(stage),
-    )  # fmt: skip
+    )
     assert stages == []
     fill(second)
     assert stages == ["load artifact"]
     assert second.report["artifact"] == "hit"
     torch.testing.assert_close(
-        step(second, [1, 2, 3], 0, caches(spec, torch.float32)), step(first, [1, 2, 3], 0, caches(spec, torch.float32)),
-        rtol=0, atol=0,
-    )  # fmt: skip
+        step(second, [1, 2, 3], 0, caches(spec, torch.float32)), step(first, [1, 2, 3], 0, caches(spec, torch.float32)), rtol=0, atol=0
+    )
 
 
 def test_compiled_pieces_are_stored_although_another_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +142,13 @@ def test_compiled_pieces_are_stored_although_another_one_fails(tmp_path: Path, m
     assert [entry.kind for entry in ArtifactStore(tmp_path).entries()] == ["piece", "piece"]
     stages: list[str] = []
     compile_model(
-        tiny_spec(), CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED,
+        tiny_spec(),
+        CompileConfig(cache_dir=tmp_path),
+        device=CPU,
+        dtype=torch.float32,
+        kernels=FUSED,
         on_stage=lambda stage, seconds, detail: stages.append(detail.rpartition(" ")[2] if stage == "compile" else ""),
-    )  # fmt: skip
+    )
     assert (stages.count("loaded"), stages.count("compiled")) == (2, 1)
 
 
@@ -169,17 +165,13 @@ def test_pieces_do_not_depend_on_the_example_number_of_tokens(tmp_path: Path, mo
 
 
 def test_depth_shares_pieces(store: Path) -> None:
-    deeper = compile_model(
-        tiny_spec(layers=5), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED
-    )
+    deeper = compile_model(tiny_spec(layers=5), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED)
     assert deeper.report["pieces"] == 6
     assert deeper.report["distinct_pieces"] == 3
     assert len(list((store / "piece").iterdir())) == 3
 
 
-def test_artifact_of_another_model_is_named_and_not_used(
-    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_artifact_of_another_model_is_named_and_not_used(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = CompileConfig(cache_dir=tmp_path / "other", artifact_dir=store)
     with caplog.at_level(logging.WARNING):
         model = compile_model(tiny_spec(vocab_size=352), config, device=CPU, dtype=torch.float32, kernels=FUSED)

@@ -14,12 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
-from compile_and_serve.compiler.inductor import (
-    PieceCompileError,
-    end_kernel_compilers,
-    start_inductor,
-    start_piece,
-)
+from compile_and_serve.compiler.inductor import PieceCompileError, end_kernel_compilers, start_inductor, start_piece
 from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from tests.support.hopper import run_script
 from tests.support.processes import is_running, wait_until
@@ -138,9 +133,7 @@ def two_compile_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
-@pytest.mark.parametrize(
-    "is_ready", [pytest.param(True, id="ready"), pytest.param(False, id="starting", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("is_ready", [pytest.param(True, id="ready"), pytest.param(False, id="starting", marks=pytest.mark.slow)])
 def test_compile_processes_end_with_the_block(is_ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile

@@ -20,9 +20,7 @@ VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
 
 
 @pytest.mark.parametrize("before", [None, "/somewhere"])
-def test_a_block_changes_the_folders_only_inside(
-    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_changes_the_folders_only_inside(before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if before is not None:

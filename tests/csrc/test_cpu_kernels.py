@@ -85,17 +85,10 @@ def test_linear_through_pointers(compiler: str, code: int, dtype: torch.dtype, n
 class CasQuantizedLinear(ctypes.Structure):
     """The struct of the same name in csrc/cpu/kernels.h."""
 
-    _fields_ = (
-        ("linear", CasLinear),
-        ("weight_scale", ctypes.c_void_p),
-        ("input_scale", ctypes.c_void_p),
-        ("activations", ctypes.c_int32),
-    )
+    _fields_ = (("linear", CasLinear), ("weight_scale", ctypes.c_void_p), ("input_scale", ctypes.c_void_p), ("activations", ctypes.c_int32))
 
 
-def check_quantized_linear(
-    library: ctypes.CDLL, weight_dtype: torch.dtype, dtype: torch.dtype, num_threads: int
-) -> None:
+def check_quantized_linear(library: ctypes.CDLL, weight_dtype: torch.dtype, dtype: torch.dtype, num_threads: int) -> None:
     """Compare five strided rows with weight-only quantization to float64."""
     x, scale = torch.randn(5, 50, dtype=dtype), torch.rand(80)
     bytes_OI = torch.randint(-128, 127, (80, 50), dtype=torch.int8)  # 127 and -1 are NaN in float8
@@ -126,9 +119,7 @@ def check_quantized_linear(
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_linear_through_pointers(
-    compiler: str, dtype: torch.dtype, num_threads: int, weight_dtype: torch.dtype
-) -> None:
+def test_quantized_linear_through_pointers(compiler: str, dtype: torch.dtype, num_threads: int, weight_dtype: torch.dtype) -> None:
     library = quantized_cpu_kernel_library()
     assert library is not None, quantized_cpu_kernels_status()
     check_quantized_linear(library, weight_dtype, dtype, num_threads)
@@ -137,9 +128,7 @@ def test_quantized_linear_through_pointers(
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
-def test_quantized_linear_on_older_cpus(
-    compiler: str, architecture: str, weight_dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_quantized_linear_on_older_cpus(compiler: str, architecture: str, weight_dtype: torch.dtype, tmp_path: Path) -> None:
     """Code for CPUs without AVX2 and for CPUs with AVX2 but not AVX-512, which this machine may not use otherwise."""
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")

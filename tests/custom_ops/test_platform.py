@@ -136,12 +136,8 @@ def test_a_device_without_a_platform_is_an_error_that_names_the_known_ones() -> 
         platform_of(torch.device("meta"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "computes"), [((7, 5), []), ((8, 0), ["bfloat16"]), ((8, 9), ["bfloat16", "float8_e4m3fn"])]
-)
-def test_what_a_cuda_device_computes_in(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], computes: list[str]
-) -> None:
+@pytest.mark.parametrize(("capability", "computes"), [((7, 5), []), ((8, 0), ["bfloat16"]), ((8, 9), ["bfloat16", "float8_e4m3fn"])])
+def test_what_a_cuda_device_computes_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], computes: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = CudaPlatform(torch.device("cuda"))
     assert [name for name in ("bfloat16", "float8_e4m3fn") if cuda.computes_in(getattr(torch, name))] == computes

@@ -71,9 +71,16 @@ def test_greedy_tokens_over_an_8_bit_cache(
         require_cpu_kernels()
     prompts = prompts[::5]
     llm = LLM(
-        str(smollm2_dir), dtype="float32", kv_cache_dtype=cache_dtype, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48,
-        enforce_eager=True, attention_backend=backend, num_threads=1,
-    )  # fmt: skip
+        str(smollm2_dir),
+        dtype="float32",
+        kv_cache_dtype=cache_dtype,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        enforce_eager=True,
+        attention_backend=backend,
+        num_threads=1,
+    )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
     llm.shutdown()
     ours, ties, moved, moved_logits = [], [], [], []

@@ -23,9 +23,15 @@ def counted(folder: Path, *, runs: int = 1, **options: Any) -> list[str]:
     """Generate from PROMPTS, `runs` times with a second between them. → the lines of /metrics on experts"""
     metrics = Metrics("m")
     with LLM(
-        str(folder), dtype="float32", max_num_seqs=2, num_kv_blocks=64, device="cpu", skip_tokenizer_init=True,
-        max_num_batched_tokens=BUDGET, **options,
-    ) as llm:  # fmt: skip
+        str(folder),
+        dtype="float32",
+        max_num_seqs=2,
+        num_kv_blocks=64,
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=BUDGET,
+        **options,
+    ) as llm:
         core = llm.engine.core
         step = core.step
 
@@ -70,13 +76,19 @@ def test_two_ranks_count_once(tmp_path: Path) -> None:
     assert PAIRS < sum(counts) <= PAIRS + TOP_K * BUDGET  # the last read was in the second run's first step
 
 
-def test_a_model_without_experts_is_told(
-    tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), LLM(
-        str(tiny_llama_dir), device="cpu", num_kv_blocks=8, max_model_len=64, enforce_eager=True, expert_metrics=True,
-        skip_tokenizer_init=True,
-    ):  # fmt: skip
+def test_a_model_without_experts_is_told(tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING),
+        LLM(
+            str(tiny_llama_dir),
+            device="cpu",
+            num_kv_blocks=8,
+            max_model_len=64,
+            enforce_eager=True,
+            expert_metrics=True,
+            skip_tokenizer_init=True,
+        ),
+    ):
         pass
     assert "no mixture of experts" in caplog.text
 

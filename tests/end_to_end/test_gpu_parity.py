@@ -37,9 +37,7 @@ def expected(references: dict[torch.dtype, Any], prompts: list[list[int]]) -> di
         for prompt in prompts:
             ids = torch.tensor([prompt], device="cuda")
             with torch.no_grad():
-                out = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
-                )
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
             found[dtype].append(out[0, len(prompt) :].tolist())
     return found
 
@@ -74,9 +72,16 @@ def test_greedy_tokens(
     expected: dict[torch.dtype, list[list[int]]],
 ) -> None:
     llm = LLM(
-        str(smollm2_dir), dtype=str(dtype).removeprefix("torch."), device="cuda", max_model_len=512, max_num_seqs=32,
-        num_kv_blocks=1024, enable_prefix_caching=False, cudagraph_mode=mode, async_scheduling=True,
-    )  # fmt: skip
+        str(smollm2_dir),
+        dtype=str(dtype).removeprefix("torch."),
+        device="cuda",
+        max_model_len=512,
+        max_num_seqs=32,
+        num_kv_blocks=1024,
+        enable_prefix_caching=False,
+        cudagraph_mode=mode,
+        async_scheduling=True,
+    )
     while llm.engine.core.idle():
         pass
     for batch in ([[prompt] for prompt in prompts[:4]], [prompts]):
@@ -103,12 +108,7 @@ def check_on_device(reference: Any, prompts: list[list[int]], got: list[list[int
 def test_head_sizes(head_dim: int, backend: str, tmp_path: Path) -> None:
     if backend == "flashinfer" and head_dim not in (64, 128, 256):
         pytest.skip("FlashInfer's kernels are for other head sizes")
-    heads: dict[str, Any] = {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-    }
+    heads: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head_dim}
     config = tiny_config(**heads, max_position_embeddings=2048, initializer_range=0.1)
     (tmp_path / "config.json").write_text(json.dumps(config))
     # One prompt long enough for FA3, short ones beside it, then decodes.
@@ -117,10 +117,18 @@ def test_head_sizes(head_dim: int, backend: str, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for name in ("torch", backend):
         llm = LLM(
-            str(tmp_path), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", device="cuda", max_num_seqs=8,
-            num_kv_blocks=512, attention_backend=name, cache_dir=tmp_path / "cache", enable_prefix_caching=False,
+            str(tmp_path),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            device="cuda",
+            max_num_seqs=8,
+            num_kv_blocks=512,
+            attention_backend=name,
+            cache_dir=tmp_path / "cache",
+            enable_prefix_caching=False,
             cudagraph_mode="none" if name == "torch" else "full_and_piecewise",
-        )  # fmt: skip
+        )
         assert llm.info.compile_report["attention_backend"] == name
         given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         found[name] = llm.generate(given, params, use_tqdm=False)
@@ -129,7 +137,7 @@ def test_head_sizes(head_dim: int, backend: str, tmp_path: Path) -> None:
         expected, got = (
             torch.tensor([entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)])
             for o in (theirs, ours)
-        )  # fmt: skip
+        )
         assert (expected - got).abs().max() < 0.1 if len(expected) else True
         assert (expected - got).pow(2).mean().sqrt() < 0.02 if len(expected) else True
         first_theirs, first_ours = theirs.outputs[0], ours.outputs[0]

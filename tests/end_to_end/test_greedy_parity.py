@@ -73,9 +73,13 @@ def test_alone_and_in_a_batch(
     mode: str, smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     llm = LLM(
-        str(smollm2_dir), dtype="float32", max_model_len=512, enable_prefix_caching=False, enforce_eager=mode == "eager",
+        str(smollm2_dir),
+        dtype="float32",
+        max_model_len=512,
+        enable_prefix_caching=False,
+        enforce_eager=mode == "eager",
         max_num_seqs=16 if mode == "compiled" else ALL,  # compiled: some requests wait for others to end
-    )  # fmt: skip
+    )
     if mode == "compiled":
         assert 1 <= int(llm.info.compile_report["distinct_pieces"]) <= 4
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -97,22 +101,15 @@ def test_through_transformers_own_implementation(
 
 
 @pytest.mark.slow
-def test_small_token_budget(
-    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_small_token_budget(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
     llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=32)
     check(reference, prompts, generate(llm, prompts), expected)
     llm.shutdown()
 
 
 @pytest.mark.slow
-def test_after_preemption(
-    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    llm = LLM(
-        str(smollm2_dir), dtype="float32", max_model_len=192, max_num_seqs=16, num_kv_blocks=24,
-        enable_prefix_caching=False,
-    )  # fmt: skip
+def test_after_preemption(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=192, max_num_seqs=16, num_kv_blocks=24, enable_prefix_caching=False)
     check(reference, prompts, generate(llm, prompts), expected)
     stats = llm.engine.core.stats()
     assert stats.num_preemptions > 0
@@ -120,9 +117,7 @@ def test_after_preemption(
     llm.shutdown()
 
 
-def test_cached_prefix(
-    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_cached_prefix(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
     llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=ALL)
     check(reference, prompts, generate(llm, prompts), expected)
     hits = llm.engine.core.stats().prefix_cache_hits

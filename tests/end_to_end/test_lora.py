@@ -38,17 +38,32 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
         write_adapter(folder / "r8", model, 8, seed=1),
         write_adapter(folder / "r16", model, 16, seed=2, targets=("q_proj", "v_proj")),
         write_adapter(
-            folder / "r64", model, 64, seed=3, targets=(*ALL, "lm_head", "embed_tokens"), use_rslora=True, rank_pattern={"down_proj": 3},
-            alpha_pattern={"down_proj": 2.0}, target_modules=r".*\.(self_attn|mlp)\..*|lm_head",
+            folder / "r64",
+            model,
+            64,
+            seed=3,
+            targets=(*ALL, "lm_head", "embed_tokens"),
+            use_rslora=True,
+            rank_pattern={"down_proj": 3},
+            alpha_pattern={"down_proj": 2.0},
+            target_modules=r".*\.(self_attn|mlp)\..*|lm_head",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def make_llm(model: Path, cache_dir: Path, **options: Any) -> LLM:
     given = {
-        "dtype": "float32", "cache_dir": cache_dir, "num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 8,
-        "skip_tokenizer_init": True, "device": "cpu", "enable_lora": True, "max_loras": 3, "max_lora_rank": 64,
-    }  # fmt: skip
+        "dtype": "float32",
+        "cache_dir": cache_dir,
+        "num_kv_blocks": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 8,
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 64,
+    }
     return LLM(str(model), **given | options)
 
 
@@ -71,12 +86,8 @@ def check(output: RequestOutput, model: Path, adapter: Path | None, tolerance: f
         assert float(expected_V.max() - expected_V[token]) < tolerance  # a token of the largest logit
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
-)
-def test_one_batch_mixes_the_base_and_ranks(
-    options: dict[str, Any], model: Path, adapters: list[Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("options", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
+def test_one_batch_mixes_the_base_and_ranks(options: dict[str, Any], model: Path, adapters: list[Path], tmp_path: Path) -> None:
     requests = [None, *(LoRARequest(path.name, i, str(path)) for i, path in enumerate(adapters, 1)), None]
     paths = [None, *adapters, None]
     with make_llm(model, tmp_path, verify_passes=not options, **options) as llm:
@@ -124,9 +135,7 @@ def test_awq_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
             check(output, dequantized, path, 0.05)
 
 
-def test_many_adapters_share_few_slots_and_nothing_is_compiled(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_adapters_share_few_slots_and_nothing_is_compiled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is as alone, though each adapter is copied into a slot that others had, and read again from its file."""
     paths = [write_adapter(tmp_path / str(i), model, 4, seed=i) for i in range(10)]
     requests: list[LoRARequest | None] = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)]
@@ -185,9 +194,7 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [("Qwen3MoeForCausalLM", {}), ("MixtralForCausalLM", {"tensor_parallel_size": 2})],
-    ids=["one rank", "two ranks"],
+    ("family", "options"), [("Qwen3MoeForCausalLM", {}), ("MixtralForCausalLM", {"tensor_parallel_size": 2})], ids=["one rank", "two ranks"]
 )
 @pytest.mark.slow
 def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -201,9 +208,7 @@ def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_pa
         write_adapter(tmp_path / "b", model, 4, seed=2, size=1.5, targets=some[1:5]),
     ]
     requests = [None if path is None else LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths)]
-    with make_llm(
-        model, tmp_path / "cache", max_loras=2, max_lora_rank=8, lora_experts=True, verify_passes=not options, **options
-    ) as llm:
+    with make_llm(model, tmp_path / "cache", max_loras=2, max_lora_rank=8, lora_experts=True, verify_passes=not options, **options) as llm:
         outputs = generate(llm, [PROMPTS[1]] * 3, requests)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
     for output, path in zip(outputs, paths, strict=True):
@@ -252,9 +257,7 @@ def test_a_class_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_both_plans_read_one_cache_with_partial_rotary_embeddings(tmp_path: Path) -> None:
     """A prefix that a step without adapters cached is continued by steps with them, and the other way round."""
-    model = write_random_model(
-        tmp_path / "model", "StableLmForCausalLM", without=("head_dim",), partial_rotary_factor=0.5
-    )
+    model = write_random_model(tmp_path / "model", "StableLmForCausalLM", without=("head_dim",), partial_rotary_factor=0.5)
     adapter = write_adapter(tmp_path / "adapter", model, 8)
     with make_llm(model, tmp_path / "cache", max_loras=1, max_lora_rank=8) as llm:
         assert llm.info.compile_report["pass_sites.fuse_rope_attention.matched"] == 3

@@ -33,12 +33,7 @@ def write_with_peft(model: Path, folder: Path, seed: int, rank: int, **config: A
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("LlamaForCausalLM", {}),
-        ("Qwen3MoeForCausalLM", {}),
-        ("MixtralForCausalLM", {"tensor_parallel_size": 2}),
-    ],
+    ("family", "options"), [("LlamaForCausalLM", {}), ("Qwen3MoeForCausalLM", {}), ("MixtralForCausalLM", {"tensor_parallel_size": 2})]
 )
 def test_logprobs_are_those_of_peft(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

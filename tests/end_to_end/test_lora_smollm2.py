@@ -20,12 +20,9 @@ def tokens_of(output: object) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_hundred_adapters_through_four_slots(
-    smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hundred_adapters_through_four_slots(smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [
-        LoRARequest(str(i), i + 1, str(write_adapter(tmp_path / str(i), smollm2_dir, 4, seed=i, size=0.2)))
-        for i in range(NUM_ADAPTERS)
+        LoRARequest(str(i), i + 1, str(write_adapter(tmp_path / str(i), smollm2_dir, 4, seed=i, size=0.2))) for i in range(NUM_ADAPTERS)
     ]
     prompts = [{"prompt_token_ids": [1, 100 + 7 * i, 2000 + i, 31 * i + 5]} for i in range(NUM_ADAPTERS)]
     with LLM(

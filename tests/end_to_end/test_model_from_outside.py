@@ -78,9 +78,7 @@ def _window_mean(x_TD: torch.Tensor, cache_NPD: torch.Tensor, window: int, group
     return out_TD
 
 
-def _decaying_sum(
-    x_TD: torch.Tensor, sums_RQD: torch.Tensor, lengths_RQ: torch.Tensor, decay: float, group: str
-) -> torch.Tensor:
+def _decaying_sum(x_TD: torch.Tensor, sums_RQD: torch.Tensor, lengths_RQ: torch.Tensor, decay: float, group: str) -> torch.Tensor:
     """y_t = decay · y_{t-1} + x_t along each sequence.
 
     The state keeps y of the last Q tokens with the sequence's length after each, so that a step which begins behind rejected
@@ -105,14 +103,19 @@ def _decaying_sum(
 
 
 WINDOW_MEAN = define(
-    "test_window_mean(Tensor x, Tensor(a!) cache, int window, str group) -> Tensor", kind=OpKind.SPLIT_POINT, version=1,
-    fake=lambda x, cache, window, group: torch.empty_like(x), CompositeExplicitAutograd=_window_mean,
-)  # fmt: skip
+    "test_window_mean(Tensor x, Tensor(a!) cache, int window, str group) -> Tensor",
+    kind=OpKind.SPLIT_POINT,
+    version=1,
+    fake=lambda x, cache, window, group: torch.empty_like(x),
+    CompositeExplicitAutograd=_window_mean,
+)
 DECAYING_SUM = define(
     "test_decaying_sum(Tensor x, Tensor(a!) sums, Tensor(b!) lengths, float decay, str group) -> Tensor",
-    kind=OpKind.SPLIT_POINT, version=1, fake=lambda x, sums, lengths, decay, group: torch.empty_like(x),
+    kind=OpKind.SPLIT_POINT,
+    version=1,
+    fake=lambda x, sums, lengths, decay, group: torch.empty_like(x),
     CompositeExplicitAutograd=_decaying_sum,
-)  # fmt: skip
+)
 
 
 class Layer(nn.Module):
@@ -157,17 +160,17 @@ class Repeat:
 
     num_tokens = Q - 1
 
-    def propose(
-        self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
         step_S = (outputs["hidden"][rows_S].sum(1) > 1e3).long()
         return torch.stack([tokens_S, tokens_S + step_S], 1) % VOCAB
 
 
 PLACES = StepInput(
-    name="places", dtype=torch.int64, dims=(3, TOKENS),
+    name="places",
+    dtype=torch.int64,
+    dims=(3, TOKENS),
     fill=lambda batch: np.stack([batch.positions % 7, batch.positions % 3, batch.sequence_of_token * 0 + 1]),
-)  # fmt: skip
+)
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
@@ -179,9 +182,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         config=config,
         state=(
             StateGroup(name="window_caches", layers=(WindowLayer(size=D),) * LAYERS, window=WINDOW),
-            StateGroup(
-                name="memories", layers=(SlotState(tensors=((Q, D), (Q,))),) * LAYERS, paged=False, dtype=torch.float32
-            ),
+            StateGroup(name="memories", layers=(SlotState(tensors=((Q, D), (Q,))),) * LAYERS, paged=False, dtype=torch.float32),
         ),
         vocab_size=VOCAB,
         max_model_len=256,
@@ -242,9 +243,7 @@ def test_guesses_change_no_token(folders: dict[bool, Path], options: dict[str, i
         core.shutdown()
     assert tokens_of(outputs[True]) == tokens_of(outputs[False])
     for name, steps in outputs[True].items():
-        with_guesses, without = (
-            [entry for one in given for entry in one.new_logprobs or []] for given in (steps, outputs[False][name])
-        )
+        with_guesses, without = ([entry for one in given for entry in one.new_logprobs or []] for given in (steps, outputs[False][name]))
         assert [entry.ids for entry in with_guesses] == [entry.ids for entry in without]
     accepted = [len(one.new_token_ids) for steps in outputs[True].values() for one in steps]
     assert max(accepted) > 1, accepted
@@ -257,10 +256,17 @@ def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monk
     def graph_runners(config: Any, spec: Any, plans: list[Any], *others: Any, logs: bool) -> GraphRunners:
         made.append(
             CudaGraphRunner(
-                plans[0], mode="full", max_num_seqs=8, backends=[], device=FakeDevice(), sizes=(1, 2, 4, 8),
-                query_len=Q, decode_head=begin_step, decode_tail=end_step,
+                plans[0],
+                mode="full",
+                max_num_seqs=8,
+                backends=[],
+                device=FakeDevice(),
+                sizes=(1, 2, 4, 8),
+                query_len=Q,
+                decode_head=begin_step,
+                decode_tail=end_step,
             )
-        )  # fmt: skip
+        )
         return GraphRunners(made)
 
     requests = [request(f"r{i}", prompt_of(i, 5 + 3 * i), max_tokens=24) for i in range(3)]

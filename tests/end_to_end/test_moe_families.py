@@ -17,18 +17,21 @@ NUM_TOKENS = 64
 QUICK = ("Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM")
 
 
-@pytest.mark.parametrize(
-    "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     folder = write_moe(tmp_path / "model", architecture)
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
     with LLM(
-        str(folder), dtype="float32", max_num_seqs=4, num_kv_blocks=64, device="cpu", skip_tokenizer_init=True,
+        str(folder),
+        dtype="float32",
+        max_num_seqs=4,
+        num_kv_blocks=64,
+        device="cpu",
+        skip_tokenizer_init=True,
         attention_backend="torch" if architecture.startswith("Deepseek") else None,  # not in the interpreter
         max_num_batched_tokens=16,  # so that prompts come in chunks, beside decodes of other sequences
         cache_dir=tmp_path / "cache",
-    ) as llm:  # fmt: skip
+    ) as llm:
         report = llm.info.compile_report
         # Routing neither splits a layer nor makes layers differ; some families have one layer without experts.
         dense = architecture.startswith(("Glm4", "Ernie", "Deepseek"))
@@ -45,9 +48,15 @@ def test_llama4_on_two_ranks(tmp_path: Path) -> None:
     folder = write_moe(tmp_path / "model", "Llama4ForCausalLM")
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
     with LLM(
-        str(folder), dtype="float32", max_num_seqs=4, num_kv_blocks=64, device="cpu", skip_tokenizer_init=True,
-        cache_dir=tmp_path / "cache", tensor_parallel_size=2,
-    ) as llm:  # fmt: skip
+        str(folder),
+        dtype="float32",
+        max_num_seqs=4,
+        num_kv_blocks=64,
+        device="cpu",
+        skip_tokenizer_init=True,
+        cache_dir=tmp_path / "cache",
+        tensor_parallel_size=2,
+    ) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -23,9 +23,7 @@ from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.step import TOKENS, SlotState, StateGroup, StepInput, current_metadata
 from tests.support.transformers_models import load_reference, write_random_model
 
-PULL = StepInput(
-    name="pull", dtype=torch.int32, dims=(TOKENS,), fill=lambda batch: batch.data_of_token("pull", 0), advance="same"
-)
+PULL = StepInput(name="pull", dtype=torch.int32, dims=(TOKENS,), fill=lambda batch: batch.data_of_token("pull", 0), advance="same")
 SUMS = "embedding_sums"
 PROMPTS = [[5, 17, 200, 31], [7, 8, 9, 10, 11, 12, 13, 14, 15], [44], [5, 17, 200, 31]]
 PULLS = [0, 30, 70, 90]
@@ -51,9 +49,12 @@ def _pull(x_TD: torch.Tensor, pull_T: torch.Tensor, sums_RD: torch.Tensor, group
 
 
 PULL_OP = define(
-    "test_pull(Tensor x, Tensor pull, Tensor(a!) sums, str group) -> Tensor", kind=OpKind.SPLIT_POINT, version=1,
-    fake=lambda x, pull, sums, group: torch.empty_like(x), CompositeExplicitAutograd=_pull,
-)  # fmt: skip
+    "test_pull(Tensor x, Tensor pull, Tensor(a!) sums, str group) -> Tensor",
+    kind=OpKind.SPLIT_POINT,
+    version=1,
+    fake=lambda x, pull, sums, group: torch.empty_like(x),
+    CompositeExplicitAutograd=_pull,
+)
 
 
 class PullEmbeddings(BasePass):
@@ -109,9 +110,17 @@ def expected_tokens(folder: Path, prompt: list[int], pull: int) -> list[int]:
 
 def make_llm(folder: Path, cache_dir: Path, pass_class: str = "PullEmbeddings") -> LLM:
     return LLM(
-        str(folder), dtype="float32", user_passes=[f"{__name__}:{pass_class}"], verify_passes=True, cache_dir=cache_dir,
-        num_kv_blocks=64, max_num_seqs=3, max_num_batched_tokens=8, skip_tokenizer_init=True, device="cpu",
-    )  # fmt: skip
+        str(folder),
+        dtype="float32",
+        user_passes=[f"{__name__}:{pass_class}"],
+        verify_passes=True,
+        cache_dir=cache_dir,
+        num_kv_blocks=64,
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        skip_tokenizer_init=True,
+        device="cpu",
+    )
 
 
 def test_requests_fill_an_input_that_a_pass_added(folder: Path, tmp_path: Path) -> None:
@@ -124,9 +133,8 @@ def test_requests_fill_an_input_that_a_pass_added(folder: Path, tmp_path: Path) 
             report = llm.info.compile_report
             assert (report["artifact"], report["pass_sites.pull_embeddings.matched"]) == (artifact, 1)
             outputs = llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False,
-                step_data=[{"pull": pull} for pull in PULLS],
-            )  # fmt: skip
+                [{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False, step_data=[{"pull": pull} for pull in PULLS]
+            )
             assert [output.outputs[0].token_ids for output in outputs] == expected
             (output,) = llm.generate([{"prompt_token_ids": PROMPTS[3]}], greedy, use_tqdm=False)
             assert output.outputs[0].token_ids == expected[0]  # it brings nothing: the default

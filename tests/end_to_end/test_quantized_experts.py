@@ -23,13 +23,18 @@ NUM_TOKENS = 16
 
 def packed(bits: int, symmetric: bool, group_size: int | None) -> dict[str, Any]:
     weights = {
-        "num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group_size,
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "group_size": group_size,
         "strategy": "group" if group_size else "channel",
-    }  # fmt: skip
+    }
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": [],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
+    }
 
 
 def with_plain_attention(quantized: Path, dequantized: Path, folder: Path) -> Path:
@@ -37,10 +42,7 @@ def with_plain_attention(quantized: Path, dequantized: Path, folder: Path) -> Pa
     plain = load_file(dequantized / "model.safetensors")
     tensors = {n: t for n, t in load_file(quantized / "model.safetensors").items() if ".self_attn." not in n}
     shutil.copytree(quantized, folder)
-    save_file(
-        tensors | {n: t for n, t in plain.items() if ".self_attn." in n}, folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )  # fmt: skip
+    save_file(tensors | {n: t for n, t in plain.items() if ".self_attn." in n}, folder / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"]["ignore"] += ["re:.*self_attn.*", "lm_head", "re:.*mlp.gate$"]
     (folder / "config.json").write_text(json.dumps(settings))
@@ -57,17 +59,21 @@ def with_plain_attention(quantized: Path, dequantized: Path, folder: Path) -> Pa
     ],
     ids=["fp8-channel-weight-only", "int8-channel-two-ranks", "int4-zero-points-two-ranks", "int8-packed"],
 )
-def test_tokens_are_those_of_the_dequantized_weights(
-    config: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_the_dequantized_weights(config: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     plain = write_moe(tmp_path / "plain", "Qwen3MoeForCausalLM", moe_intermediate_size=64)
     write = write_grouped if config["format"] == "pack-quantized" else write_quantized
     quantized, dequantized = write(plain, tmp_path / "written", config)
     folder = with_plain_attention(quantized, dequantized, tmp_path / "model")
     with LLM(
-        str(folder), dtype="float32", device="cpu", cache_dir=tmp_path / "cache", num_kv_blocks=64, max_num_seqs=4,
-        skip_tokenizer_init=True, **options,
-    ) as llm:  # fmt: skip
+        str(folder),
+        dtype="float32",
+        device="cpu",
+        cache_dir=tmp_path / "cache",
+        num_kv_blocks=64,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        **options,
+    ) as llm:
         report = llm.info.compile_report
         assert report["pass_sites.fuse_experts.matched"] == 3
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

@@ -75,10 +75,15 @@ def test_greedy_tokens_equal_generate(name: str, run_dir: Path, shared_cache_dir
     impls: tuple[Literal["auto", "transformers"], ...] = ("auto", "transformers")
     for model_impl in impls[:1] if name == "gemma3-270m" else impls:  # its embedding makes a start take long
         with LLM(
-            str(folder), model_impl=model_impl, dtype="float32", max_num_seqs=4, max_num_batched_tokens=256,
-            max_model_len=min(1024, reference.config.max_position_embeddings), skip_tokenizer_init=True,
+            str(folder),
+            model_impl=model_impl,
+            dtype="float32",
+            max_num_seqs=4,
+            max_num_batched_tokens=256,
+            max_model_len=min(1024, reference.config.max_position_embeddings),
+            skip_tokenizer_init=True,
             cache_dir=str(shared_cache_dir),
-        ) as llm:  # fmt: skip
+        ) as llm:
             greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
         check(reference, prompts, [list(output.outputs[0].token_ids) for output in outputs], expected)

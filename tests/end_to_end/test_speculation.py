@@ -18,9 +18,17 @@ from tests.support.drafters import check_every_draft
 
 TIE = 0.02  # between the two likeliest tokens, in float32
 FORMS = (
-    "{}", "{} {}", "Repeat this: {}\n{}", "{} And again: {}", "Q: {}\nA:", "# {}\n", "- {}\n- {}\n-", "\"{}\", he said. \"{}",
-    "In short: {}", "{}\n\n{}\n\n",
-)  # fmt: skip
+    "{}",
+    "{} {}",
+    "Repeat this: {}\n{}",
+    "{} And again: {}",
+    "Q: {}\nA:",
+    "# {}\n",
+    "- {}\n- {}\n-",
+    '"{}", he said. "{}',
+    "In short: {}",
+    "{}\n\n{}\n\n",
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=2, ignore_eos=True)
 
 
@@ -30,10 +38,12 @@ HEADS: dict[str, dict[str, Any]] = {  # method → what its drafter's config has
     "eagle3": {"num_hidden_layers": 1, "draft_vocab_size": 49152},
     "medusa": {"medusa_num_heads": 3, "medusa_num_layers": 1},
     "dflash": {
-        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 8,
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "block_size": 8,
         "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 14, 27]},
     },
-}  # fmt: skip
+}
 
 
 def write_drafter(method: str, model: Path, folder: Path) -> None:
@@ -54,10 +64,7 @@ def write_drafter(method: str, model: Path, folder: Path) -> None:
     if spec.combine:
         shapes["fc.weight"] = torch.Size((config["hidden_size"], 3 * config["hidden_size"]))
     generator = torch.Generator().manual_seed(0)
-    save_file(
-        {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()},
-        folder / "model.safetensors",
-    )
+    save_file({name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(own))
 
 

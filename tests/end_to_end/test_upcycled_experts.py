@@ -36,23 +36,18 @@ def upcycle(dense: Path, folder: Path) -> Path:
         tensors.setdefault(f"{layer}.block_sparse_moe.gate.weight", router.to(tensor.dtype))
     save_file(tensors, folder / "model.safetensors")
     config |= {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOP_K, "sliding_window": None,
-    }  # fmt: skip
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "sliding_window": None,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def answers(folder: Path, cache_dir: Path) -> list[list[int]]:
-    with LLM(
-        str(folder),
-        dtype="float32",
-        device="cpu",
-        num_kv_blocks=64,
-        max_model_len=512,
-        max_num_seqs=2,
-        cache_dir=cache_dir,
-    ) as llm:
+    with LLM(str(folder), dtype="float32", device="cpu", num_kv_blocks=64, max_model_len=512, max_num_seqs=2, cache_dir=cache_dir) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
 

@@ -29,10 +29,7 @@ def materialize(spec: ModelSpec, folder: Path) -> torch.nn.Module:
 
 
 def run_step(
-    module: torch.nn.Module,
-    spec: ModelSpec,
-    kv_caches: list[torch.Tensor],
-    chunks: list[tuple[list[int], int, list[int]]],
+    module: torch.nn.Module, spec: ModelSpec, kv_caches: list[torch.Tensor], chunks: list[tuple[list[int], int, list[int]]]
 ) -> torch.Tensor:
     """One step. chunks: per sequence, (new token ids, number of cached tokens, block ids). → the logits of every token"""
     input_ids = torch.tensor([token for tokens, _, _ in chunks for token in tokens])
@@ -120,12 +117,7 @@ def test_rope_frequencies_equal_transformers(rope_type: str) -> None:
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "head_dim": 128, "max_position_embeddings": 131072}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
-    config = sizes | {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-    }
+    config = sizes | {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     spec = build_model(config | {"rope_parameters": rope}, dtype=torch.bfloat16)
     frequencies = spec.buffers["model.rotary_emb.inv_freq"]
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-6, atol=0)

@@ -36,10 +36,7 @@ def expected(folders: tuple[Path, Path]) -> list[list[int]]:
 def served(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Greedy tokens of all prompts in one batch, in chunks; the report of the compilation."""
     core = EngineCore(tiny_config(folder, load_format="auto", max_num_batched_tokens=32, **options))
-    requests = [
-        request(f"r{i}", prompt_of(i, length), max_tokens=NUM_TOKENS, ignore_eos=True)
-        for i, length in enumerate(LENGTHS)
-    ]
+    requests = [request(f"r{i}", prompt_of(i, length), max_tokens=NUM_TOKENS, ignore_eos=True) for i, length in enumerate(LENGTHS)]
     tokens = tokens_of(run_requests(core, requests))
     report = core.info.compile_report
     core.shutdown()
@@ -77,9 +74,7 @@ def test_compiled_tokens(folders: tuple[Path, Path], expected: list[list[int]], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_serve_the_same_tokens(
-    num_ranks: int, folders: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
-) -> None:
+def test_ranks_serve_the_same_tokens(num_ranks: int, folders: tuple[Path, Path], expected: list[list[int]], tmp_path: Path) -> None:
     assert served(folders[0], tensor_parallel_size=num_ranks, enforce_eager=False, cache_dir=tmp_path)[0] == expected
 
 
@@ -90,9 +85,15 @@ def test_yarn_equals_transformers(truncate: bool, mscale: dict[str, float]) -> N
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": truncate,
-        "original_max_position_embeddings": 4096, **mscale,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": truncate,
+        "original_max_position_embeddings": 4096,
+        **mscale,
+    }
     config = GptOssConfig(rope_parameters=dict(rope), head_dim=64, max_position_embeddings=131072)
     frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     torch.testing.assert_close(inverse_frequencies(rope, 64), frequencies, rtol=1e-6, atol=0)
@@ -101,17 +102,15 @@ def test_yarn_equals_transformers(truncate: bool, mscale: dict[str, float]) -> N
 
 def test_other_quantizations_are_refused() -> None:
     config = config_of(
-        "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, intermediate_size=64,
-        quantization_config={"quant_method": "fp8"},
-    )  # fmt: skip
+        "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, quantization_config={"quant_method": "fp8"}
+    )
     with pytest.raises(ModelConfigError, match="quantized with 'fp8', but gpt-oss is supported with 'mxfp4' only"):
         build_model(config, dtype=torch.float32)
 
 
 def test_sizes_must_be_whole_blocks() -> None:
     config = config_of(
-        "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, intermediate_size=40,
-        quantization_config={"quant_method": "mxfp4"},
-    )  # fmt: skip
+        "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, intermediate_size=40, quantization_config={"quant_method": "mxfp4"}
+    )
     with pytest.raises(ModelConfigError, match="down_proj has 40 inputs, but MXFP4 needs a multiple of 32"):
         build_model(json.loads(json.dumps(config)), dtype=torch.float32)

@@ -49,30 +49,16 @@ def test_logits_equal_transformers(architecture: str, num_tokens: int, tmp_path:
     [
         (
             "DeepseekV2ForCausalLM",
-            {
-                "topk_method": "group_limited_greedy",
-                "n_group": 4,
-                "topk_group": 2,
-                "q_lora_rank": 32,
-                "attention_bias": True,
-            },
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 32, "attention_bias": True},
         ),
         (
             "DeepseekV3ForCausalLM",
-            {
-                "rope_interleave": False,
-                "q_lora_rank": None,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-            },
+            {"rope_interleave": False, "q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         ),
         ("Glm4MoeForCausalLM", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
         (
             "Glm4MoeForCausalLM",
-            {
-                "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
-                "norm_topk_prob": False,
-                "first_k_dense_replace": 0,
-            },
+            {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "norm_topk_prob": False, "first_k_dense_replace": 0},
         ),
     ],
 )
@@ -101,9 +87,7 @@ def test_every_load_of_the_experts(num_tokens: int, to_the_same: bool, tmp_path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen: set[int] = set()
-    reference.model.layers[1].mlp.gate.register_forward_hook(
-        lambda gate, given, out: chosen.update(out[2].flatten().tolist())
-    )
+    reference.model.layers[1].mlp.gate.register_forward_hook(lambda gate, given, out: chosen.update(out[2].flatten().tolist()))
     tokens = torch.randint(3, 320, (num_tokens,)).tolist()
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0]
@@ -176,10 +160,7 @@ def test_routing_that_is_not_known() -> None:
     ("config", "message"),
     [
         (config_of("Qwen3MoeForCausalLM", num_experts_per_tok=9), "must be at most the number of experts, 4, got 9"),
-        (
-            config_of("Qwen3MoeForCausalLM", num_experts=0),
-            "num_experts in the model's config must be a positive integer",
-        ),
+        (config_of("Qwen3MoeForCausalLM", num_experts=0), "num_experts in the model's config must be a positive integer"),
         (
             config_of("Glm4MoeForCausalLM", partial_rotary_factor=0.2),
             "partial_rotary_factor is 0.2 and the head size 16: RoPE must rotate pairs",

@@ -29,9 +29,8 @@ def test_compressed_tensors(architecture: str) -> None:
     )
     found = stored(compressed_tensors_config("int", "tensor", "static"))
     assert found[f"{O_PROJ}.weight"] == QuantizedWeight(
-        dtype=torch.int8, scale=f"{O_PROJ}.weight_scale", scale_shape=(1,), activations="static",
-        input_scale=f"{O_PROJ}.input_scale",
-    )  # fmt: skip
+        dtype=torch.int8, scale=f"{O_PROJ}.weight_scale", scale_shape=(1,), activations="static", input_scale=f"{O_PROJ}.input_scale"
+    )
     assert stored(compressed_tensors_config("int", "channel", None))[f"{O_PROJ}.weight"].activations == "none"
     found = stored(compressed_tensors_config("float", "block", "group"), hidden_size=192)
     assert found[f"{O_PROJ}.weight"].scale_shape == (2, 1)
@@ -54,9 +53,8 @@ def test_fp8() -> None:
     found = stored(FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0", "down_proj"]})
     assert len(found) == 6
     assert found[f"{O_PROJ}.weight"] == QuantizedWeight(
-        dtype=torch.float8_e4m3fn, scale=f"{O_PROJ}.weight_scale_inv", scale_shape=(1, 1), per_block=True,
-        activations="dynamic",
-    )  # fmt: skip
+        dtype=torch.float8_e4m3fn, scale=f"{O_PROJ}.weight_scale_inv", scale_shape=(1, 1), per_block=True, activations="dynamic"
+    )
     assert len(stored(FP8_BLOCKS)) == 14
     found = stored({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
     assert found[f"{O_PROJ}.weight"].input_scale == f"{O_PROJ}.input_scale"
@@ -76,10 +74,7 @@ def test_fp8() -> None:
         (compressed_tensors_config("int", "channel", "token", bits=4), "4-bit int weights per channel"),
         (compressed_tensors_config("int", "channel", "token", symmetric=False), "8-bit int weights per channel"),
         (compressed_tensors_config("int", "block", "group", block=[64, 64]), "per block of [64, 64]"),
-        (
-            compressed_tensors_config("int", "channel", "group"),
-            "8-bit int activations per group over 8-bit int weights",
-        ),
+        (compressed_tensors_config("int", "channel", "group"), "8-bit int activations per group over 8-bit int weights"),
         (compressed_tensors_config("int", "channel", "token", file_format="marlin-24"), "format 'marlin-24'"),
     ],
 )

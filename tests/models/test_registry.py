@@ -25,24 +25,36 @@ SIZES = {
 
 
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen2MoeForCausalLM": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
-    },
+    "Qwen2MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48},
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
     "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
     "DeepseekV3ForCausalLM": {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
     "Glm4MoeForCausalLM": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "n_group": 2, "topk_group": 1, "use_qk_norm": True,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
     },
-}  # fmt: skip
+}
 
 
 def config_of(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
@@ -90,59 +102,36 @@ def test_tied_embeddings_are_one_parameter() -> None:
 def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.float32)
     linears = [n for n, m in spec.module.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
-    counts = {
-        "Qwen2MoeForCausalLM": 27,
-        "DeepseekV2ForCausalLM": 3 * 7,
-        "DeepseekV3ForCausalLM": 3 * 8,
-        "Glm4MoeForCausalLM": 3 * 7,
-    }
+    counts = {"Qwen2MoeForCausalLM": 27, "DeepseekV2ForCausalLM": 3 * 7, "DeepseekV3ForCausalLM": 3 * 8, "Glm4MoeForCausalLM": 3 * 7}
     assert len(linears) == counts.get(architecture, 15 if architecture in EXPERTS else 21)
     for name in linears:
         styles = [style for pattern, style in spec.tp_plan.items() if fnmatch(name, pattern)]
-        whole = (
-            "replicated"
-            if name.endswith(("gate", "expert_gate", "router", "q_a_proj", "kv_a_proj_with_mqa"))
-            else "colwise"
-        )
+        whole = "replicated" if name.endswith(("gate", "expert_gate", "router", "q_a_proj", "kv_a_proj_with_mqa")) else "colwise"
         assert styles == ["rowwise" if name.endswith(("o_proj", "down_proj")) else whole]
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {**SIZES},
-            'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM, ',
-        ),
+        ({**SIZES}, 'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM, '),
         (
             config_of("MambaForCausalLM"),
             "MambaForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"
             "serve models` lists",
         ),
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "lacks vocab_size, hidden_size, intermediate_size, num_hidden_layers",
-        ),
-        (
-            config_of(num_key_value_heads=3),
-            "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
-        ),
+        ({"architectures": ["LlamaForCausalLM"]}, "lacks vocab_size, hidden_size, intermediate_size, num_hidden_layers"),
+        (config_of(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
         (config_of(hidden_size="big"), "hidden_size in the model's config must be a positive integer, got 'big'"),
         (config_of(hidden_size=62), "hidden_size must be a multiple of num_attention_heads"),
         (config_of(rope_scaling={"rope_type": "linear"}), "RoPE type 'linear' needs 'factor'"),
         (config_of(rope_scaling={"rope_type": "divisors"}), "RoPE type 'divisors' needs 'divisors'"),
         (config_of(rope_scaling={"rope_type": "linear", "rope_theta": None}), "RoPE type 'linear' needs 'rope_theta'"),
         (
-            config_of(
-                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-                rope_scaling={"type": "linear", "factor": 2.0},
-            ),
+            config_of(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling={"type": "linear", "factor": 2.0}),
             "rope_parameters and rope_scaling in the model's config disagree about rope_type ('default' and 'linear')",
         ),
         (
-            config_of(
-                rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling={"type": "linear", "factor": 2.0}
-            ),
+            config_of(rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling={"type": "linear", "factor": 2.0}),
             "disagree about factor (4.0 and 2.0): move everything, including rope_theta, to rope_parameters",
         ),
     ],
@@ -159,10 +148,7 @@ def test_bad_config_is_one_sentence(config: dict[str, Any], message: str) -> Non
     [
         (config_of(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
         (config_of("Qwen3ForCausalLM", use_sliding_window=True), "use_sliding_window is not supported"),
-        (
-            config_of(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
-            "'dynamic' is not supported: expected one of default",
-        ),
+        (config_of(rope_scaling={"rope_type": "dynamic", "factor": 4.0}), "'dynamic' is not supported: expected one of default"),
         (config_of(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ],
 )

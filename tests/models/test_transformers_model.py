@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import GraphModule
-from transformers.masking_utils import (
-    blockwise_overlay,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
-)
+from transformers.masking_utils import blockwise_overlay, causal_mask_function, chunked_causal_mask_function, or_masks
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.compiler.capture.capture import CapturedGraph, CaptureError
@@ -46,21 +41,20 @@ def build(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any
     return build_model(config_of(architecture, **changes), dtype=dtype, model_impl="transformers")
 
 
-def rewrite(
-    spec: ModelSpec, dtype: torch.dtype, verify: bool
-) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
+def rewrite(spec: ModelSpec, dtype: torch.dtype, verify: bool) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     captured = capture_spec(spec, dtype)
     ctx = PassContext(
-        device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
         kernels=frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"}),
-    )  # fmt: skip
+    )
     records = run_passes(captured.gm, PASSES, ctx, verifier=PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "norms"), [("LlamaForCausalLM", 2), ("Qwen2ForCausalLM", 2), ("Qwen3ForCausalLM", 4)]
-)
+@pytest.mark.parametrize(("architecture", "norms"), [("LlamaForCausalLM", 2), ("Qwen2ForCausalLM", 2), ("Qwen3ForCausalLM", 4)])
 def test_every_site_is_matched(architecture: str, norms: int) -> None:
     captured, ctx, records = rewrite(build(architecture), torch.bfloat16, verify=True)
     expected = {
@@ -130,11 +124,7 @@ def computations(gm: GraphModule) -> Counter[str]:
         ("StableLmForCausalLM", {"partial_rotary_factor": 0.25}, None),
         ("Ernie4_5ForCausalLM", {}, 2),
         ("GPTNeoXForCausalLM", {}, None),  # partial; one linear makes each head's query, key and value
-        (
-            "GPTJForCausalLM",
-            {"rotary_dim": 8},
-            None,
-        ),  # partial, of neighbours; positions pick rows of a table of angles
+        ("GPTJForCausalLM", {"rotary_dim": 8}, None),  # partial, of neighbours; positions pick rows of a table of angles
         (  # a gate comes from the same merged linear
             "AfmoeForCausalLM",
             {
@@ -185,10 +175,7 @@ def test_rotation_in_float32(architecture: str, changes: dict[str, Any]) -> None
         ("GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
         ("OPTForCausalLM", {}),
         ("CTRLLMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "dff": 96}),  # computes with NumPy
-        (
-            "XGLMForCausalLM",
-            {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4},
-        ),  # asks for the length
+        ("XGLMForCausalLM", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),  # asks for the length
     ],
 )
 def test_values_that_are_no_tensors(architecture: str, changes: dict[str, Any]) -> None:
@@ -225,9 +212,15 @@ def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path, caplog:
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
     with caplog.at_level(logging.INFO, logger="compile_and_serve.models"):
         llm = LLM(
-            str(folder), dtype="float32", model_impl="transformers", max_num_seqs=4, num_kv_blocks=64, device="cpu",
-            skip_tokenizer_init=True, cache_dir=tmp_path / "cache",
-        )  # fmt: skip
+            str(folder),
+            dtype="float32",
+            model_impl="transformers",
+            max_num_seqs=4,
+            num_kv_blocks=64,
+            device="cpu",
+            skip_tokenizer_init=True,
+            cache_dir=tmp_path / "cache",
+        )
     assert f"{architecture} runs in the transformers package's implementation." in caplog.messages
     with llm:
         assert llm.info.compile_report["distinct_pieces"] == 3
@@ -250,16 +243,10 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        (
-            "Gemma3ForCausalLM",
-            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-        ),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
         ("ApertusForCausalLM", {}),  # buffers of the checkpoint
         ("RobertaForCausalLM", {"is_decoder": True}),  # positions begin after the padding; buffers of integers
-        (
-            "BartForCausalLM",
-            {"d_model": 64, "decoder_layers": LAYERS, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
-        ),
+        ("BartForCausalLM", {"d_model": 64, "decoder_layers": LAYERS, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}),
         ("DiffLlamaForCausalLM", {}),  # a layer attends twice
         ("BloomForCausalLM", {}),
         ("GPTJForCausalLM", {"rotary_dim": 8}),
@@ -272,9 +259,16 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
 def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", architecture, **changes)
     with LLM(
-        str(folder), dtype="float32", enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=16, num_kv_blocks=64,
-        model_impl="transformers", skip_tokenizer_init=True, device="cpu",
-    ) as llm:  # fmt: skip
+        str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        num_kv_blocks=64,
+        model_impl="transformers",
+        skip_tokenizer_init=True,
+        device="cpu",
+    ) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
     model = load_reference(folder, torch.float32)
@@ -298,7 +292,7 @@ def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, A
         ("Qwen3_5ForCausalLM", {}, "it has recurrent state"),
         ("LlamaForCausalLM", {"hidden_size": 63}, "transformers cannot build LlamaForCausalLM from this config"),
     ],
-)  # fmt: skip
+)
 def test_unsupported_model_is_one_sentence(architecture: str, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelConfigError) as error:
         build(architecture, **changes)
@@ -310,14 +304,20 @@ def test_unsupported_model_is_one_sentence(architecture: str, changes: dict[str,
     ("architecture", "changes", "groups"),
     [
         ("MistralForCausalLM", {"sliding_window": 64}, [("window_caches", 64, False, ())]),
-        ("Gemma2ForCausalLM", {"sliding_window": 64},
-         [("window_caches", 64, False, ("soft_cap",)), ("kv_caches", None, False, ("soft_cap",))]),
-        ("GPTNeoForCausalLM", {"attention_types": [[["global", "local", "global"], 1]], "window_size": 32},
-         [("kv_caches", None, False, ()), ("window_caches", 32, False, ())]),
+        (
+            "Gemma2ForCausalLM",
+            {"sliding_window": 64},
+            [("window_caches", 64, False, ("soft_cap",)), ("kv_caches", None, False, ("soft_cap",))],
+        ),
+        (
+            "GPTNeoForCausalLM",
+            {"attention_types": [[["global", "local", "global"], 1]], "window_size": 32},
+            [("kv_caches", None, False, ()), ("window_caches", 32, False, ())],
+        ),
         ("BloomForCausalLM", {}, [("kv_caches", None, False, ("alibi",))]),
         ("GraniteSWAForCausalLM", {"sliding_window": 64}, None),
     ],
-)  # fmt: skip
+)
 def test_masks_and_scores_are_recognized(architecture: str, changes: dict[str, Any], groups: Any) -> None:
     spec = build(architecture, **changes)
     found = [(group.name, group.window, group.chunked, tuple(group.scores)) for group in spec.state]
@@ -351,8 +351,13 @@ def test_rope_types_that_change_with_the_length_stop_where_they_would_change() -
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert build("LlamaForCausalLM", rope_parameters=rope).max_model_len == SIZES["max_position_embeddings"]
     factors = [1.0 + i / 8 for i in range(8)]
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [4.0] * 8,
-            "original_max_position_embeddings": 128}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": factors,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
     spec = build("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
     assert spec.max_model_len == 128
     assert spec.buffers["model.rotary_emb.inv_freq"][0] == 1.0

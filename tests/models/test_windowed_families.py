@@ -50,18 +50,21 @@ class Family:
 FAMILIES = {
     "gemma2": Family("Gemma2ForCausalLM", {"query_pre_attn_scalar": 20, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}, norms=4),
     "gemma3": Family(
-        "Gemma3ForCausalLM", norms=6,
+        "Gemma3ForCausalLM",
+        norms=6,
         changes={"query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": KINDS * 2},
     ),
     "gpt_oss": Family(
-        "GptOssForCausalLM", {"sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 4},
-        merged=3, linears=3,
+        "GptOssForCausalLM",
+        {"sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+        merged=3,
+        linears=3,
     ),
     "mistral": Family("MistralForCausalLM", {"sliding_window": WINDOW}),
     "qwen2": Family(
         "Qwen2ForCausalLM", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 4}
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -82,10 +85,7 @@ def expected(folder: Path) -> list[list[int]]:
 def served(folder: Path, lengths: Sequence[int] = LENGTHS, **options: Any) -> tuple[list[list[int]], EngineCore]:
     """Greedy tokens of prompts of these lengths in one batch; the engine afterwards."""
     core = EngineCore(tiny_config(folder, **({"load_format": "auto", "max_num_batched_tokens": 32} | options)))
-    requests = [
-        request(f"r{i}", prompt_of(i, length), max_tokens=NUM_TOKENS, ignore_eos=True)
-        for i, length in enumerate(lengths)
-    ]
+    requests = [request(f"r{i}", prompt_of(i, length), max_tokens=NUM_TOKENS, ignore_eos=True) for i, length in enumerate(lengths)]
     tokens = tokens_of(run_requests(core, requests))
     return [tokens[one.request_id] for one in requests], core
 
@@ -115,9 +115,11 @@ def test_eager_tokens_of_a_mixed_batch_in_chunks(folder: Path, expected: list[li
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", "qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral"))],
-    indirect=True, scope="module",
-)  # fmt: skip
+    "family",
+    ["gemma3", "qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral"))],
+    indirect=True,
+    scope="module",
+)
 def test_compiled_tokens_and_pieces(family: Family, folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     tokens, core = served(folder, enforce_eager=False, cache_dir=tmp_path)
     assert tokens == expected
@@ -151,9 +153,7 @@ def rewritten(
         changes["layer_types"] = KINDS * (layers // 3)
     spec = build_model(config_of(family.architecture, **changes), dtype=dtype)
     captured = capture_spec(spec, dtype)
-    ctx = PassContext(
-        device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS
-    )  # fmt: skip
+    ctx = PassContext(device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS)
     records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers) if verify else None)
     pieces = [fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)]
     return {record.name: record for record in records}, pieces
@@ -165,9 +165,7 @@ def test_every_site_is_matched_and_pieces_do_not_multiply(family: Family) -> Non
         records, pieces = rewritten(family, layers, verify=layers == 3)
         assert len(pieces) == layers + 1
         distinct.append(set(pieces))
-        matched = {
-            "merge_linears": family.merged * layers, "fuse_rope_attention": layers, "fuse_linears": family.linears * layers + 1
-        }  # fmt: skip
+        matched = {"merge_linears": family.merged * layers, "fuse_rope_attention": layers, "fuse_linears": family.linears * layers + 1}
         if family.norms:
             matched["lift_norms"] = family.norms * layers + 1
         for name, count in matched.items():
@@ -182,9 +180,12 @@ def test_gelu_is_multiplied_in_the_linear_where_a_kernel_does_it() -> None:
     spec = build_model(config_of("Gemma3ForCausalLM", **changes), dtype=torch.float32)
     captured = capture_spec(spec, torch.float32)
     ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
         kernels=KERNELS | {GELU_LINEAR},
-    )  # fmt: skip
+    )
     records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers))
     assert all(record.verification.passed for record in records if record.verification)
     fused = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.fused_linear.default)

@@ -88,9 +88,15 @@ def test_transformers_finds_the_same(width: int, tiny_llama_dir: Path) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():
             theirs = model.generate(
-                torch.tensor([prompt]), num_beams=width, num_return_sequences=width, max_new_tokens=6, do_sample=False,
-                return_dict_in_generate=True, output_scores=True, length_penalty=1.0,
-            )  # fmt: skip
+                torch.tensor([prompt]),
+                num_beams=width,
+                num_return_sequences=width,
+                max_new_tokens=6,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+                length_penalty=1.0,
+            )
         assert [sequence.tokens for sequence in output.sequences] == theirs.sequences.tolist()
         if width > 1:
             ours = [sequence.cum_logprob / 6 for sequence in output.sequences]

@@ -39,9 +39,7 @@ time.sleep(600)
 
 
 def test_a_child_ignores_signals_but_its_own_children_do_not() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SET_UP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = subprocess.Popen([sys.executable, "-c", SET_UP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == f"{-signal.SIGTERM}\n"
@@ -52,9 +50,7 @@ def test_a_child_ignores_signals_but_its_own_children_do_not() -> None:
 @pytest.mark.parametrize("how", ["by itself", "by a signal"])
 def test_a_folder_does_not_outlive_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdin is not None
     assert process.stdout is not None
     name, child = process.stdout.readline().split()

@@ -97,10 +97,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 TOOLS = [
     {
         "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
-        },
+        "function": {"name": name, "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}},
     }
     for name in ("up", "down")
 ]
@@ -173,11 +170,7 @@ def test_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFi
 
 
 def test_a_wrong_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
-    for prompts, error in (
-        (["a", ""], SamplingParamsError),
-        (["a", "b " * 100], PromptTooLongError),
-        ([5], ValueError),
-    ):
+    for prompts, error in ((["a", ""], SamplingParamsError), (["a", "b " * 100], PromptTooLongError), ([5], ValueError)):
         with pytest.raises(error):
             llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 prompts but 1"):
@@ -237,9 +230,7 @@ def test_the_first_interrupt_waits_for_the_end_of_a_step_and_the_second_does_not
         if times == 1:
             assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
         else:
-            with pytest.raises(
-                RuntimeError, match=r"An earlier step failed \(KeyboardInterrupt: \).*create a new engine"
-            ):
+            with pytest.raises(RuntimeError, match=r"An earlier step failed \(KeyboardInterrupt: \).*create a new engine"):
                 llm.generate("a", GREEDY, use_tqdm=False)
 
 

@@ -13,15 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUESTION: list[Any] = [{"role": "user", "content": "It is sunny in Paris. Report the weather."}]
 OPTIONS: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
-TOOL: dict[str, Any] = {
-    "name": "Weather",
-    "description": "The weather in a city",
-    "input_schema": Weather.model_json_schema(),
-}
-ONE_CALL: list[dict[str, Any]] = [
-    {"type": "any", "disable_parallel_tool_use": True},
-    {"type": "tool", "name": "Weather"},
-]
+TOOL: dict[str, Any] = {"name": "Weather", "description": "The weather in a city", "input_schema": Weather.model_json_schema()}
+ONE_CALL: list[dict[str, Any]] = [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "Weather"}]
 
 
 @pytest.fixture(scope="module")

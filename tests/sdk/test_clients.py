@@ -41,8 +41,9 @@ def test_openai_parses_strict_tools(openai_client: Any) -> None:
     import openai
 
     tool = openai.pydantic_function_tool(Weather)
-    answer = openai_client.chat.completions.parse(messages=QUESTION, tools=[tool], tool_choice="required",
-        parallel_tool_calls=False, **OPTIONS)  # fmt: skip
+    answer = openai_client.chat.completions.parse(
+        messages=QUESTION, tools=[tool], tool_choice="required", parallel_tool_calls=False, **OPTIONS
+    )
     [choice] = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Weather)
@@ -53,9 +54,7 @@ def test_openai_stream_of_tools(openai_client: Any) -> None:
 
     tool = openai.pydantic_function_tool(Weather)
     choice: Any = {"type": "function", "function": {"name": "Weather"}}
-    with openai_client.chat.completions.stream(
-        messages=QUESTION, tools=[tool], tool_choice=choice, **OPTIONS
-    ) as stream:
+    with openai_client.chat.completions.stream(messages=QUESTION, tools=[tool], tool_choice=choice, **OPTIONS) as stream:
         kinds = [event.type for event in stream]
         message = stream.get_final_completion().choices[0].message
     assert kinds.count("tool_calls.function.arguments.delta") > 3
@@ -75,8 +74,11 @@ def test_openai_sends_the_call_back(openai_client: Any) -> None:
     import openai
 
     tool = openai.pydantic_function_tool(Weather)
-    first = openai_client.chat.completions.create(messages=QUESTION, tools=[tool], tool_choice="required",
-        parallel_tool_calls=False, **OPTIONS).choices[0].message  # fmt: skip
+    first = (
+        openai_client.chat.completions.create(messages=QUESTION, tools=[tool], tool_choice="required", parallel_tool_calls=False, **OPTIONS)
+        .choices[0]
+        .message
+    )
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "noted"}
     history = [*QUESTION, first, result, {"role": "user", "content": "Thanks."}]
     second = openai_client.chat.completions.create(messages=history, tools=[tool], **OPTIONS)

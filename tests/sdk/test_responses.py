@@ -89,8 +89,9 @@ def test_stored_responses(client: Any) -> None:
 
 
 def test_background_responses(client: Any) -> None:
-    response = client.responses.create(input="Count to a thousand.", background=True,
-        extra_body={"ignore_eos": True}, **{**OPTIONS, "max_output_tokens": 1500})  # fmt: skip
+    response = client.responses.create(
+        input="Count to a thousand.", background=True, extra_body={"ignore_eos": True}, **{**OPTIONS, "max_output_tokens": 1500}
+    )
     assert response.status == "in_progress"
     assert client.responses.cancel(response.id).status == "cancelled"
     assert client.responses.retrieve(response.id).status == "cancelled"
@@ -107,8 +108,7 @@ def test_errors(client: Any) -> None:
 
 def test_langchain(base_url: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(base_url=base_url, api_key="none", model=MODEL, temperature=0, max_tokens=100,
-        use_responses_api=True)  # fmt: skip
+    chat = langchain.ChatOpenAI(base_url=base_url, api_key="none", model=MODEL, temperature=0, max_tokens=100, use_responses_api=True)
     answer = chat.invoke(QUESTION)
     assert answer.text
     whole: Any = None

@@ -74,14 +74,7 @@ def _examples(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _try(
-    operation: Any,
-    mode: Any,
-    num_examples: int,
-    checks: list[Any],
-    statuses: Counter[int],
-    example: dict[str, Any] | None,
-) -> None:
+def _try(operation: Any, mode: Any, num_examples: int, checks: list[Any], statuses: Counter[int], example: dict[str, Any] | None) -> None:
     """Send generated requests. example: a body that gets two of the generated fields; None: all fields are generated."""
     chooser = random.Random(operation.path)
 

@@ -36,19 +36,7 @@ from tests.support.server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-OPTIONS = (
-    "--port",
-    "0",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--enforce-eager",
-    "--max-model-len",
-    "512",
-    "--num-threads",
-    "1",
-)
+OPTIONS = ("--port", "0", "--dtype", "float32", "--device", "cpu", "--enforce-eager", "--max-model-len", "512", "--num-threads", "1")
 NUM_STREAMS = 256
 MAX_WAITING = 300
 # p99 of /health: 50 ms on two idle cores. The tests' own load shares the cores, so only a wait for the engine is a failure.
@@ -110,11 +98,7 @@ class Watch:
 
     def _levels(self) -> dict[str, float]:
         api, engines = self.server.process.pid, self.server.engine_pids()
-        return {
-            "sockets": _num_sockets(api),
-            "api_mb": _memory(api),
-            "engine_mb": sum(map(_memory, engines)),
-        }
+        return {"sockets": _num_sockets(api), "api_mb": _memory(api), "engine_mb": sum(map(_memory, engines))}
 
     def _is_clean(self) -> bool:
         self._found = self._left()
@@ -127,11 +111,7 @@ class Watch:
             load = client.get("/load").json()["server_load"]
             found = metrics(client)
         now = self._levels()
-        running = sum(
-            value
-            for name, value in found.items()
-            if name.startswith(("cas:num_requests_running{", "cas:num_requests_waiting{"))
-        )
+        running = sum(value for name, value in found.items() if name.startswith(("cas:num_requests_running{", "cas:num_requests_waiting{")))
         usage = sum(value for name, value in found.items() if name.startswith("cas:kv_cache_usage"))
         return {
             "leaked_sequences": load + running,
@@ -159,25 +139,7 @@ def _memory(pid: int) -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1e308,
-    2**70,
-    "",
-    "x" * 5000,
-    "\x00",
-    "🙂",
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": {"b": []}},
-    [1, "a"],
-    -0.5,
-]
+VALUES: list[Any] = [None, True, 0, -1, 1e308, 2**70, "", "x" * 5000, "\x00", "🙂", [], {}, [[]], [None], {"a": {"b": []}}, [1, "a"], -0.5]
 FIELDS = (
     "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "logit_bias", "stream",
     "stream_options", "echo", "tools", "model", "stop_token_ids", "bad_words", "user", "truncate_prompt_tokens", "priority", "cache_salt",
@@ -316,9 +278,7 @@ def test_full_queue(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("victim", ["api", "template"])
-def test_a_killed_process_leaves_nothing(
-    tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
+def test_a_killed_process_leaves_nothing(tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     """test_parallel.py and test_end_to_end.py kill engines and ranks."""
     monkeypatch.setenv("TMPDIR", str(short_dir))
     before = abandoned_shared_memory()

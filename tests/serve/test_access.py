@@ -22,12 +22,8 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-@pytest.mark.parametrize(
-    ("key", "status"), [(None, 401), ("wrong", 401), ("user", 403), ("admin", 404), ("second admin", 404)]
-)
-async def test_the_admin_key_alone_opens_admin_routes(
-    start_server: StartServer, tmp_path: Path, key: str | None, status: int
-) -> None:
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("user", 403), ("admin", 404), ("second admin", 404)])
+async def test_the_admin_key_alone_opens_admin_routes(start_server: StartServer, tmp_path: Path, key: str | None, status: int) -> None:
     server = await start_server(api_keys=("user",), admin_keys=("admin", "second admin"), lora_dir=tmp_path)
     response = await server.http.post(UNLOAD, json={"lora_name": "x"}, headers=bearer(key) if key else {})
     assert response.status_code == status  # 404: there is no such adapter
@@ -67,16 +63,9 @@ async def test_web_pages_cannot_call_admin_routes(start_server: StartServer, tmp
 
 @pytest.mark.parametrize(
     ("headers", "status"),
-    [
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ({}, 404),
-        (ORIGIN, 415),
-    ],
+    [({"Content-Type": "text/plain"}, 415), ({"Content-Type": "application/x-www-form-urlencoded"}, 415), ({}, 404), (ORIGIN, 415)],
 )
-async def test_admin_routes_take_json_only(
-    start_server: StartServer, tmp_path: Path, headers: dict[str, str], status: int
-) -> None:
+async def test_admin_routes_take_json_only(start_server: StartServer, tmp_path: Path, headers: dict[str, str], status: int) -> None:
     server = await start_server(lora_dir=tmp_path)
     response = await server.http.post(UNLOAD, content=b'{"lora_name": "x"}', headers=headers)
     assert response.status_code == status
@@ -87,9 +76,7 @@ def _shown_arguments(code: str, *arguments: str) -> str:
     body = textwrap.dedent(code) + "\nprint('done', flush=True); input()"
     command = [sys.executable, "-c", body, *arguments]
     environment: Any = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
         shown = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()

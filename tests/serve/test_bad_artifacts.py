@@ -82,7 +82,7 @@ def cut_short(store: Path) -> None:
         (of_another_model, ['does not fit this plan: the nearest plan differs in config ("another" there']),
         (cut_short, ["Not using an artifact: piece", "the checksum of piece.py is not the manifest's. It is rebuilt."]),
     ],
-)  # fmt: skip
+)
 def test_an_artifact_that_must_not_be_used(
     tiny_llama_dir: Path, made: Path, answer: str, tmp_path: Path, damage: Callable[[Path], None], messages: list[str]
 ) -> None:
@@ -112,9 +112,7 @@ def test_a_cache_folder_that_cannot_be_written(
         def full(*args: object, **kwargs: object) -> None:
             raise OSError(28, reason)
 
-        monkeypatch.setattr(
-            "compile_and_serve.compiler.artifacts.store._sync", full
-        )  # where a full disk is noticed at the latest
+        monkeypatch.setattr("compile_and_serve.compiler.artifacts.store._sync", full)  # where a full disk is noticed at the latest
     text, log = generate(tiny_llama_dir, "--cache-dir", str(cache))
     assert "Artifacts cannot be written to" in log
     assert reason in log

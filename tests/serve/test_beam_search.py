@@ -34,17 +34,12 @@ async def test_completions(start_server: StartServer) -> None:
     server = await start_server(script=script)
     prompts = [server.tokenizer.encode("Hi"), server.tokenizer.encode("the quick")]
     answer = (
-        await server.complete(
-            prompt=prompts, n=3, use_beam_search=True, max_tokens=4, return_token_ids=True, echo=True, temperature=1.0
-        )
+        await server.complete(prompt=prompts, n=3, use_beam_search=True, max_tokens=4, return_token_ids=True, echo=True, temperature=1.0)
     ).json()
     wanted = [tokens for prompt in prompts for tokens in expected(server, prompt, 3, 4)]
     assert [choice["token_ids"] for choice in answer["choices"]] == wanted
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    texts = [
-        text + server.tokenizer.decode(tokens)
-        for text, tokens in zip(["Hi"] * 3 + ["the quick"] * 3, wanted, strict=True)
-    ]
+    texts = [text + server.tokenizer.decode(tokens) for text, tokens in zip(["Hi"] * 3 + ["the quick"] * 3, wanted, strict=True)]
     assert [choice["text"] for choice in answer["choices"]] == texts
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     assert answer["usage"]["completion_tokens"] == 24

@@ -36,9 +36,7 @@ async def test_answer_has_openai_shape(server: Server) -> None:
 
 
 async def test_prompt_is_the_rendered_template(server: Server) -> None:
-    await server.chat(
-        messages=[{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}]
-    )
+    await server.chat(messages=[{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}])
     prompt = server.tokenizer.decode(server.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
     assert prompt == "<|start|>user\nA\nB<|end|>\n<|start|>assistant\n"
 
@@ -243,9 +241,7 @@ async def test_continue_final_message_keeps_it_open_and_echo_repeats_it(server: 
     prompt = server.tokenizer.decode(server.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith("<|start|>assistant\nWell, ")
     assert response.json()["choices"][0]["message"]["content"] == "Well, " + ANSWER
-    *chunks, _ = read_events(
-        (await server.chat(messages=messages, continue_final_message=True, echo=True, stream=True)).text
-    )
+    *chunks, _ = read_events((await server.chat(messages=messages, continue_final_message=True, echo=True, stream=True)).text)
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Well, " + ANSWER
 
 

@@ -23,14 +23,7 @@ from typer.testing import CliRunner
 from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, read_api_keys
 from compile_and_serve.serve.cli.flags import parse_counts, parse_size
 from compile_and_serve.serve.cli.main import app
-from compile_and_serve.serve.cli.output import (
-    FAILURE,
-    INTERRUPTED,
-    USER_ERROR,
-    StageDisplay,
-    _ConsoleHandler,
-    run_command,
-)
+from compile_and_serve.serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, _ConsoleHandler, run_command
 
 ENGINE_FLAGS = {
     "--revision",
@@ -165,15 +158,7 @@ def test_help_explains_every_command(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [
-        ("1000", 1000),
-        ("2k", 2000),
-        ("2KiB", 2048),
-        ("512MiB", 512 << 20),
-        ("1.5GiB", 3 << 29),
-        ("2G", 2 * 10**9),
-        ("1 GB", 10**9),
-    ],
+    [("1000", 1000), ("2k", 2000), ("2KiB", 2048), ("512MiB", 512 << 20), ("1.5GiB", 3 << 29), ("2G", 2 * 10**9), ("1 GB", 10**9)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -217,7 +202,7 @@ def test_counts() -> None:
         (["bench", "serve", "--request-rate", "0"], "--request-rate must be positive, got 0.0"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:9"], "No server answers at http://127.0.0.1:9"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_sentence_and_status_2(arguments: list[str], message: str) -> None:
     code, out, err = run(*arguments)
     assert code == USER_ERROR
@@ -360,9 +345,7 @@ def on_a_full_disk() -> TextIO:
 
 
 @pytest.mark.parametrize("make_stream", [without_reader, on_a_full_disk])
-def test_log_lines_that_cannot_be_written_are_dropped(
-    make_stream: Callable[[], TextIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_lines_that_cannot_be_written_are_dropped(make_stream: Callable[[], TextIO], monkeypatch: pytest.MonkeyPatch) -> None:
     stream = make_stream()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
@@ -425,10 +408,7 @@ def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
         "--served-model-name",
         "tiny",
     ]
-    process = subprocess.Popen(
-        [*command, *SMALL_ENGINE],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"},
-    )  # fmt: skip
+    process = subprocess.Popen([*command, *SMALL_ENGINE], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"})
     try:
         assert process.stderr is not None
         lines = []
@@ -441,14 +421,7 @@ def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] >= 1
         # a second server on the same port exits at once with one sentence
-        second = subprocess.run(
-            [*command, *SMALL_ENGINE],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        second = subprocess.run([*command, *SMALL_ENGINE], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert second.returncode == USER_ERROR
         assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
         assert "Traceback" not in second.stderr

@@ -123,9 +123,7 @@ class StreamingServer(BaseHTTPRequestHandler):
             self._event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         for _ in range(4):
             time.sleep(0.02)
-            self._event(
-                {"choices": [{"index": 0, "delta": {"content": "ab "}} if chat else {"index": 0, "text": "ab "}]}
-            )
+            self._event({"choices": [{"index": 0, "delta": {"content": "ab "}} if chat else {"index": 0, "text": "ab "}]})
         if self.with_usage:
             self._event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 8}})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -203,9 +201,7 @@ def test_serve_from_several_processes() -> None:
 
 def test_serve_without_usage_counts_chunks_and_can_omit_ignore_eos() -> None:
     with server(with_usage=False) as (url, handler):
-        code, out, err = run(
-            "bench", "serve", "--base-url", url, "--num-prompts", "2", "--model", "m", "--no-ignore-eos"
-        )
+        code, out, err = run("bench", "serve", "--base-url", url, "--num-prompts", "2", "--model", "m", "--no-ignore-eos")
     assert code == 0, err
     assert json.loads(out)["output_tokens"] == 8
     assert all("ignore_eos" not in body and body["model"] == "m" for body in handler.bodies)

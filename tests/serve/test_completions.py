@@ -28,13 +28,7 @@ async def test_max_tokens_is_16_by_default(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt,expected",
-    [
-        ("Hi", [[44, 77]]),
-        ([44, 77], [[44, 77]]),
-        (["Hi", "H"], [[44, 77], [44]]),
-        ([[44, 77], [3]], [[44, 77], [3]]),
-    ],
+    "prompt,expected", [("Hi", [[44, 77]]), ([44, 77], [[44, 77]]), (["Hi", "H"], [[44, 77], [44]]), ([[44, 77], [3]], [[44, 77], [3]])]
 )
 async def test_every_form_of_a_prompt(server: Server, prompt: Any, expected: list[list[int]]) -> None:
     if isinstance(prompt, str) or isinstance(prompt[0], str):

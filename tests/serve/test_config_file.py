@@ -26,15 +26,7 @@ def show(
     seed_name: str | None = None,
     quantize: Annotated[str | None, typer.Option("--quantize", "-q")] = None,
 ) -> None:
-    seen.update(
-        model=model,
-        port=port,
-        api_key=api_key,
-        prefix_caching=prefix_caching,
-        ratio=ratio,
-        seed_name=seed_name,
-        quantize=quantize,
-    )
+    seen.update(model=model, port=port, api_key=api_key, prefix_caching=prefix_caching, ratio=ratio, seed_name=seed_name, quantize=quantize)
 
 
 def run(tmp_path: Path, text: str, *arguments: str) -> tuple[int, str]:
@@ -49,9 +41,14 @@ def test_values_come_from_the_file_and_flags_win(tmp_path: Path) -> None:
     text = "model: folder\nport: 9001\napi-key: [one, 2]\nprefix_caching: false\nratio: 0.25\nq: fp8\n"
     assert run(tmp_path, text)[0] == 0
     assert seen == {
-        "model": "folder", "port": 9001, "api_key": ["one", "2"], "prefix_caching": False, "ratio": 0.25, "seed_name": None,
+        "model": "folder",
+        "port": 9001,
+        "api_key": ["one", "2"],
+        "prefix_caching": False,
+        "ratio": 0.25,
+        "seed_name": None,
         "quantize": "fp8",
-    }  # fmt: skip
+    }
     assert run(tmp_path, text, "other", "--port", "7", "--prefix-caching", "--api-key", "three")[0] == 0
     assert (seen["model"], seen["port"], seen["prefix_caching"], seen["api_key"]) == ("other", 7, True, ["three"])
     assert seen["ratio"] == 0.25

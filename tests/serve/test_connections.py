@@ -22,9 +22,7 @@ async def endless(start_server: StartServer, tokenizer: Any, **settings: Any) ->
     return await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.005}, **settings)
 
 
-async def test_disconnect_during_a_stream_aborts_its_sequences(
-    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
-) -> None:
+async def test_disconnect_during_a_stream_aborts_its_sequences(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
     server = await endless(start_server, tokenizer)
     url = await over_tcp(server)
     async with httpx.AsyncClient() as http:
@@ -39,9 +37,7 @@ async def test_disconnect_during_a_stream_aborts_its_sequences(
     assert (await server.http.get("/load")).json() == {"server_load": 0}
 
 
-async def test_disconnect_before_the_answer_aborts(
-    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
-) -> None:
+async def test_disconnect_before_the_answer_aborts(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
     server = await endless(start_server, tokenizer)
     url = await over_tcp(server)
     async with httpx.AsyncClient() as http:
@@ -53,9 +49,7 @@ async def test_disconnect_before_the_answer_aborts(
     assert len(server.engine.aborted) == 1
 
 
-async def test_disconnect_before_the_first_token_aborts(
-    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
-) -> None:
+async def test_disconnect_before_the_first_token_aborts(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
     server = await endless(start_server, tokenizer)
     server.engine.hold.clear()
     url = await over_tcp(server)
@@ -67,9 +61,7 @@ async def test_disconnect_before_the_first_token_aborts(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engine_death_ends_running_requests_and_refuses_new_ones(
-    start_server: StartServer, tokenizer: Any, stream: bool
-) -> None:
+async def test_engine_death_ends_running_requests_and_refuses_new_ones(start_server: StartServer, tokenizer: Any, stream: bool) -> None:
     server = await endless(start_server, tokenizer)
     pending = asyncio.create_task(server.http.post("/v1/chat/completions", json={**BODY, "stream": stream}))
     await eventually(lambda: server.engine.steps > 3)
@@ -83,12 +75,7 @@ async def test_engine_death_ends_running_requests_and_refuses_new_ones(
     else:
         assert response.status_code == 503
         assert "signal 9" in response.json()["error"]["message"]
-    for refused in (
-        await server.chat(),
-        await server.complete(),
-        await server.http.get("/health"),
-        await server.http.get("/ready"),
-    ):
+    for refused in (await server.chat(), await server.complete(), await server.http.get("/health"), await server.http.get("/ready")):
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
     assert (await server.http.get("/ping")).status_code == 200
@@ -132,9 +119,7 @@ async def test_error_in_a_stream_reaches_the_openai_sdk(start_server: StartServe
             _ = [chunk async for chunk in stream]
 
 
-async def test_64_concurrent_streams_have_equal_texts(
-    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
-) -> None:
+async def test_64_concurrent_streams_have_equal_texts(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
     server = await start_server(engine={"pause": 0.001})
     url = await over_tcp(server)
     async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=64)) as http:

@@ -58,9 +58,7 @@ def test_sdk_streamed_and_not_are_equal(server: ServerProcess) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, temperature=0)
-        stream = client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=24, temperature=0, stream=True
-        )
+        stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, temperature=0, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert text == answer.choices[0].message.content
     assert answer.usage is not None
@@ -70,10 +68,7 @@ def test_sdk_streamed_and_not_are_equal(server: ServerProcess) -> None:
 def test_alone_in_a_batch_and_from_the_cache_are_equal(server: ServerProcess) -> None:
     body = {**LONG, "max_tokens": 32, "prompt": ["The first prompt of several that are long", "abc", "The fir"]}
     with server.client() as http:
-        alone = [
-            http.post("/v1/completions", json={**body, "prompt": prompt}).json()["choices"][0]["text"]
-            for prompt in body["prompt"]
-        ]
+        alone = [http.post("/v1/completions", json={**body, "prompt": prompt}).json()["choices"][0]["text"] for prompt in body["prompt"]]
         batch = http.post("/v1/completions", json=body).json()
         again = http.post("/v1/completions", json=body).json()
     assert [choice["text"] for choice in batch["choices"]] == alone
@@ -108,12 +103,12 @@ def test_stop_string_cuts_the_text_of_the_same_answer(server: ServerProcess) -> 
 
 def test_echoed_logprobs_equal_prompt_logprobs(server: ServerProcess) -> None:
     with server.client() as http:
-        echo = http.post(
-            "/v1/completions", json={"prompt": "Hello world", "echo": True, "logprobs": 1, "max_tokens": 0}
-        ).json()["choices"][0]["logprobs"]
-        entries = http.post(
-            "/v1/completions", json={"prompt": "Hello world", "prompt_logprobs": 1, "max_tokens": 1}
-        ).json()["choices"][0]["prompt_logprobs"]
+        echo = http.post("/v1/completions", json={"prompt": "Hello world", "echo": True, "logprobs": 1, "max_tokens": 0}).json()["choices"][
+            0
+        ]["logprobs"]
+        entries = http.post("/v1/completions", json={"prompt": "Hello world", "prompt_logprobs": 1, "max_tokens": 1}).json()["choices"][0][
+            "prompt_logprobs"
+        ]
         ids = http.post("/tokenize", json={"prompt": "Hello world"}).json()["tokens"]
     assert len(echo["tokens"]) == len(ids) == len(entries)
     for token, logprob, entry in list(zip(ids, echo["token_logprobs"], entries, strict=True))[1:]:
@@ -162,9 +157,14 @@ def test_disconnect_frees_the_batch_slot(server: ServerProcess) -> None:
 
 def test_invalid_requests_do_not_affect_the_server(server: ServerProcess) -> None:
     wrong: list[dict[str, Any]] = [
-        {"prompt": "x " * 2000}, {"prompt": "x", "temperature": -1}, {"prompt": []}, {"prompt": "x", "model": "other"},
-        {"prompt": [99999]}, {"prompt": "x", "response_format": {"type": "json"}}, {"prompt": "x", "n": 0},
-    ]  # fmt: skip
+        {"prompt": "x " * 2000},
+        {"prompt": "x", "temperature": -1},
+        {"prompt": []},
+        {"prompt": "x", "model": "other"},
+        {"prompt": [99999]},
+        {"prompt": "x", "response_format": {"type": "json"}},
+        {"prompt": "x", "n": 0},
+    ]
     with server.client() as http:
         codes = [http.post("/v1/completions", json=body).status_code for body in wrong]
         assert codes == [400, 400, 400, 404, 400, 400, 400]
@@ -192,9 +192,7 @@ def test_sigterm_lets_a_short_request_finish(own_server: ServerProcess, stream: 
     [engine] = own_server.engine_pids()
     os.kill(engine, signal.SIGSTOP)  # so that the request cannot finish before the signal
     body = {**LONG, "max_tokens": 60, "stream": stream}
-    request = threading.Thread(
-        target=lambda: answers.append(httpx.post(own_server.url + "/v1/completions", json=body, timeout=60))
-    )
+    request = threading.Thread(target=lambda: answers.append(httpx.post(own_server.url + "/v1/completions", json=body, timeout=60)))
     request.start()
     eventually(lambda: httpx.get(own_server.url + "/load").json()["server_load"] == 1)
     own_server.process.send_signal(signal.SIGTERM)

@@ -53,9 +53,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("field,value", OUT_OF_RANGE, ids=lambda v: str(v)[:30].encode("ascii", "replace").decode())
 async def test_invalid_value_is_a_400(server: Server, field: str, value: Any) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, field: value}
-    response = await server.http.post(
-        "/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
-    )
+    response = await server.http.post("/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["code"] == 400
@@ -119,20 +117,26 @@ async def test_suffix_is_refused(server: Server) -> None:
 
 async def test_harmless_values_of_refused_fields_are_accepted(server: Server) -> None:
     fields = {
-        "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none", "best_of": 1,
-        "response_format": {"type": "text"}, "use_beam_search": False, "modalities": ["text"], "user": "me",
-        "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "include_reasoning": True,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+        "best_of": 1,
+        "response_format": {"type": "text"},
+        "use_beam_search": False,
+        "modalities": ["text"],
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "parallel_tool_calls": True,
+        "include_reasoning": True,
         "structured_outputs": None,
-    }  # fmt: skip
+    }
     assert (await server.chat(**fields)).status_code == 200
 
 
 async def test_unknown_field_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert (await server.chat(some_new_field=1)).status_code == 200
-    assert [r.message for r in caplog.records].count(
-        "Requests contain the unknown field 'some_new_field', which has no effect."
-    ) == 1
+    assert [r.message for r in caplog.records].count("Requests contain the unknown field 'some_new_field', which has no effect.") == 1
 
 
 async def test_unknown_field_cannot_forge_a_log_line(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,8 +172,7 @@ async def test_parser_errors_are_sentences(server: Server, content: bytes, says:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
-    "content_type",
-    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json", "x"],
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json", "x"]
 )
 async def test_other_content_types_are_a_415(server: Server, path: str, content_type: str) -> None:
     """A web page of another origin may send these without a CORS preflight."""
@@ -226,10 +229,7 @@ async def test_too_long_prompt_names_all_three_lengths_before_a_stream_opens(ser
     assert "256" in message
     assert "200 tokens" in message
     assert "100 tokens" in message
-    for fields, says in (
-        ({"prompt": [5] * 256, "max_tokens": None}, "256"),
-        ({"prompt": "word " * 100_000}, "at least"),
-    ):
+    for fields, says in (({"prompt": [5] * 256, "max_tokens": None}, "256"), ({"prompt": "word " * 100_000}, "at least")):
         assert_error(await server.complete(**fields, stream=stream), 400, param="prompt", says=says)
     assert server.engine.requests == []
 
@@ -263,9 +263,7 @@ async def test_engine_without_tokenizer_accepts_only_ids(start_server: StartServ
 
 
 @pytest.mark.parametrize("kind,status", [("invalid", 400), ("overloaded", 503), ("internal", 500)])
-async def test_engine_error_has_its_kinds_status_and_is_an_event_in_a_stream(
-    server: Server, kind: ErrorKind, status: int
-) -> None:
+async def test_engine_error_has_its_kinds_status_and_is_an_event_in_a_stream(server: Server, kind: ErrorKind, status: int) -> None:
     server.engine.fail_requests, server.engine.fail_kind = "The engine says why.", kind
     response = await server.chat()
     assert_error(response, status, says="The engine says why.")
@@ -292,8 +290,6 @@ async def test_full_queue_is_a_503_with_retry_after(start_server: StartServer) -
 
 
 @pytest.mark.parametrize("fields,param", [({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")])
-async def test_more_sequences_than_are_ever_accepted_are_a_400(
-    start_server: StartServer, fields: dict[str, Any], param: str
-) -> None:
+async def test_more_sequences_than_are_ever_accepted_are_a_400(start_server: StartServer, fields: dict[str, Any], param: str) -> None:
     server = await start_server(engine={"max_in_flight": 2})
     assert_error(await server.complete(**fields), 400, param=param, says="accepts 2 at once")

@@ -64,9 +64,7 @@ async def test_truncation_side(server: Server) -> None:
     await server.complete(prompt=ids, truncate_prompt_tokens=2, truncation_side="right")
     assert [request.prompt_token_ids for request in server.engine.requests] == [[7, 8], [7, 8], [4, 5]]
     long = "the quick brown fox " * 20_000  # cut before it is tokenized
-    await server.http.post(
-        "/v1/completions", json={"prompt": long, "truncate_prompt_tokens": 3, "truncation_side": "right"}
-    )
+    await server.http.post("/v1/completions", json={"prompt": long, "truncate_prompt_tokens": 3, "truncation_side": "right"})
     assert server.engine.requests[-1].prompt_token_ids == server.tokenizer.encode(long[:100])[:3]
     assert (await server.complete(truncation_side="top")).json()["error"]["param"] == "truncation_side"
 

@@ -76,14 +76,8 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "text of backslashes": (CHAT, lambda: b'{"messages":[{"role":"user","content":' + text("\\\\") + b"}]}"),
     "text of emoji": (CHAT, lambda: b'{"messages":[{"role":"user","content":' + text("🙂") + b"}]}"),
     "text with one emoji": (CHAT, lambda: b'{"messages":[{"role":"user","content":"\xf0\x9f\x99\x82' + text("a")[1:] + b"}]}"),
-    "text to truncate": (
-        CHAT,
-        lambda: b'{"truncate_prompt_tokens":-1,"messages":[{"role":"user","content":' + text("a") + b"}]}",
-    ),
-    "text parts": (
-        CHAT,
-        lambda: b'{"messages":[{"role":"user","content":' + repeated(b'{"type":"text","text":""}') + b"}]}",
-    ),
+    "text to truncate": (CHAT, lambda: b'{"truncate_prompt_tokens":-1,"messages":[{"role":"user","content":' + text("a") + b"}]}"),
+    "text parts": (CHAT, lambda: b'{"messages":[{"role":"user","content":' + repeated(b'{"type":"text","text":""}') + b"}]}"),
     "stop": (CHAT, lambda: MESSAGES + b'"stop":' + repeated(b"0") + b"}"),
     "stop of strings": (CHAT, lambda: MESSAGES + b'"stop":' + repeated(b'"ab"') + b"}"),
     "stop of lists": (CHAT, lambda: MESSAGES + b'"stop":' + repeated(b"[]") + b"}"),
@@ -118,7 +112,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "tokens of strings": (DETOKENIZE, lambda: b'{"tokens":' + repeated(b'"x"') + b"}"),
     "spaces": (CHAT, lambda: b" " * (LIMIT - 1)),
     "32 MiB": (CHAT, lambda: b'{"messages":' + repeated(b"0", 32 * MiB) + b"}"),
-}  # fmt: skip
+}
 # For a server that accepts 32 MiB.
 LARGE = 32 * MiB - 200
 LARGE_BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -137,7 +131,7 @@ LARGE_BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a million ids": (COMPLETIONS, lambda: b'{"prompt":' + repeated(b"           299", 15 * MiB) + b"}"),
     "brackets": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * LARGE + b"}"),
     "unknown field": (CHAT, lambda: MESSAGES + b'"x":' + repeated(b"0", LARGE) + b"}"),
-}  # fmt: skip
+}
 
 
 def warm_up(server: FakeServer) -> None:
@@ -199,9 +193,14 @@ def test_decoded_values(padding: int) -> None:
     )
     expected: dict[str, Any] = {
         "messages": [{"role": "user", "content": 'a"[{,:\\'}, {"x": [1, -2500.0, True, None, {}]}],
-        "stop": "x", "allowed_token_ids": [1, 2, 3], "stop_token_ids": [], "seed": -7, "top_p": 0.5, "logprobs": False,
+        "stop": "x",
+        "allowed_token_ids": [1, 2, 3],
+        "stop_token_ids": [],
+        "seed": -7,
+        "top_p": 0.5,
+        "logprobs": False,
         "logit_bias": {"5": 10.0},
-    }  # fmt: skip
+    }
     assert decode(body) == (expected if padding else expected | {"unknown": [1]})
 
 
@@ -219,7 +218,7 @@ def test_decoded_values(padding: int) -> None:
         (b'"messages": [1.' + b"0" * 70_000 + b"]", 400, "messages contains a number of more than 32 characters"),
         (b'"seed": ' + b"1" * 70_000, 400, "seed contains a number of more than 32 characters"),
     ],
-)  # fmt: skip
+)
 def test_limits_of_a_large_body(field: bytes, status: int | None, message: str) -> None:
     body = b"{" + field + b"}" + b" " * 70_000
     if status is None:

@@ -52,9 +52,7 @@ class Connection:
         while b"\r\n\r\n" not in self.received:
             assert self.receive(), self.received
         head, _, rest = self.received.partition(b"\r\n\r\n")
-        [length] = [
-            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
-        ]
+        [length] = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
         while len(rest) < length:
             assert self.receive(), rest
             rest = self.received.partition(b"\r\n\r\n")[2]
@@ -115,7 +113,7 @@ def test_pipelined_upgrades_are_answered_in_order(server: FakeServer) -> None:
 
 @pytest.mark.parametrize(
     "request_bytes", [b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\0\0\r\n"]
-)  # fmt: skip
+)
 def test_what_is_not_an_http_request_is_a_400(server: FakeServer, request_bytes: bytes) -> None:
     with Connection(server, request_bytes) as connection:
         status, answer = connection.json()
@@ -130,11 +128,14 @@ def test_what_is_not_an_http_request_is_a_400(server: FakeServer, request_bytes:
         b"GET /ready HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(129)) + b"\r\n",
         b"GET /ready HTTP/1.1\r\nx: " + b"y" * 10_000_000,
         b"GET /" + b"y" * 10_000_000,
-        POST.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked") + b"\r\n%x\r\n" % len(BODY) + BODY
-        + b"\r\n0\r\n" + b"a: b\r\n" * 100_000,
+        POST.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked")
+        + b"\r\n%x\r\n" % len(BODY)
+        + BODY
+        + b"\r\n0\r\n"
+        + b"a: b\r\n" * 100_000,
     ],
     ids=["many", "129", "long", "url", "trailers"],
-)  # fmt: skip
+)
 def test_headers_are_bounded(server: FakeServer, head: bytes) -> None:
     server.start_measuring()
     with Connection(server) as connection:

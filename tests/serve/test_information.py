@@ -34,9 +34,7 @@ async def test_tokenizer_info(server: Server, start_server: StartServer) -> None
 
 async def test_server_info_shows_no_secret(server: Server, start_server: StartServer) -> None:
     assert (await server.http.get("/server_info")).status_code == 404
-    server = await start_server(
-        admin_routes=True, api_keys=("secret-1",), admin_keys=("secret-2",), lora_dir=Path("/secret-3")
-    )
+    server = await start_server(admin_routes=True, api_keys=("secret-1",), admin_keys=("secret-2",), lora_dir=Path("/secret-3"))
     assert (await server.http.get("/server_info")).status_code == 401
     assert (await server.http.get("/server_info", headers={"Authorization": "Bearer secret-1"})).status_code == 403
     response = await server.http.get("/server_info", headers={"Authorization": "Bearer secret-2"})

@@ -73,9 +73,7 @@ async def test_tls_with_a_streamed_answer(listening: Listening, tmp_path: Path) 
         trusting = ssl.create_default_context(cafile=str(certificate))
         async with httpx.AsyncClient(verify=trusting, base_url=f"https://127.0.0.1:{port}") as http:
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}
-            assert (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"][
-                "content"
-            ] == ANSWER
+            assert (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"] == ANSWER
             async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
                 assert (await response.aread()).endswith(b"data: [DONE]\n\n")
         async with httpx.AsyncClient() as http:
@@ -144,9 +142,7 @@ def test_the_socket_of_a_dead_server_is_replaced(short_dir: Path) -> None:
             open_unix_socket(wrong)
 
 
-def test_a_server_leaves_the_socket_of_the_one_that_replaced_it(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_leaves_the_socket_of_the_one_that_replaced_it(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = short_dir / "api.sock"
     replaced: list[socket.socket] = []
 

@@ -14,9 +14,15 @@ from tests.support.adapters import write_adapter
 from tests.support.server_process import ServerProcess
 
 ENGINE: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_threads": 1, "enable_lora": True,
-    "max_loras": 1, "max_lora_rank": 8,
-}  # fmt: skip
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "num_threads": 1,
+    "enable_lora": True,
+    "max_loras": 1,
+    "max_lora_rank": 8,
+}
 PROMPT = [5, 17, 200, 31]
 
 
@@ -61,9 +67,7 @@ def tokens_over_http(server: ServerProcess, model: str) -> list[int]:
     return tokens[0]
 
 
-def test_adapters_answer_as_in_the_library(
-    server: ServerProcess, tiny_llama_dir: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_adapters_answer_as_in_the_library(server: ServerProcess, tiny_llama_dir: Path, folder: Path, tmp_path: Path) -> None:
     with server.client() as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "first"]
         refused = http.post("/v1/load_lora_adapter", json={"lora_name": "big", "lora_path": "big"})
@@ -80,10 +84,7 @@ def test_adapters_answer_as_in_the_library(
             [{"prompt_token_ids": PROMPT}] * 3,
             SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
             use_tqdm=False,
-            lora_request=[
-                None,
-                *(LoRARequest(name, i, str(folder / name)) for i, name in ((1, "first"), (2, "second"))),
-            ],
+            lora_request=[None, *(LoRARequest(name, i, str(folder / name)) for i, name in ((1, "first"), (2, "second")))],
         )
     expected = [output.outputs[0].token_ids for output in outputs]
     assert over_http == [*expected, expected[1]]

@@ -41,17 +41,9 @@ def api_pids(server: ServerProcess) -> list[int]:
     listening = []
     port = int(server.url.rpartition(":")[2])
     text = Path("/proc/net/tcp").read_text()
-    inodes = {
-        line.split()[9]
-        for line in text.splitlines()[1:]
-        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
-    }
+    inodes = {line.split()[9] for line in text.splitlines()[1:] if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"}
     for pid in server.engine_pids():
-        links = [
-            os.readlink(f"/proc/{pid}/fd/{fd}")
-            for fd in os.listdir(f"/proc/{pid}/fd")
-            if os.path.exists(f"/proc/{pid}/fd/{fd}")
-        ]
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{fd}")]
         if any(f"socket:[{inode}]" in links for inode in inodes):
             listening.append(pid)
     return listening
@@ -84,11 +76,7 @@ async def fetch_all(url: str, *, count: int, stream: bool) -> list[bytes]:
 
     async def fetch(number: int) -> bytes:
         async with httpx.AsyncClient(timeout=120) as http:
-            fields = {
-                "stream": stream,
-                "return_token_ids": True,
-                **({"stream_options": {"include_usage": True}} if stream else {}),
-            }
+            fields = {"stream": stream, "return_token_ids": True, **({"stream_options": {"include_usage": True}} if stream else {})}
             response = await http.post(url + "/v1/completions", json=body(TEXTS[number % len(TEXTS)], **fields))
             assert response.status_code == 200, response.text
             return joined(response.text) if stream else normalized(response.content)
@@ -97,9 +85,7 @@ async def fetch_all(url: str, *, count: int, stream: bool) -> list[bytes]:
 
 
 def samples(text: str) -> dict[str, float]:
-    return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("cas:")
-    }
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("cas:")}
 
 
 async def test_streams_are_those_of_one_process(server: ServerProcess, tiny_llama_dir: Path) -> None:
@@ -162,9 +148,7 @@ async def test_all_processes_sleep_and_wake(server: ServerProcess) -> None:
         found = []
         for _ in range(8):
             async with httpx.AsyncClient(timeout=60) as http:
-                found.append(
-                    (await http.post(server.url + "/v1/completions", json=body("x", max_tokens=2))).status_code
-                )
+                found.append((await http.post(server.url + "/v1/completions", json=body("x", max_tokens=2))).status_code)
         return found
 
     with httpx.Client(timeout=60) as http:
@@ -220,9 +204,7 @@ def test_the_death_of_a_process_ends_the_server(tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_server_leaves_no_folder(
-    tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_server_leaves_no_folder(tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(short_dir))
     server = ServerProcess(str(tiny_llama_dir), "--api-server-count", "2", *OPTIONS, *SIZES)
     server.process.kill()

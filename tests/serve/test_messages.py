@@ -33,12 +33,7 @@ async def test_errors_have_anthropics_shape(start_server: StartServer) -> None:
     assert (too_large.status_code, too_large.json()["error"]["type"]) == (413, "request_too_large")
     missing = await server.http.get("/v1/messages/nothing", headers=key)
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
-    assert set((await server.http.get("/v1/nothing", headers=key)).json()["error"]) == {
-        "message",
-        "type",
-        "param",
-        "code",
-    }
+    assert set((await server.http.get("/v1/nothing", headers=key)).json()["error"]) == {"message", "type", "param", "code"}
 
 
 TOOL: dict[str, Any] = {
@@ -48,12 +43,7 @@ TOOL: dict[str, Any] = {
 }
 CHAT_TOOL = {
     "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": TOOL["input_schema"],
-        "strict": False,
-        "description": "The weather",
-    },
+    "function": {"name": "get_weather", "parameters": TOOL["input_schema"], "strict": False, "description": "The weather"},
 }
 THINKS: dict[str, Any] = {"reasoning_parser": "qwen3"}
 USER = [{"role": "user", "content": "Hi"}]
@@ -134,7 +124,7 @@ async def test_a_message_has_anthropics_shape(server: Server) -> None:
         (ANSWER, {"max_tokens": 2}, ["text"], "max_tokens"),
         ("", {}, [], "end_turn"),
     ],
-)  # fmt: skip
+)
 async def test_a_stream_builds_the_whole_message(
     start_server: StartServer, text: str, fields: dict[str, Any], kinds: list[str], reason: str
 ) -> None:
@@ -176,14 +166,11 @@ async def test_history_reaches_the_template(start_server: StartServer) -> None:
     system = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     assert (await send(server, messages=messages, tools=[TOOL], system=system)).status_code == 200
     assert prompt_of(server) == (
-        json.dumps([CHAT_TOOL], ensure_ascii=False)
-        + "<|start|>system\nA\nB<|end|>\n<|start|>user\nWeather?\nNow?<|end|>\n"
+        json.dumps([CHAT_TOOL], ensure_ascii=False) + "<|start|>system\nA\nB<|end|>\n<|start|>user\nWeather?\nNow?<|end|>\n"
         '<|start|>assistant\n<think>I must look.</think><tool_call>get_weather:{"city": "Zürich"}</tool_call><|end|>\n'
         "<|start|>tool\nsunny<|end|>\n<|start|>tool\nError: none<|end|>\n<|start|>user\nThanks<|end|>\n<|start|>assistant\n"
     )
-    counted = await server.http.post(
-        "/v1/messages/count_tokens", json={"messages": messages, "tools": [TOOL], "system": system}
-    )
+    counted = await server.http.post("/v1/messages/count_tokens", json={"messages": messages, "tools": [TOOL], "system": system})
     assert counted.json() == {"input_tokens": len(server.engine.requests[-1].prompt_token_ids)}
 
 
@@ -262,11 +249,9 @@ async def test_cached_tokens_are_reported_where_the_server_reports_them(start_se
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers must be empty"),
         ({"messages": [{"role": "user", "content": "x" * 10000}]}, "256"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_wrong_requests_are_a_400(
-    start_server: StartServer, fields: dict[str, Any], message: str, stream: bool
-) -> None:
+async def test_wrong_requests_are_a_400(start_server: StartServer, fields: dict[str, Any], message: str, stream: bool) -> None:
     server = await start_server(chat_template=TEMPLATE, tool_call_parser="hermes")
     response = await send(server, stream=stream, **fields)
     assert response.status_code == 400, response.text
@@ -293,9 +278,7 @@ async def test_failures_of_the_engine(server: Server) -> None:
     assert (dead.status_code, dead.json()["error"]["type"]) == (503, "overloaded_error")
 
 
-async def test_a_client_that_goes_away_frees_its_sequence(
-    start_server: StartServer, tokenizer: Tokenizer, over_tcp: Any
-) -> None:
+async def test_a_client_that_goes_away_frees_its_sequence(start_server: StartServer, tokenizer: Tokenizer, over_tcp: Any) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.005})
     url = await over_tcp(server)
     body = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "stream": True}

@@ -94,9 +94,7 @@ def started(*arguments: str) -> Iterator[ServerProcess]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill a rank", "SIGTERM"])
-def test_32_streams_over_two_ranks_and_their_end(
-    tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path, end: str
-) -> None:
+def test_32_streams_over_two_ranks_and_their_end(tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path, end: str) -> None:
     options = [*OPTIONS, *THREADS, "-tp", "2", "--cache-dir", str(shared_cache_dir), "--shutdown-timeout", "0.2"]
     with started(str(tiny_llama_dir), *options) as server:
         [engine] = server.engine_pids()

@@ -138,9 +138,7 @@ async def test_what_the_model_cannot_do_is_501(
         ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents", "list of texts"),
     ],
 )
-async def test_wrong_requests(
-    start_server: StartServer, path: str, body: dict[str, Any], param: str | None, message: str
-) -> None:
+async def test_wrong_requests(start_server: StartServer, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
     server = await start_server(engine={"pooling": EMBEDS})
     response = await server.http.post(path, json=body)
     assert response.status_code == 400

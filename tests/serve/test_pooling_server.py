@@ -39,9 +39,7 @@ def test_embeddings_of_a_server(tiny_llama_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_beam_search_of_a_server(tiny_llama_dir: Path) -> None:
-    server = ServerProcess(
-        str(tiny_llama_dir), *OPTIONS, "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs"
-    )
+    server = ServerProcess(str(tiny_llama_dir), *OPTIONS, "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs")
     try:
         with server.client() as http:
             body = {"prompt": TEXTS[0], "max_tokens": 5, "use_beam_search": True, "n": 3, "return_token_ids": True}

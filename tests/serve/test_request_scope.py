@@ -179,17 +179,13 @@ async def test_a_wrong_deadline_is_a_400(server: Server, given: str) -> None:
 # Keep-alive comments
 
 
-async def test_a_silent_stream_gets_comments(
-    start_server: StartServer, over_tcp: Callable[[Server], Any], tokenizer: Any
-) -> None:
+async def test_a_silent_stream_gets_comments(start_server: StartServer, over_tcp: Callable[[Server], Any], tokenizer: Any) -> None:
     server = await start_server(stream_keepalive=0.05)
     server.engine.hold.clear()
     url = await over_tcp(server)
     received = b""
     async with httpx.AsyncClient() as http:
-        async with http.stream(
-            "POST", url + "/v1/chat/completions", json=body(stream=True, ignore_eos=False)
-        ) as response:
+        async with http.stream("POST", url + "/v1/chat/completions", json=body(stream=True, ignore_eos=False)) as response:
             async for part in response.aiter_raw():
                 received += part
                 if received.count(COMMENT) == 3:
@@ -257,9 +253,7 @@ def test_throughput_line_only_under_load(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
     log._at -= 10
     tokens.prompt, tokens.generation = 1000, 500
-    stats[0] = EngineStats(
-        num_running=3, num_waiting=2, kv_cache_usage=0.5, prefix_cache_queries=800, prefix_cache_hits=200
-    )
+    stats[0] = EngineStats(num_running=3, num_waiting=2, kv_cache_usage=0.5, prefix_cache_queries=800, prefix_cache_hits=200)
     stats[1] = EngineStats(num_running=1, kv_cache_usage=0.25)
     log.write()
     [record] = caplog.records

@@ -133,9 +133,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "fields", "kinds"), CASES)
-async def test_a_stream_builds_the_whole_response(
-    start_server: StartServer, text: str, fields: dict[str, Any], kinds: list[str]
-) -> None:
+async def test_a_stream_builds_the_whole_response(start_server: StartServer, text: str, fields: dict[str, Any], kinds: list[str]) -> None:
     server = await started(start_server, text, **THINKS)
     fields = {"max_output_tokens": 400, **fields}
     response = (await send(server, **fields)).json()
@@ -175,12 +173,7 @@ async def test_items_reach_the_template(start_server: StartServer) -> None:
     items = [
         {"role": "developer", "content": "Answer in German."},
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
-        {
-            "type": "reasoning",
-            "id": "rs_1",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "I must look."}],
-        },
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I must look."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
         {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": '{"city": "Zürich"}'},
         {"type": "function_call", "call_id": "2", "name": "get_weather", "arguments": "{", "status": "incomplete"},
@@ -209,15 +202,7 @@ async def test_fields_reach_the_engine(start_server: StartServer) -> None:
     server = await started(start_server, "<think>x</think>{}", **THINKS)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
-    fields = {
-        "text": text,
-        "top_k": 3,
-        "top_p": 0.5,
-        "seed": 7,
-        "stop": ["a"],
-        "thinking_token_budget": 9,
-        "cache_salt": "s",
-    }
+    fields = {"text": text, "top_k": 3, "top_p": 0.5, "seed": 7, "stop": ["a"], "thinking_token_budget": 9, "cache_salt": "s"}
     response = (await send(server, **fields)).json()
     assert response["text"] == text
     request = server.engine.requests[-1]
@@ -263,11 +248,9 @@ async def test_fields_reach_the_engine(start_server: StartServer) -> None:
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "metadata"),
         ({"truncation": "yes"}, "truncation", "truncation"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_wrong_requests_are_a_400(
-    start_server: StartServer, fields: dict[str, Any], param: str, message: str, stream: bool
-) -> None:
+async def test_wrong_requests_are_a_400(start_server: StartServer, fields: dict[str, Any], param: str, message: str, stream: bool) -> None:
     server = await start_server(chat_template=TEMPLATE, tool_call_parser="hermes")
     response = await send(server, **{"stream": stream, **fields})
     assert response.status_code == 400, response.text
@@ -285,9 +268,7 @@ async def test_wrong_requests_are_a_400(
         ("I look.\n" + CALL, ["I look.\n"]),
     ],
 )
-async def test_logprobs_are_those_of_the_messages_tokens(
-    start_server: StartServer, text: str, messages: list[str]
-) -> None:
+async def test_logprobs_are_those_of_the_messages_tokens(start_server: StartServer, text: str, messages: list[str]) -> None:
     server = await started(start_server, text, **THINKS)
     fields = {"tools": [TOOL], "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 150}
     response = (await send(server, **fields)).json()
@@ -322,9 +303,7 @@ async def test_failures_of_the_engine(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_shutdown_is_a_failure_with_the_text_so_far(
-    start_server: StartServer, tokenizer: Tokenizer, stream: bool
-) -> None:
+async def test_a_shutdown_is_a_failure_with_the_text_so_far(start_server: StartServer, tokenizer: Tokenizer, stream: bool) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.005})
     sending = asyncio.create_task(send(server, stream=stream, ignore_eos=True, max_output_tokens=200))
     await eventually(lambda: server.engine.num_running == 1)
@@ -487,9 +466,7 @@ def test_one_key_cannot_push_out_the_responses_of_another() -> None:
     assert [number for number in range(5) if store.get(f"loud-{number}", "loud")] == [4]
 
 
-async def test_a_client_that_goes_away_frees_its_sequence(
-    start_server: StartServer, tokenizer: Tokenizer, over_tcp: Any
-) -> None:
+async def test_a_client_that_goes_away_frees_its_sequence(start_server: StartServer, tokenizer: Tokenizer, over_tcp: Any) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.005}, **STORES)
     url = await over_tcp(server)
     body = {"input": "Hi", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
@@ -512,9 +489,7 @@ async def test_openais_client_streams_and_parses(start_server: StartServer) -> N
     client = client_of(server)
     parsed = await client.responses.parse(model="test-model", input="Hi", text_format=Weather, max_output_tokens=100)
     assert parsed.output_parsed == Weather(city="Zürich")
-    async with client.responses.stream(
-        model="test-model", input="Hi", text_format=Weather, max_output_tokens=100
-    ) as stream:
+    async with client.responses.stream(model="test-model", input="Hi", text_format=Weather, max_output_tokens=100) as stream:
         kinds = [event.type async for event in stream]
         final = await stream.get_final_response()
     assert kinds[0] == "response.created"

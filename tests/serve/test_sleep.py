@@ -49,9 +49,7 @@ async def test_accepted_requests_finish_and_new_ones_are_refused(start_server: S
     assert (await server.http.get("/ready")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path", ["/sleep?level=0", "/sleep?level=3", "/sleep?level=x", "/sleep?mode=x", "/wake_up?tags=graphs"]
-)
+@pytest.mark.parametrize("path", ["/sleep?level=0", "/sleep?level=3", "/sleep?level=x", "/sleep?mode=x", "/wake_up?tags=graphs"])
 async def test_wrong_parameters_are_400(start_server: StartServer, path: str) -> None:
     server = await start_server(admin_routes=True)
     response = await server.http.post(path)
@@ -102,13 +100,7 @@ async def test_twenty_sleeps_under_load_lose_no_accepted_request(tmp_path: Path,
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120) as http:
-            body = {
-                "prompt": [5, 6, 7],
-                "max_tokens": 24,
-                "temperature": 0,
-                "return_token_ids": True,
-                "ignore_eos": True,
-            }
+            body = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
 
             async def ask() -> list[int]:
                 response = await http.post("/v1/completions", json=body)

@@ -12,9 +12,7 @@ from compile_and_serve.serve.protocol.fields import sampling_params
 
 
 def delta(num_tokens: int, drafted: int, accepted: int) -> CompletionDelta:
-    return CompletionDelta(
-        index=0, text="", token_ids=[1] * num_tokens, num_draft_tokens=drafted, num_accepted_drafts=accepted
-    )
+    return CompletionDelta(index=0, text="", token_ids=[1] * num_tokens, num_draft_tokens=drafted, num_accepted_drafts=accepted)
 
 
 def test_usage_says_which_draft_tokens_were_accepted() -> None:
@@ -34,10 +32,12 @@ def test_metrics_count_drafts_by_position() -> None:
     for total in ([3, 1], [5, 1], [5, 2]):
         metrics.observe_step(
             EngineStats(
-                spec_decode_num_drafts=7, spec_decode_num_draft_tokens=14, spec_decode_num_accepted_tokens=sum(total),
+                spec_decode_num_drafts=7,
+                spec_decode_num_draft_tokens=14,
+                spec_decode_num_accepted_tokens=sum(total),
                 spec_decode_num_accepted_tokens_per_pos=total,
             )
-        )  # fmt: skip
+        )
     text = metrics.render().decode()
     for line in (
         'cas:spec_decode_num_drafts_total{model_name="m"} 7.0',
@@ -56,9 +56,7 @@ def test_a_request_may_opt_out() -> None:
 
 
 def test_bench_reports_acceptance() -> None:
-    trace = RequestTrace(
-        sent=0.0, prompt_tokens=1, times=[1.0, 2.0], output_tokens=5, draft_tokens=8, accepted_tokens=2
-    )
+    trace = RequestTrace(sent=0.0, prompt_tokens=1, times=[1.0, 2.0], output_tokens=5, draft_tokens=8, accepted_tokens=2)
     assert summarize([trace], 2.0)["acceptance_rate"] == 0.25
     plain = RequestTrace(sent=0.0, prompt_tokens=1, times=[1.0, 2.0], output_tokens=5)
     assert "draft_tokens" not in summarize([plain], 2.0)

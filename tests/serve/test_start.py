@@ -25,9 +25,7 @@ class Client:
     """A client of an engine that starts at once."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.info = EngineInfo(
-            max_model_len=64, vocab_size=vocab_size, num_kv_blocks=8, block_size=16, dtype="float32", device="cpu"
-        )
+        self.info = EngineInfo(max_model_len=64, vocab_size=vocab_size, num_kv_blocks=8, block_size=16, dtype="float32", device="cpu")
         self.is_stopped = False
 
     async def start(self) -> EngineInfo:
@@ -69,9 +67,7 @@ async def test_end_of_sequence_id_outside_the_vocabulary(model_dir: Path, templa
     assert client.is_stopped
 
 
-async def test_a_missing_tool_parser_is_reported_before_the_engine_has_started(
-    model_dir: Path, templates: TemplatePool
-) -> None:
+async def test_a_missing_tool_parser_is_reported_before_the_engine_has_started(model_dir: Path, templates: TemplatePool) -> None:
     settings = ServerSettings(served_model_names=("m",), enable_auto_tool_choice=True)
     client = Client(vocab_size=320)
     client.start = asyncio.Event().wait  # type: ignore[assignment]  # never starts
@@ -80,9 +76,7 @@ async def test_a_missing_tool_parser_is_reported_before_the_engine_has_started(
     assert client.is_stopped
 
 
-async def test_a_unix_socket_that_was_replaced_meanwhile(
-    model_dir: Path, templates: TemplatePool, short_dir: Path
-) -> None:
+async def test_a_unix_socket_that_was_replaced_meanwhile(model_dir: Path, templates: TemplatePool, short_dir: Path) -> None:
     path = short_dir / "api.sock"
     settings = ServerSettings(served_model_names=("m",), uds=path)
     client = Client(vocab_size=320)

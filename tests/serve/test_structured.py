@@ -40,10 +40,8 @@ def grammar_of(server: Server) -> list[dict[str, Any]]:
         ({"structured_outputs": {"grammar": 'root ::= "abc"'}}, "abc"),
         ({"structured_outputs": {"structural_tag": '{"format": {"type": "regex", "pattern": "x+"}}'}}, "x+"),
     ],
-)  # fmt: skip
-async def test_forms_reach_the_engine_as_grammars(
-    server: Server, fields: dict[str, Any], expected: str, stream: bool
-) -> None:
+)
+async def test_forms_reach_the_engine_as_grammars(server: Server, fields: dict[str, Any], expected: str, stream: bool) -> None:
     for send in (server.chat, server.complete):
         answer = await send(**fields, stream=stream)
         assert answer.status_code == 200, answer.text
@@ -61,7 +59,8 @@ async def test_text_is_free(server: Server) -> None:
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WRONG}}},
-            "response_format", "$.properties.a.contains",
+            "response_format",
+            "$.properties.a.contains",
         ),
         ({"structured_outputs": {"json": WRONG}}, "structured_outputs", "$.properties.a.contains"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
@@ -75,13 +74,14 @@ async def test_text_is_free(server: Server) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema", "must be a JSON schema",
+            "response_format.json_schema.schema",
+            "must be a JSON schema",
         ),
         ({"response_format": {"type": "structural_tag", "format": {"type": "foo"}}}, "response_format", "$.format.type"),
         ({"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
         ({"structured_outputs": {"json": {"enum": ["x" * (2 << 20)]}}}, "structured_outputs", "at most 1048576 characters"),
     ],
-)  # fmt: skip
+)
 async def test_wrong_forms_are_a_400_that_names_the_place(
     server: Server, fields: dict[str, Any], param: str, says: str, stream: bool
 ) -> None:
@@ -91,13 +91,7 @@ async def test_wrong_forms_are_a_400_that_names_the_place(
 
 
 async def test_deep_schemas_are_a_400(server: Server) -> None:
-    body = (
-        b'{"prompt": "x", "structured_outputs": {"json": '
-        + b'{"properties": {"a": ' * 200
-        + b"{}"
-        + b"}}" * 200
-        + b"}}"
-    )
+    body = b'{"prompt": "x", "structured_outputs": {"json": ' + b'{"properties": {"a": ' * 200 + b"{}" + b"}}" * 200 + b"}}"
     answer = await server.http.post("/v1/completions", content=body)
     assert answer.status_code == 400, answer.text
 

@@ -91,9 +91,7 @@ async def test_parallel_tool_calls_false_keeps_the_first(start_server: StartServ
     server = await started(start_server, CALL + CALL)
     answer = (await server.chat(tools=[TOOL], parallel_tool_calls=False, max_tokens=400)).json()
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
-    _, _, calls, _ = streamed(
-        (await server.chat(tools=[TOOL], parallel_tool_calls=False, stream=True, max_tokens=400)).text
-    )
+    _, _, calls, _ = streamed((await server.chat(tools=[TOOL], parallel_tool_calls=False, stream=True, max_tokens=400)).text)
     assert list(calls) == [0]
 
 
@@ -106,11 +104,7 @@ async def test_malformed_and_unfinished_calls_are_content(start_server: StartSer
             content, _, calls, finish = streamed(response.text)
         else:
             choice = response.json()["choices"][0]
-            content, calls, finish = (
-                choice["message"]["content"],
-                choice["message"]["tool_calls"],
-                choice["finish_reason"],
-            )
+            content, calls, finish = (choice["message"]["content"], choice["message"]["tool_calls"], choice["finish_reason"])
         assert (content, len(calls), finish) == (text, 0, "stop")
     server = await started(start_server, CALL)
     choice = (await server.chat(tools=[TOOL], max_tokens=60)).json()["choices"][0]
@@ -210,9 +204,7 @@ async def test_forced_calls_need_no_parser(start_server: StartServer) -> None:
     assert "user: <tool_response>\nnoon\n</tool_response>" in prompt
 
 
-@pytest.mark.parametrize(
-    "parser", ["hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek_v3", "pythonic", "granite", "phi4"]
-)
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek_v3", "pythonic", "granite", "phi4"])
 async def test_grammar_of_every_format_compiles(start_server: StartServer, parser: str) -> None:
     server = await started(start_server, CALL, tool_call_parser=parser)
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
@@ -267,9 +259,7 @@ async def test_auto_without_a_parser_is_a_400(server: Server) -> None:
         response = await server.chat(tools=[TOOL], **fields)
         assert response.status_code == 400
         assert "--tool-call-parser NAME" in response.json()["error"]["message"]
-    tokens = await server.http.post(
-        "/tokenize", json={"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
-    )
+    tokens = await server.http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]})
     assert tokens.status_code == 200
 
 
@@ -291,9 +281,7 @@ async def test_openai_sdk_reads_the_stream(start_server: StartServer, over_tcp: 
     async with openai.AsyncOpenAI(base_url=await over_tcp(server) + "/v1", api_key="none", max_retries=0) as client:
         tool: Any = {**TOOL, "function": {**TOOL["function"], "strict": False}}  # type: ignore[dict-item]
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
-        async with client.chat.completions.stream(
-            model="alias", messages=messages, tools=[tool], max_tokens=100
-        ) as stream:
+        async with client.chat.completions.stream(model="alias", messages=messages, tools=[tool], max_tokens=100) as stream:
             kinds = [event.type async for event in stream]
             final = await stream.get_final_completion()
     assert "tool_calls.function.arguments.delta" in kinds

@@ -47,11 +47,18 @@ async def test_tokenize_of_messages_is_the_chat_prompt(server: Server) -> None:
     assert answer["tokens"] == server.engine.requests[0].prompt_token_ids
 
 
-@pytest.mark.parametrize("path,body", [
-    ("/tokenize", {}), ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"prompt": "\ud800"}),
-    ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": ["x"]}),
-    ("/detokenize", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path,body",
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": []}),
+        ("/tokenize", {"prompt": "\ud800"}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": ["x"]}),
+        ("/detokenize", {}),
+    ],
+)
 async def test_invalid_tokenize_requests_are_400(server: Server, path: str, body: dict[str, object]) -> None:
     response = await server.http.post(path, content=json.dumps(body))
     assert response.status_code == 400, response.text
@@ -88,10 +95,7 @@ async def test_health_names_passes_that_failed_their_verification(server: Server
     server.engine.info.compile_report["failed_passes.fuse_linears"] = "relative error 0.3 at fused_linear"
     response = await server.http.get("/health")
     assert response.status_code == 200
-    assert response.json() == {
-        "status": "ok",
-        "failed_passes": {"fuse_linears": "relative error 0.3 at fused_linear"},
-    }
+    assert response.json() == {"status": "ok", "failed_passes": {"fuse_linears": "relative error 0.3 at fused_linear"}}
 
 
 async def test_metrics_count_the_sites_of_passes(server: Server) -> None:
@@ -122,9 +126,7 @@ def metrics_in(text: str) -> Callable[..., float]:
     return value
 
 
-async def test_metrics_count_scored_prompts_and_aborted_sequences(
-    start_server: StartServer, tokenizer: Tokenizer
-) -> None:
+async def test_metrics_count_scored_prompts_and_aborted_sequences(start_server: StartServer, tokenizer: Tokenizer) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.001})
     await server.complete(prompt=[5] * 20, echo=True, logprobs=0, max_tokens=0)
     value = metrics_in((await server.http.get("/metrics")).text)
@@ -261,6 +263,4 @@ async def test_cors_headers_are_on_answers_and_on_a_401(start_server: StartServe
     assert response.headers["access-control-allow-origin"] == "https://app.example"
     preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     assert (await server.http.options("/v1/completions", headers=preflight)).status_code == 200
-    assert (
-        "access-control-allow-origin" not in (await server.http.get("/health", headers={"Origin": "https://x"})).headers
-    )
+    assert "access-control-allow-origin" not in (await server.http.get("/health", headers={"Origin": "https://x"})).headers

@@ -18,9 +18,16 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def write_adapter(
-    folder: Path, model: Path, rank: int, *, targets: Iterable[str] = ALL, alpha: float = 8.0, seed: int = 0, size: float = 0.5,
+    folder: Path,
+    model: Path,
+    rank: int,
+    *,
+    targets: Iterable[str] = ALL,
+    alpha: float = 8.0,
+    seed: int = 0,
+    size: float = 0.5,
     **config: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """An adapter of a checkpoint's linears and embedding whose names end in `targets`. config: further entries of adapter_config.json.
 
     size: about how large B A x is, beside x, before it is scaled.
@@ -42,9 +49,7 @@ def write_adapter(
         form = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         tensors |= {f"base_model.model.{module}.{form.format(x)}": t for x, t in (("A", a_RI), ("B", b_OR))}
     save_file(tensors, folder / "adapter_model.safetensors")
-    given = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets), "bias": "none", **config,
-    }  # fmt: skip
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets), "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(given))
     return folder
 
@@ -58,9 +63,7 @@ def merge(model: Any, adapter: Path) -> Any:
             continue
         module = re.sub(r"^base_model\.model\.|\.lora_(A\.weight|embedding_A)$", "", name)
         b_OR = tensors[re.sub(r"(lora_|embedding_)A", r"\1B", name)]
-        alpha = next(
-            (a for key, a in config.get("alpha_pattern", {}).items() if module.endswith(key)), config["lora_alpha"]
-        )
+        alpha = next((a for key, a in config.get("alpha_pattern", {}).items() if module.endswith(key)), config["lora_alpha"])
         rank = a_RI.shape[0]
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         change = scale * (b_OR @ a_RI)

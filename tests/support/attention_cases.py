@@ -10,12 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import (
-    PLAIN_SCORES,
-    AttentionBackend,
-    AttentionMetadata,
-    Scores,
-)
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.step import SCALE_BYTES
 
@@ -86,10 +81,14 @@ def not_causal(metadata: AttentionMetadata) -> AttentionMetadata:
     """The batch, in which each new token reads all tokens of its sequence."""
     counts = metadata.query_start_loc.diff()
     return replace(
-        metadata, query_start_loc=torch.arange(metadata.num_tokens + 1, dtype=torch.int32),
-        seq_lens=metadata.seq_lens.repeat_interleave(counts), block_table=metadata.block_table.repeat_interleave(counts, dim=0),
-        num_seqs=metadata.num_tokens, max_query_len=1, is_causal=False,
-    )  # fmt: skip
+        metadata,
+        query_start_loc=torch.arange(metadata.num_tokens + 1, dtype=torch.int32),
+        seq_lens=metadata.seq_lens.repeat_interleave(counts),
+        block_table=metadata.block_table.repeat_interleave(counts, dim=0),
+        num_seqs=metadata.num_tokens,
+        max_query_len=1,
+        is_causal=False,
+    )
 
 
 def without_sequences(metadata: AttentionMetadata) -> AttentionMetadata:
@@ -105,11 +104,7 @@ def first_visible(position: int, window: int | None, chunked: bool) -> int:
 
 
 def dense_attention(
-    q_THE: torch.Tensor,
-    kv_cache: torch.Tensor,
-    scale: float,
-    metadata: AttentionMetadata,
-    scores: Scores = PLAIN_SCORES,
+    q_THE: torch.Tensor, kv_cache: torch.Tensor, scale: float, metadata: AttentionMetadata, scores: Scores = PLAIN_SCORES
 ) -> torch.Tensor:
     """float64 attention over a cache that already holds this step's keys and values. → [num_tokens, H, E]"""
     size, group = kv_cache.shape[3], q_THE.shape[1] // kv_cache.shape[2]

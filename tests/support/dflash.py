@@ -27,18 +27,24 @@ def shapes() -> dict[str, tuple[int, ...]]:
     for i in range(LAYERS):
         layer, attention = f"layers.{i}", f"layers.{i}.self_attn"
         found |= {
-            f"{attention}.q_proj.weight": (H * E, D), f"{attention}.k_proj.weight": (KV_HEADS * E, D),
-            f"{attention}.v_proj.weight": (KV_HEADS * E, D), f"{attention}.o_proj.weight": (D, H * E),
-            f"{attention}.q_norm.weight": (E,), f"{attention}.k_norm.weight": (E,), f"{layer}.input_layernorm.weight": (D,),
-            f"{layer}.post_attention_layernorm.weight": (D,), f"{layer}.mlp.gate_proj.weight": (96, D),
-            f"{layer}.mlp.up_proj.weight": (96, D), f"{layer}.mlp.down_proj.weight": (D, 96),
-        }  # fmt: skip
+            f"{attention}.q_proj.weight": (H * E, D),
+            f"{attention}.k_proj.weight": (KV_HEADS * E, D),
+            f"{attention}.v_proj.weight": (KV_HEADS * E, D),
+            f"{attention}.o_proj.weight": (D, H * E),
+            f"{attention}.q_norm.weight": (E,),
+            f"{attention}.k_norm.weight": (E,),
+            f"{layer}.input_layernorm.weight": (D,),
+            f"{layer}.post_attention_layernorm.weight": (D,),
+            f"{layer}.mlp.gate_proj.weight": (96, D),
+            f"{layer}.mlp.up_proj.weight": (96, D),
+            f"{layer}.mlp.down_proj.weight": (D, 96),
+        }
     return found
 
 
 def drafts(
     tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor, head: torch.Tensor, hidden_CF: torch.Tensor, last: int, count: int
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The drafts behind the token `last`. embedding, head: the target's. hidden_CF: the target's hidden states of the tokens before."""
     context_CD = norm(F.linear(hidden_CF, tensors["fc.weight"]), tensors["hidden_norm.weight"])
     x_BD = embedding[torch.tensor([last] + [MASK] * count)]

@@ -54,9 +54,7 @@ def draft_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: next(steps) % 9 < 6)
 
 
-def _all_that_fit(
-    self: Payoff, num_seqs: int, drafted: Mapping[str, tuple[int, float]], max_tokens: int
-) -> dict[str, int]:
+def _all_that_fit(self: Payoff, num_seqs: int, drafted: Mapping[str, tuple[int, float]], max_tokens: int) -> dict[str, int]:
     lengths: dict[str, int] = {}
     for name, (count, _) in drafted.items():
         if max_tokens > 0:
@@ -67,7 +65,7 @@ def _all_that_fit(
 
 def use_oracle(
     monkeypatch: pytest.MonkeyPatch, requests: Sequence[EngineRequest], answers: Mapping[str, Sequence[int]], vocab_size: int
-) -> OracleDrafter:  # fmt: skip
+) -> OracleDrafter:
     """Engines that are made from now on draft the answers, with errors, and check all of it."""
     check_every_draft(monkeypatch)
     drafter = OracleDrafter(answers, vocab_size)
@@ -88,15 +86,17 @@ def use_fake_graphs(
         config: Any, spec: Any, plans: list[Any], backends: Any, drafter_backends: Any, device: Any, *, logs: bool
     ) -> GraphRunners:
         stats, fake, sizes = GraphStats(), FakeDevice(), (1, 2, 4, 8)
-        given: dict[str, Any] = {
-            "mode": "full", "backends": [], "device": fake, "decode_head": begin_step, "stats": stats,
-        }  # fmt: skip
+        given: dict[str, Any] = {"mode": "full", "backends": [], "device": fake, "decode_head": begin_step, "stats": stats}
         # Sampling stays outside: Triton's kernels would run in the interpreter.
         runner = CudaGraphRunner(plans[0], sizes=(8,), max_num_seqs=8, **given)
         drafted = CudaGraphRunner(
-            plans[0], sizes=sizes, max_num_seqs=max_drafted_seqs, query_len=1 + num_drafts,
-            decode_tail=_take_likeliest if samples_greedily else None, **given,
-        )  # fmt: skip
+            plans[0],
+            sizes=sizes,
+            max_num_seqs=max_drafted_seqs,
+            query_len=1 + num_drafts,
+            decode_tail=_take_likeliest if samples_greedily else None,
+            **given,
+        )
         drafter = None if drafter_backends is None else WorkGraphs(sizes, fake, stats, "draft")
         made.append(GraphRunners([runner], drafted, drafter, has_draft_model=drafter is not None))
         return made[-1]

@@ -32,9 +32,12 @@ def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED)
     graphs = {"sizes": [1, 2, 4], "full_graphs": 2, "used_bytes": 3 << 20}
     memory = {"total": 80, "others": 1, "weights": 15, "largest_step": 2, "sampling": 0.5, "graphs": 0.25}
     facts = {
-        "attention_backend": "torch", "kv_cache_tokens": 512, "kv_cache_bytes": 1 << 20, "block_size": 16,
+        "attention_backend": "torch",
+        "kv_cache_tokens": 512,
+        "kv_cache_bytes": 1 << 20,
+        "block_size": 16,
         "memory": {name: int(gib * 2**30) for name, gib in memory.items()},
-    }  # fmt: skip
+    }
     add_to_report(folder, "engine", facts | {"cudagraphs": graphs})  # as an engine on CUDA does
     return folder
 

@@ -44,21 +44,31 @@ def write_tiny_model(folder: Path) -> Path:
 def tiny_config(folder: Path, **options: Any) -> EngineConfig:
     """Engine options for that folder; float32 and, on one rank, eager unless said otherwise."""
     eager = options.get("tensor_parallel_size", 1) == 1
-    defaults = {"load_format": "dummy", "dtype": "float32", "enforce_eager": eager, "device": "cpu", "block_size": 4,
-                "max_num_seqs": 32, "num_kv_blocks": 2048, "num_threads": 1}  # fmt: skip
+    defaults = {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "enforce_eager": eager,
+        "device": "cpu",
+        "block_size": 4,
+        "max_num_seqs": 32,
+        "num_kv_blocks": 2048,
+        "num_threads": 1,
+    }
     return make_engine_config(str(folder), **(defaults | options))
 
 
 def request(
-    request_id: str, prompt: Sequence[int], *, stop_token_ids: Sequence[int] = (), eos_token_ids: Sequence[int] = (),
-    **params: Any,
-) -> EngineRequest:  # fmt: skip
+    request_id: str, prompt: Sequence[int], *, stop_token_ids: Sequence[int] = (), eos_token_ids: Sequence[int] = (), **params: Any
+) -> EngineRequest:
     """A request; greedy for 16 tokens unless `params` say otherwise."""
     sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=list(prompt), sampling_params=sampling,
-        stop_token_ids=list(stop_token_ids), eos_token_ids=list(eos_token_ids),
-    )  # fmt: skip
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=sampling,
+        stop_token_ids=list(stop_token_ids),
+        eos_token_ids=list(eos_token_ids),
+    )
 
 
 def run_requests(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[RequestOutput]]:

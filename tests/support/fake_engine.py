@@ -50,13 +50,7 @@ class FakeEngineClient:
             dtype="float32",
             device="cpu",
             max_in_flight=max_in_flight,
-            compile_report={
-                "stages.capture": 1.0,
-                "stages.compile": 0.5,
-                "distinct_pieces": 3,
-                "pieces": 31,
-                "artifact": "hit",
-            },
+            compile_report={"stages.capture": 1.0, "stages.compile": 0.5, "distinct_pieces": 3, "pieces": 31, "artifact": "hit"},
             pooling=pooling,
             max_logprobs=max_logprobs,
         )
@@ -93,9 +87,7 @@ class FakeEngineClient:
     def _add(self, request: EngineRequest) -> None:
         self.requests.append(request)
         if self.info.max_in_flight is not None and len(self._running) >= self.info.max_in_flight:
-            full = RequestOutput(
-                request_id=request.request_id, finish_reason="error", error="Full.", error_kind="overloaded"
-            )
+            full = RequestOutput(request_id=request.request_id, finish_reason="error", error="Full.", error_kind="overloaded")
             self._refused.append(full)
             return
         self._running[request.request_id] = (request, list(self.script(request)), 0)
@@ -157,9 +149,7 @@ class FakeEngineClient:
         output = RequestOutput(request_id=request_id)
         if self.fail_requests is not None:
             del self._running[request_id]
-            return RequestOutput(
-                request_id=request_id, finish_reason="error", error=self.fail_requests, error_kind=self.fail_kind
-            )
+            return RequestOutput(request_id=request_id, finish_reason="error", error=self.fail_requests, error_kind=self.fail_kind)
         if position == 0:
             output.queue_seconds, output.prefill_seconds = 0.01, 0.02
             output.num_cached_tokens = len(request.prompt_token_ids) // 2

@@ -30,13 +30,7 @@ from typing import TYPE_CHECKING, Any
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE
 from compile_and_serve.runtime.engine.process import BOOT_CODE as ENGINE_CODE
-from compile_and_serve.runtime.scheduler.step_messages import (
-    ModelRunnerOutput,
-    PagedGroup,
-    SchedulerOutput,
-    WorkerInfo,
-    WorkerStats,
-)
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, PagedGroup, SchedulerOutput, WorkerInfo, WorkerStats
 
 if TYPE_CHECKING:
     import pytest
@@ -44,8 +38,7 @@ if TYPE_CHECKING:
 ORDERS = "fake-worker.json"
 _FAKE = "import tests.support.fake_worker\ntests.support.fake_worker.install()\n"
 FAKE_BOOT_CODE = BOOT_CODE.replace(
-    "from compile_and_serve.runtime.distributed.rank_process",
-    _FAKE + "from compile_and_serve.runtime.distributed.rank_process",
+    "from compile_and_serve.runtime.distributed.rank_process", _FAKE + "from compile_and_serve.runtime.distributed.rank_process"
 )
 FAKE_ENGINE_CODE = ENGINE_CODE.replace(
     "from compile_and_serve.runtime.engine.process",
@@ -69,9 +62,9 @@ def give_orders(model_dir: Path, **orders: Any) -> None:
 
 def install() -> None:
     """Replace, in this process, the worker and the counter of collectives that `rank_process` imports."""
-    sys.modules["compile_and_serve.runtime.runner.worker"] = sys.modules[
-        "compile_and_serve.custom_ops.collectives.collectives"
-    ] = sys.modules[__name__]
+    sys.modules["compile_and_serve.runtime.runner.worker"] = sys.modules["compile_and_serve.custom_ops.collectives.collectives"] = (
+        sys.modules[__name__]
+    )
 
 
 _num_entered = 0
@@ -105,15 +98,20 @@ class Worker:
         self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None)
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
-            (Path(folder) / f"{self._replica}-{rank.index}").write_text(
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {rank.device_index}"
-            )
+            (Path(folder) / f"{self._replica}-{rank.index}").write_text(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {rank.device_index}")
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
         self.info = WorkerInfo(
-            num_blocks=100 - 10 * rank.index, is_asynchronous=is_gpu, has_idle_tasks=is_gpu, device="fake",
-            dtype="float32", max_model_len=256, vocab_size=320, groups=[PagedGroup(block_size=config.cache.block_size)], compile_report={},
-        )  # fmt: skip
+            num_blocks=100 - 10 * rank.index,
+            is_asynchronous=is_gpu,
+            has_idle_tasks=is_gpu,
+            device="fake",
+            dtype="float32",
+            max_model_len=256,
+            vocab_size=320,
+            groups=[PagedGroup(block_size=config.cache.block_size)],
+            compile_report={},
+        )
 
     def start(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -131,9 +129,7 @@ class Worker:
         is_third = scheduled.step == 3
         if is_third:
             self._obey("step")
-        return FakeStep(
-            scheduled.step, list(scheduled.num_scheduled_tokens), lambda: self._obey("result") if is_third else None
-        )
+        return FakeStep(scheduled.step, list(scheduled.num_scheduled_tokens), lambda: self._obey("result") if is_third else None)
 
     def idle(self, *, requests_wait: bool = False) -> bool:
         self._note("capture" if requests_wait else "idle")

@@ -29,9 +29,7 @@ def low_first(codes_OI: torch.Tensor) -> torch.Tensor:
     return (codes_OI[:, 0::2] | codes_OI[:, 1::2] << 4).to(torch.uint8)
 
 
-def float4_linear(
-    name: str, weight_OI: torch.Tensor, config: dict[str, Any], _: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def float4_linear(name: str, weight_OI: torch.Tensor, config: dict[str, Any], _: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors of one linear, and its dequantized weight in float32."""
     weight = weight_OI.float()
     match config["quant_method"]:
@@ -92,8 +90,10 @@ def bitsandbytes(weight: torch.Tensor, kind: str, double: bool) -> tuple[dict[st
         levels = nearest(padded / nested_absmax[:, None], tuple(nested_map.tolist()))
         absmax = (nested_map[levels] * nested_absmax[:, None]).flatten()[: absmax.numel()] + offset
         stored = {
-            "absmax": levels.flatten()[: absmax.numel()].to(torch.uint8), "nested_absmax": nested_absmax, "nested_quant_map": nested_map,
-        }  # fmt: skip
+            "absmax": levels.flatten()[: absmax.numel()].to(torch.uint8),
+            "nested_absmax": nested_absmax,
+            "nested_quant_map": nested_map,
+        }
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
     codes = nearest(blocks / absmax[:, None], table)
     plain = (quant_map[codes] * absmax[:, None]).reshape(weight.shape)

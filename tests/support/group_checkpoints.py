@@ -84,9 +84,7 @@ def packed_linear(
     if method == "awq" or config.get("packing_format", "").endswith("awq"):
         tensors = {"qweight": awq_words(codes_OI.T), "qzeros": awq_words(zero_OG.T), "scales": scale.T}
     elif method == "compressed-tensors":
-        tensors = {
-            "weight_packed": stream_rows(codes_OI, bits), "weight_scale": scale, "weight_shape": np.array(weight_OI.shape),
-        }  # fmt: skip
+        tensors = {"weight_packed": stream_rows(codes_OI, bits), "weight_scale": scale, "weight_shape": np.array(weight_OI.shape)}
         if not symmetric:
             tensors["weight_zero_point"] = stream_rows(zero_OG.T, bits).T
         if weights.get("actorder") == "group":
@@ -94,9 +92,11 @@ def packed_linear(
     else:
         stored = zero_OG if config.get("checkpoint_format") == "gptq_v2" else (zero_OG - 1) % (1 << bits)
         tensors = {
-            "qweight": stream_rows(codes_OI, bits).T, "qzeros": stream_rows(stored.T, bits), "scales": scale.T,
+            "qweight": stream_rows(codes_OI, bits).T,
+            "qzeros": stream_rows(stored.T, bits),
+            "scales": scale.T,
             "g_idx": groups_I.int(),
-        }  # fmt: skip
+        }
     return {f"{name}.{leaf}": torch.as_tensor(np.ascontiguousarray(value)) for leaf, value in tensors.items()}, plain
 
 

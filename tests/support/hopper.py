@@ -35,9 +35,7 @@ def run_script(script: str, folder: Path) -> Any:
     return json.loads(done.stdout)
 
 
-def compiled(
-    kernel: Any, constants: Mapping[str, Any], type_of: Callable[[str], str], num_warps: int, **options: Any
-) -> Any:
+def compiled(kernel: Any, constants: Mapping[str, Any], type_of: Callable[[str], str], num_warps: int, **options: Any) -> Any:
     """For use in such a program: Triton's compiled kernel, with its texts in `asm`.
 
     constants: values of constexprs, None for absent pointers; unknown names are ignored. type_of: the type of every other argument.

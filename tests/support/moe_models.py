@@ -8,14 +8,7 @@ from typing import Any
 from tests.support.transformers_models import SIZES, write_random_model
 
 _QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 16,
-    "beta_slow": 1,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 1}
 _LATENT = {
     "head_dim": None,
     "num_key_value_heads": 4,
@@ -32,12 +25,7 @@ _LATENT = {
 }
 # Changes to `SIZES`, where None removes one, and other settings.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "MixtralForCausalLM": {
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 48,
-        "sliding_window": None,
-    },
+    "MixtralForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": None},
     "Qwen2MoeForCausalLM": {**_QWEN, "shared_expert_intermediate_size": 80, "norm_topk_prob": False, "head_dim": None},
     "Qwen3MoeForCausalLM": {**_QWEN, "norm_topk_prob": True},
     "OlmoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": None},

@@ -19,11 +19,7 @@ from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
-from compile_and_serve.runtime.scheduler.step_messages import (
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 VOCAB, BLOCK, MAX_LEN = 97, 4, 64
 
@@ -51,9 +47,7 @@ class PagedModel:
     calls: list[tuple[int, int]] = field(default_factory=list)
 
     def __call__(self, step: Step) -> dict[str, torch.Tensor]:
-        input_ids, positions, logits_indices = (
-            step.inputs[name] for name in ("input_ids", "positions", "logits_indices")
-        )
+        input_ids, positions, logits_indices = (step.inputs[name] for name in ("input_ids", "positions", "logits_indices"))
         metadata = step.metadata[KV_CACHES]
         lengths = metadata.seq_lens.tolist()
         if self.in_graph and metadata.max_query_len == 1:
@@ -74,9 +68,7 @@ class PagedModel:
         query_lens = np.diff(starts[: metadata.num_seqs + 1])
         assert metadata.max_query_len == query_lens.max(initial=1 if self.in_graph else 0)
         for s in range(metadata.num_seqs):
-            sequence = [
-                self.cache[int(metadata.block_table[s, i // BLOCK]) * BLOCK + i % BLOCK] for i in range(lengths[s])
-            ]
+            sequence = [self.cache[int(metadata.block_table[s, i // BLOCK]) * BLOCK + i % BLOCK] for i in range(lengths[s])]
             first = lengths[s] - int(query_lens[s])
             assert positions[starts[s] : starts[s + 1]].tolist() == list(range(first, lengths[s]))
             for i in range(int(query_lens[s])):
@@ -105,34 +97,45 @@ class Capturable:
     def plan(self, metadata: AttentionMetadata) -> None: ...
 
 
-def make_runner(
-    model: PagedModel | CudaGraphRunner, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8
-) -> ModelRunner:
+def make_runner(model: PagedModel | CudaGraphRunner, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8) -> ModelRunner:
     spec = ModelSpec(
-        module=torch.nn.Module(), config={}, state=(full_attention([KVCacheSpec(num_kv_heads=1, head_dim=2)]),),
-        vocab_size=VOCAB, max_model_len=MAX_LEN,
-    )  # fmt: skip
+        module=torch.nn.Module(),
+        config={},
+        state=(full_attention([KVCacheSpec(num_kv_heads=1, head_dim=2)]),),
+        vocab_size=VOCAB,
+        max_model_len=MAX_LEN,
+    )
     config = EngineConfig(
-        model=ModelConfig(model="m", path=Path("m")), cache=CacheConfig(block_size=BLOCK),
+        model=ModelConfig(model="m", path=Path("m")),
+        cache=CacheConfig(block_size=BLOCK),
         scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
-    )  # fmt: skip
+    )
     steps = model if isinstance(model, CudaGraphRunner) else PaddingRunner(model)
     backends = {KV_CACHES: TorchAttention()}
     return ModelRunner(config, spec, steps, backends, torch.device("cpu"), torch.float32, num_blocks)
 
 
 def run_schedule(
-    runner: ModelRunner, requests: list[EngineRequest], *, num_blocks: int, budget: int, seqs: int, depth: int, late: int,
+    runner: ModelRunner,
+    requests: list[EngineRequest],
+    *,
+    num_blocks: int,
+    budget: int,
+    seqs: int,
+    depth: int,
+    late: int,
     reads_at_once: bool = False,
-) -> tuple[dict[str, list[int]], Scheduler]:  # fmt: skip
+) -> tuple[dict[str, list[int]], Scheduler]:
     """All requests through a real scheduler, `late` of them only after a few steps, `depth` steps in flight.
 
     reads_at_once: a step's result is read before the next is launched, though the scheduler hears of it later. A GPU copies it away.
     """
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget), CacheConfig(block_size=BLOCK),
-        num_blocks=num_blocks, max_model_len=MAX_LEN,
-    )  # fmt: skip
+        SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
+        CacheConfig(block_size=BLOCK),
+        num_blocks=num_blocks,
+        max_model_len=MAX_LEN,
+    )
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests[: len(requests) - late]:
         scheduler.add_request(request)
@@ -164,13 +167,16 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
 def new_request(request_id: str, tokens: list[int], blocks: list[int], **params: object) -> NewRequestData:
     given = {"temperature": 0.0} | params
     return NewRequestData(
-        request_id=request_id, token_ids=tokens, num_prompt_tokens=len(tokens), stop_token_ids=[], block_ids=[blocks],
-        sampling_params=SamplingParams(**given), num_computed_tokens=0,
-    )  # fmt: skip
+        request_id=request_id,
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        stop_token_ids=[],
+        block_ids=[blocks],
+        sampling_params=SamplingParams(**given),
+        num_computed_tokens=0,
+    )
 
 
 def step(number: int, counts: dict[str, int], **fields: object) -> SchedulerOutput:
     parts = {"new_requests": [], "cached_requests": [], "finished_request_ids": []} | fields
-    return SchedulerOutput(
-        step=number, num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), **parts
-    )
+    return SchedulerOutput(step=number, num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), **parts)

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from compile_and_serve.custom_ops.quantization import (
-    LARGEST,
-    block_scales,
-    dequantize_weight,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import LARGEST, block_scales, dequantize_weight, quantize_weight, row_scales
 
 
 def compressed_tensors_config(
-    kind: str, weights: str, activations: str | None, *, bits: int = 8, symmetric: bool = True,
-    block: list[int] | None = None, file_format: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    kind: str,
+    weights: str,
+    activations: str | None,
+    *,
+    bits: int = 8,
+    symmetric: bool = True,
+    block: list[int] | None = None,
+    file_format: str | None = None,
+) -> dict[str, Any]:
     """weights: "tensor", "channel" or "block"; activations: "token", "group", "static" or None (weight-only)."""
     weight = {"num_bits": bits, "type": kind, "strategy": weights, "symmetric": symmetric, "dynamic": False}
     if weights == "block":

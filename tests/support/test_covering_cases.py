@@ -28,9 +28,7 @@ def test_every_three_values_are_covered_by_few_cases() -> None:
     cases = [dict(zip("abcd", values, strict=True)) for values in product(range(6), range(5), range(5), range(3))]
     chosen = [cases[i] for i in covering_cases(cases, 3)]
     for names in combinations("abcd", 3):
-        assert len({tuple(c[name] for name in names) for c in chosen}) == len(
-            {tuple(c[name] for name in names) for c in cases}
-        )
+        assert len({tuple(c[name] for name in names) for c in chosen}) == len({tuple(c[name] for name in names) for c in cases})
     assert len(chosen) < 200
 
 

@@ -14,16 +14,7 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
-from compile_and_serve.custom_ops.step import (
-    DECODER_INPUTS,
-    KV_CACHES,
-    LOGITS,
-    KVCacheSpec,
-    LatentCacheSpec,
-    StateGroup,
-    Step,
-    running,
-)
+from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, LatentCacheSpec, StateGroup, Step, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 
@@ -50,9 +41,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", layers: int = 2, **chang
     }
 
 
-def tiny_spec(
-    architecture: str = "LlamaForCausalLM", layers: int = 2, dtype: torch.dtype = torch.float32, **changes: Any
-) -> ModelSpec:
+def tiny_spec(architecture: str = "LlamaForCausalLM", layers: int = 2, dtype: torch.dtype = torch.float32, **changes: Any) -> ModelSpec:
     return build_model(tiny_config(architecture, layers, **changes), dtype=dtype)
 
 
@@ -68,25 +57,27 @@ def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
     model.finish_loading()
 
 
-def caches(
-    spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1
-) -> dict[str, torch.Tensor]:
+def caches(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1) -> dict[str, torch.Tensor]:
     """One rank's state by name."""
     groups = [group.of_rank(tensor_parallel_size) for group in spec.state]
     return zero_state(groups, num_blocks, num_blocks, PAGE_SIZES, dtype)
 
 
-def tiny_step(
-    tokens: list[int], start: int, state: Mapping[str, torch.Tensor], backend: AttentionBackend | None = None
-) -> Step:
+def tiny_step(tokens: list[int], start: int, state: Mapping[str, torch.Tensor], backend: AttentionBackend | None = None) -> Step:
     """One sequence's next tokens, with `start` tokens in the cache already; every token's logits are wanted."""
     backends = {} if backend is None else {KV_CACHES: backend}
     count = len(tokens)
     groups = [StateGroup(name=KV_CACHES, layers=tuple(map(_layer, state.values())))]
     return make_step(
-        DECODER_INPUTS, groups, [(start, count)], state=state, tokens_per_page=PAGE_SIZES, backends=backends,
-        token_ids=np.array(tokens, dtype=np.int64), row_indices=np.arange(count),
-    )  # fmt: skip
+        DECODER_INPUTS,
+        groups,
+        [(start, count)],
+        state=state,
+        tokens_per_page=PAGE_SIZES,
+        backends=backends,
+        token_ids=np.array(tokens, dtype=np.int64),
+        row_indices=np.arange(count),
+    )
 
 
 def step(
@@ -108,9 +99,7 @@ def _layer(cache: torch.Tensor) -> KVCacheSpec | LatentCacheSpec:
     return KVCacheSpec(num_kv_heads=cache.shape[2], head_dim=cache.shape[4])
 
 
-def capture_decoder(
-    module: nn.Module, dtype: torch.dtype, heads: Sequence[tuple[int, int]] = (), **options: Any
-) -> CapturedGraph:
+def capture_decoder(module: nn.Module, dtype: torch.dtype, heads: Sequence[tuple[int, int]] = (), **options: Any) -> CapturedGraph:
     """Capture a module that takes a decoder's inputs. heads: (K, E) of each layer's KV cache."""
     layers = tuple(KVCacheSpec(num_kv_heads=count, head_dim=size) for count, size in heads)
     return capture(module, DECODER_INPUTS, [StateGroup(name=KV_CACHES, layers=layers)], dtype, **options)
@@ -126,9 +115,14 @@ def plain_logits(spec: ModelSpec, tokens: list[int], dtype: torch.dtype) -> torc
     count = len(tokens)
     sizes = {group.name: count for group in spec.state if group.paged}
     made = make_step(
-        spec.inputs, spec.state, [(0, count)], state=zero_state(spec.state, 1, 1, sizes, dtype), tokens_per_page=sizes,
-        token_ids=np.array(tokens, dtype=np.int64), row_indices=np.arange(count),
-    )  # fmt: skip
+        spec.inputs,
+        spec.state,
+        [(0, count)],
+        state=zero_state(spec.state, 1, 1, sizes, dtype),
+        tokens_per_page=sizes,
+        token_ids=np.array(tokens, dtype=np.int64),
+        row_indices=np.arange(count),
+    )
     arguments = {group.name: group.argument(made.state) for group in spec.state}
     with torch.no_grad(), running(made.metadata):
         return spec.module(**made.inputs, **arguments)

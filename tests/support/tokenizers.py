@@ -34,13 +34,9 @@ def sentencepiece_tokenizer(texts: Sequence[str], *, vocab_size: int = 380) -> T
     """Like Llama-2's: byte fallback; encoding adds a space in front, decoding removes it."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     specials = ["<unk>", "<|start|>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, limit_alphabet=60, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, limit_alphabet=60, show_progress=False)
     backend.train_from_iterator(texts, trainer)
     # The trainer makes every special an added token; the bytes must be plain entries of the vocabulary instead.
     model = backend.model

@@ -14,9 +14,7 @@ class DropsResidual(BasePass):
     name = "drops_residual"
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        add = [n for n in gm.graph.find_nodes(op="call_function", target=torch.add) if "models/" in str(n.stack_trace)][
-            -1
-        ]
+        add = [n for n in gm.graph.find_nodes(op="call_function", target=torch.add) if "models/" in str(n.stack_trace)][-1]
         add.replace_all_uses_with(add.args[1])  # type: ignore[arg-type]
         gm.graph.erase_node(add)
         gm.graph.eliminate_dead_code()

@@ -41,23 +41,23 @@ class Autotuner:
     """The `FusionTuner` of one compilation. folders: of the tuner's store. forced: passes that fuse without a measurement."""
 
     def __init__(
-        self, device: torch.device, folders: Sequence[Path], forced: frozenset[str] = frozenset(),
+        self,
+        device: torch.device,
+        folders: Sequence[Path],
+        forced: frozenset[str] = frozenset(),
         before_measuring: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._forced = device, forced
         self._tuner = Tuner(device_name(device), folders)
         self._before_measuring = before_measuring
         self._chosen: dict[str, FusionChoice] = {}
 
-    def choose(
-        self, pass_name: str, ours: Function, plain: Function, tensors: Sequence[torch.Tensor], *constants: float
-    ) -> FusionChoice:
+    def choose(self, pass_name: str, ours: Function, plain: Function, tensors: Sequence[torch.Tensor], *constants: float) -> FusionChoice:
         """As `FusionTuner.choose`."""
         if pass_name in self._forced:
             return FusionChoice(use_ours=True)
         shapes = [
-            f"{str(t.dtype).removeprefix('torch.')}{['T' if isinstance(size, torch.SymInt) else size for size in t.shape]}"
-            for t in tensors
+            f"{str(t.dtype).removeprefix('torch.')}{['T' if isinstance(size, torch.SymInt) else size for size in t.shape]}" for t in tensors
         ]
         toolchain = digest(json.dumps(toolchain_fields(self._device), sort_keys=True), compiler_sources())
         name = f"{pass_name} {', '.join(map(str, (*shapes, *constants)))} at {TOKENS} tokens, toolchain {toolchain}"
@@ -82,9 +82,7 @@ class Autotuner:
         log.info("%s of %s: %s", pass_name, ", ".join(shapes), choice.sentence())
         return choice
 
-    def _measure(
-        self, functions: Iterable[Function], tensors: Sequence[torch.Tensor], constants: Sequence[float]
-    ) -> Measurement:
+    def _measure(self, functions: Iterable[Function], tensors: Sequence[torch.Tensor], constants: Sequence[float]) -> Measurement:
         self._before_measuring()
         with WorkFolder("compile-and-serve-choice-") as folder:
             runs = [
@@ -97,15 +95,13 @@ class Autotuner:
 
     def _seconds(self, runs: Sequence[PieceCallable], tensors: Sequence[torch.Tensor], num_tokens: int) -> list[float]:
         """Seconds of one call of each with T = num_tokens: the least of the rounds."""
-        generator = torch.Generator(self._device).manual_seed(
-            0
-        )  # the global one's numbers must not depend on measurements
+        generator = torch.Generator(self._device).manual_seed(0)  # the global one's numbers must not depend on measurements
         values = [
-            torch.randn(
-                [num_tokens if isinstance(s, torch.SymInt) else s for s in t.shape], device=self._device, generator=generator
-            ).to(t.dtype)
+            torch.randn([num_tokens if isinstance(s, torch.SymInt) else s for s in t.shape], device=self._device, generator=generator).to(
+                t.dtype
+            )
             for t in tensors
-        ]  # fmt: skip
+        ]
         lengths = [num_tokens] if any(isinstance(t.shape[0], torch.SymInt) for t in tensors) else []
         calls = [lambda number, run=run: run([*lengths, *values]) for run in runs]
         rounds = call_seconds(calls, self._device, num_calls=GRAPH_CALLS, num_rounds=ROUNDS)

@@ -53,9 +53,14 @@ def toolchain_fields(device: torch.device) -> dict[str, Any]:
 
 
 def plan_fields(
-    spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str], kernels: frozenset[str],
-    device: torch.device, dtype: torch.dtype, tensor_parallel_size: int = 1,
-) -> dict[str, Any]:  # fmt: skip
+    spec: ModelSource,
+    passes: Sequence[GraphPass],
+    disabled: frozenset[str],
+    kernels: frozenset[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    tensor_parallel_size: int = 1,
+) -> dict[str, Any]:
     """Key of a whole model's plan: everything that its captured and rewritten graph depends on."""
     return {
         **toolchain_fields(device),

@@ -119,17 +119,17 @@ class ModelArtifacts:
     def write_plan(self, fields: Mapping[str, Any], stored: StoredPlan, folder: Path) -> None:
         """Store a plan; `folder` is used for its files. It replaces a plan with the same fields."""
         data = {
-            "plan": stored.plan.to_json(), "plain": stored.plain and stored.plain.to_json(), "ops": stored.op_versions,
+            "plan": stored.plan.to_json(),
+            "plain": stored.plain and stored.plain.to_json(),
+            "ops": stored.op_versions,
             "passes": stored.passes,
-        }  # fmt: skip
+        }
         _write(folder, {PLAN: json.dumps(data), FORWARD: plan_source(stored.plan)})
         if self.stores:
             # A plan contains measured choices, so it only fits the pieces that were compiled with it.
             self.stores[-1].put("plan", fields, folder, replaces=True)
 
-    def write_piece(
-        self, piece: str, op_versions: OpVersions, compiled: CompiledPiece, graph: GraphModule, folder: Path
-    ) -> None:
+    def write_piece(self, piece: str, op_versions: OpVersions, compiled: CompiledPiece, graph: GraphModule, folder: Path) -> None:
         """Store a piece, whose kernels are in `folder`/kernels."""
         shutil.rmtree(folder / KERNELS / "locks", ignore_errors=True)
         _write(folder, {SOURCE: compiled.source, GRAPH: normalized_text(graph)})

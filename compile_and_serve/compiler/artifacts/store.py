@@ -230,9 +230,8 @@ class ArtifactStore:
                     break
                 except Timeout:
                     log.warning(
-                        "Still waiting for another process that compiles the same model and holds %s (%.0f s).",
-                        lock.lock_file, sum(waits),
-                    )  # fmt: skip
+                        "Still waiting for another process that compiles the same model and holds %s (%.0f s).", lock.lock_file, sum(waits)
+                    )
                     waits.append(NEXT_WAIT_SECONDS)
         except OSError as error:
             self._warn_unwritable(error)

@@ -17,13 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compile_and_serve.compiler.capture.repeated_blocks import block_classes, inline_regions, traced_once
-from compile_and_serve.compiler.compat import (
-    FakeTensorMode,
-    GraphBreakError,
-    capture_full_graph,
-    mark_symbolic,
-    regions_are_reused,
-)
+from compile_and_serve.compiler.compat import FakeTensorMode, GraphBreakError, capture_full_graph, mark_symbolic, regions_are_reused
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable
 from compile_and_serve.custom_ops.quantization import StoredWeight
@@ -54,13 +48,9 @@ class CapturedGraph:
     regions: int = 0  # blocks that came as calls of regions, which Dynamo traces once for those that are alike
 
 
-def example_tensors(
-    inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def example_tensors(inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Meta tensors of a step's inputs and state by name. dtype: of state that says none."""
-    tensors = {
-        one.name: torch.empty(one.shape(EXAMPLE_TOKENS, EXAMPLE_ROWS), dtype=one.dtype, device="meta") for one in inputs
-    }
+    tensors = {one.name: torch.empty(one.shape(EXAMPLE_TOKENS, EXAMPLE_ROWS), dtype=one.dtype, device="meta") for one in inputs}
     for one in inputs:
         if one.symbolic_dim is not None and one.length is not None:
             mark_symbolic(tensors[one.name], one.symbolic_dim, one.length)
@@ -71,9 +61,14 @@ def example_tensors(
 
 
 def capture(
-    module: nn.Module, inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype, *,
-    quantized: Mapping[str, StoredWeight] | None = None, with_bytecode: bool = False,
-) -> CapturedGraph:  # fmt: skip
+    module: nn.Module,
+    inputs: Sequence[StepInput],
+    groups: Sequence[StateGroup],
+    dtype: torch.dtype,
+    *,
+    quantized: Mapping[str, StoredWeight] | None = None,
+    with_bytecode: bool = False,
+) -> CapturedGraph:
     """Capture a step of `module` with symbolic lengths.
 
     module: on the meta device. inputs, groups: what its `forward` takes by name. dtype: of state that says none.
@@ -121,9 +116,13 @@ def _trace(
 
 
 def _name_placeholders(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], declarations: Mapping[str, StepInput | StateGroup],
-    quantized: Mapping[str, StoredWeight], gm: GraphModule, examples: Sequence[Any],
-) -> CapturedGraph:  # fmt: skip
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    declarations: Mapping[str, StepInput | StateGroup],
+    quantized: Mapping[str, StoredWeight],
+    gm: GraphModule,
+    examples: Sequence[Any],
+) -> CapturedGraph:
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     weight_names = {id(tensor): name for name, tensor in tensors.items()}
     input_names = {id(tensor): name for name, tensor in inputs.items()}
@@ -142,10 +141,7 @@ def _name_placeholders(
     assert fake_mode is not None, "the captured graph has no tensor input"
     here = {name: stored for name, stored in quantized.items() if name in specs}
     weights = WeightTable(
-        specs,
-        sources=checkpoint_specs(specs, here),
-        expressions=plain_expressions(specs, here),
-        aliases=_aliases(module),
+        specs, sources=checkpoint_specs(specs, here), expressions=plain_expressions(specs, here), aliases=_aliases(module)
     )
     return CapturedGraph(gm=gm, weights=weights, fake_mode=fake_mode)
 

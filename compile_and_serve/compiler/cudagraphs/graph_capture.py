@@ -140,12 +140,7 @@ class _Memory:
     """Device memory that somebody else owns, as torch takes it in."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__: dict[str, Any] = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:

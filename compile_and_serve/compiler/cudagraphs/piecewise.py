@@ -114,9 +114,7 @@ class PiecewiseGraphs:
             captured = None
         own_size = self.sizes[bisect.bisect_left(self.sizes, step.num_tokens)]
         if captured is None or own_size not in self._captured:
-            wanted, lost = (
-                (self._octave(own_size), PLAIN_STEP_LOSS) if captured is None else (own_size, size / own_size - 1)
-            )
+            wanted, lost = (self._octave(own_size), PLAIN_STEP_LOSS) if captured is None else (own_size, size / own_size - 1)
             self._lost[wanted] = self._lost.get(wanted, 0.0) + lost
         if captured is None:
             if not self._is_due(size):
@@ -177,7 +175,7 @@ class PiecewiseGraphs:
         calls = [
             counted(call, index, one) if isinstance(one, OpStep) else call
             for index, (call, one) in enumerate(zip(step_calls(self._head, self._model.pieces), self._head.steps, strict=True))
-        ]  # fmt: skip
+        ]
         with running(step.metadata):
             results = make_plan_function(self._head, calls, self._model.weights)(step.values)
         of_ops = {one.output for one in self._head.steps if isinstance(one, OpStep)}
@@ -222,7 +220,7 @@ class PiecewiseGraphs:
         calls = [
             captured_piece(call) if isinstance(one, PieceStep) else copied_op(call, index, one)
             for index, (call, one) in enumerate(zip(step_calls(self._head, self._model.pieces), self._head.steps, strict=True))
-        ]  # fmt: skip
+        ]
         with running(step.metadata):
             results = make_plan_function(self._head, calls, self._model.weights)({**step.state, **inputs})
         values = {**dict(zip(self._head.results, results, strict=True)), **inputs}

@@ -19,13 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from compile_and_serve.compiler.config import CudaGraphMode
-from compile_and_serve.compiler.cudagraphs.graph_capture import (
-    CAPTURE_STEPS,
-    PLAIN_STEP_LOSS,
-    Graph,
-    GraphDevice,
-    capturing,
-)
+from compile_and_serve.compiler.cudagraphs.graph_capture import CAPTURE_STEPS, PLAIN_STEP_LOSS, Graph, GraphDevice, capturing
 from compile_and_serve.compiler.cudagraphs.piecewise import (
     PIECEWISE_TOKENS,
     PiecewiseGraphs,
@@ -103,9 +97,7 @@ def capture_order(sizes: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(size for group in groups for size in sorted(group, reverse=True) if size in sizes))
 
 
-def piecewise_sizes(
-    max_num_seqs: int, sizes: Sequence[int] | None = None, max_tokens: int = PIECEWISE_TOKENS
-) -> tuple[int, ...]:
+def piecewise_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None, max_tokens: int = PIECEWISE_TOKENS) -> tuple[int, ...]:
     """Ascending sizes of piecewise graphs up to max_tokens or max_num_seqs, each at most an eighth larger than the one before from 64
     tokens on; or `sizes`.
     """
@@ -167,9 +159,7 @@ class CudaGraphRunner:
         if mode in ("piecewise", "full_and_piecewise"):
             reason = piecewise_unsupported_reason(model)
             if reason is None:
-                wanted = piecewise_sizes(
-                    max_num_seqs, sizes if mode == "piecewise" else None, max_piecewise_tokens(model)
-                )
+                wanted = piecewise_sizes(max_num_seqs, sizes if mode == "piecewise" else None, max_piecewise_tokens(model))
                 self._piecewise = PiecewiseGraphs(model, device, wanted)
             else:
                 logger.warning("no piecewise CUDA graphs: %s", reason)
@@ -286,9 +276,7 @@ class CudaGraphRunner:
     def run(self, step: Step, *, with_sampling: bool = True) -> StepResult:
         """Run a step. with_sampling: False where something must come between the outputs and sampling, which the caller then does."""
         num_seqs, is_capture_due = step.padded_seqs, False
-        is_decode = (
-            step.max_query_len == self.query_len and num_seqs * self.query_len == step.padded_tokens == step.num_rows
-        )
+        is_decode = step.max_query_len == self.query_len and num_seqs * self.query_len == step.padded_tokens == step.num_rows
         if is_decode and self.sizes and num_seqs <= self.sizes[-1]:
             full = self._full.get((num_seqs, with_sampling))
             is_replay = full is not None and full.addresses == step.addresses

@@ -51,12 +51,23 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
     config = config or CompileConfig()
     has_ranks, has_adapters = config.tensor_parallel_size > 1, config.max_loras > 0
     return (
-        Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
+        Functionalize(),
+        Canonicalize(),
+        DropBatchAxis(),
+        EliminateNoops(),
+        LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
-        MergeLinears(), *((ApplyLora(config.max_loras, config.max_lora_rank, config.lora_experts),) if has_adapters else ()),
-        SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
+        MergeLinears(),
+        *((ApplyLora(config.max_loras, config.max_lora_rank, config.lora_experts),) if has_adapters else ()),
+        SelectRowsEarly(),
+        FuseRopeAttention(),
+        *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude),
-        QuantizeExperts(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
-        FuseLinears(), FuseExperts(), FuseSiluMul(), FuseAddRmsNorm(),
+        QuantizeExperts(config.quantization, config.quantization_exclude),
+        *((FuseAllreduceQuantize(),) if has_ranks else ()),
+        FuseLinears(),
+        FuseExperts(),
+        FuseSiluMul(),
+        FuseAddRmsNorm(),
         *((SortAdapters(),) if has_adapters else ()),
-    )  # fmt: skip
+    )

@@ -51,9 +51,13 @@ LORA_ADD = torch.ops.cas.lora_add.default
 ACTIVATION = 7  # argument of `cas::experts`
 
 ADAPTER_INDEX = StepInput(
-    name="adapter_index", dtype=torch.int32, dims=(TOKENS,), advance="same", optional=True,
+    name="adapter_index",
+    dtype=torch.int32,
+    dims=(TOKENS,),
+    advance="same",
+    optional=True,
     fill=lambda batch: batch.data_of_token(ADAPTER_SLOT, 0),
-)  # fmt: skip
+)
 
 
 class _NoAdapters(Exception):
@@ -123,12 +127,9 @@ class ApplyLora(BasePass):
         module, expression = name.rpartition(".")[0], ctx.weights[name].expression
         _see(seen, module)
         slots = embedding_slots(
-            module, self.num_slots, self.rank, tensor_of(weight).shape, _whole_rows(expression, ctx), expression,
-            ctx.dtype,
-        )  # fmt: skip
-        rows, b, identities = (
-            ctx.defined_weight(gm, *one, near=weight) for one in (slots.rows, slots.blocks, slots.identities)
+            module, self.num_slots, self.rank, tensor_of(weight).shape, _whole_rows(expression, ctx), expression, ctx.dtype
         )
+        rows, b, identities = (ctx.defined_weight(gm, *one, near=weight) for one in (slots.rows, slots.blocks, slots.identities))
         with gm.graph.inserting_after(embedding):
             slot = ctx.call(gm, torch.sub, index, 1, origin=embedding)
         with gm.graph.inserting_after(slot):
@@ -163,9 +164,7 @@ class ApplyLora(BasePass):
 
 
 def _calls(expression: Expression, function: str) -> bool:
-    return isinstance(expression, tuple) and (
-        expression[0] == function or any(_calls(e, function) for e in expression[1:])
-    )
+    return isinstance(expression, tuple) and (expression[0] == function or any(_calls(e, function) for e in expression[1:]))
 
 
 def _has_adapters(node: Node) -> bool:
@@ -179,9 +178,8 @@ def _see(seen: set[str], *modules: str) -> None:
 
 
 def _add(
-    gm: GraphModule, node: Node, x: object, a: Node, b: Node, index: Node, ends: list[int], ctx: PassContext,
-    after: Node | None = None,
-) -> None:  # fmt: skip
+    gm: GraphModule, node: Node, x: object, a: Node, b: Node, index: Node, ends: list[int], ctx: PassContext, after: Node | None = None
+) -> None:
     """Replace a linear or embedding by itself with its adapters, which are added after the node `after` (None: after itself)."""
     users = list(node.users)
     with gm.graph.inserting_after(after or node):

@@ -34,8 +34,10 @@ METHODS = {"float": (torch.float32,), "half": (torch.float16,), "bfloat16": (tor
 SIZE_METHODS = ("reshape", "permute")  # the functions take the sizes as a tuple
 SIZE = torch.ops.aten.sym_size.int
 ASSERTS: tuple[Callable[..., Any], ...] = (
-    torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, *CAPTURED_CHECKS,
-)  # fmt: skip
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    *CAPTURED_CHECKS,
+)
 
 
 class Canonicalize(BasePass):
@@ -96,9 +98,7 @@ def _use_sizes(node: Node) -> None:
     """Let the users of `torch.Size([…])` take the sizes themselves."""
     sizes = tuple(node.args[0])  # type: ignore[arg-type]
     for user in list(node.users):
-        user.args, user.kwargs = map_aggregate(
-            (user.args, user.kwargs), lambda value: sizes if value is node else value
-        )
+        user.args, user.kwargs = map_aggregate((user.args, user.kwargs), lambda value: sizes if value is node else value)
 
 
 def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:

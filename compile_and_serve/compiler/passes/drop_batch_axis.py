@@ -31,11 +31,22 @@ ROW_OPS = (F.linear, F.embedding, F.layer_norm, torch.rms_norm, F.rms_norm, F.dr
 BROADCASTING = (torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat)
 # Position of the first dimension among the arguments, and their number. They may also be given as `dim`.
 DIMENSIONS = {
-    torch.cat: (1, 1), torch.stack: (1, 1), torch.repeat_interleave: (2, 1),
-    torch.mean: (1, 1), torch.sum: (1, 1), torch.unsqueeze: (1, 1), torch.squeeze: (1, 1),
-    torch.softmax: (1, 1), F.softmax: (1, 1), torch.unflatten: (1, 1), torch.chunk: (2, 1), torch.split: (2, 1),
-    torch.transpose: (1, 2), torch.flatten: (1, 2), torch.gather: (1, 1),
-}  # fmt: skip
+    torch.cat: (1, 1),
+    torch.stack: (1, 1),
+    torch.repeat_interleave: (2, 1),
+    torch.mean: (1, 1),
+    torch.sum: (1, 1),
+    torch.unsqueeze: (1, 1),
+    torch.squeeze: (1, 1),
+    torch.softmax: (1, 1),
+    F.softmax: (1, 1),
+    torch.unflatten: (1, 1),
+    torch.chunk: (2, 1),
+    torch.split: (2, 1),
+    torch.transpose: (1, 2),
+    torch.flatten: (1, 2),
+    torch.gather: (1, 1),
+}
 SIZES = (torch.reshape, torch.Tensor.view, torch.Tensor.expand)
 
 

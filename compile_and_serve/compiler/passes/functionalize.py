@@ -35,22 +35,31 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv,
-    "ifloordiv": operator.floordiv, "imod": operator.mod, "ipow": operator.pow, "iand": operator.and_, "ior": operator.or_,
-    "ixor": operator.xor, "ilshift": operator.lshift, "irshift": operator.rshift,
-}  # fmt: skip
+    "iadd": operator.add,
+    "isub": operator.sub,
+    "imul": operator.mul,
+    "itruediv": operator.truediv,
+    "ifloordiv": operator.floordiv,
+    "imod": operator.mod,
+    "ipow": operator.pow,
+    "iand": operator.and_,
+    "ior": operator.or_,
+    "ixor": operator.xor,
+    "ilshift": operator.lshift,
+    "irshift": operator.rshift,
+}
 COPY = torch.ops.aten.copy.default  # (x, y) → y in x's shape and dtype
 FILLS: dict[str, Callable[..., Any]] = {"zero_": torch.zeros_like, "fill_": torch.fill, "copy_": COPY}
-RESHAPES = ("as_strided_", "detach_", "resize_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
-            "unsqueeze_")  # fmt: skip
+RESHAPES = ("as_strided_", "detach_", "resize_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 PARTS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")  # ops whose results do not overlap
 BUFFERS = {f"{name}{like}" for name in ("empty", "zeros", "ones", "full") for like in ("", "_like")} | {
-    "new_empty", "new_zeros", "new_ones", "new_full",
-}  # fmt: skip
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+}
 LENGTHS = ("size", "dim", "numel")
-NO_FUNCTION = (
-    "and no function returns a new tensor for these arguments: build it with torch.where, torch.cat or torch.stack"
-)
+NO_FUNCTION = "and no function returns a new tensor for these arguments: build it with torch.where, torch.cat or torch.stack"
 
 
 class Functionalize(BasePass):
@@ -105,11 +114,7 @@ class _Rewriter:
         before, after = tensor_of(written), self._result(node, write)
         value = tensor_of(after)
         if str(value.shape) != str(before.shape):
-            _refuse(
-                node,
-                write,
-                f"a value of shape {list(value.shape)} to a tensor of shape {list(before.shape)}: make a new tensor",
-            )
+            _refuse(node, write, f"a value of shape {list(value.shape)} to a tensor of shape {list(before.shape)}: make a new tensor")
         if str(value.stride()) != str(before.stride()):
             self.restrided.add(after)
         made = after
@@ -137,11 +142,7 @@ class _Rewriter:
                 if tensor_of(made).dtype == dtype:
                     return made
                 if "out" in node.kwargs:  # some ops compute in `out`'s dtype, others cast to it
-                    _refuse(
-                        node,
-                        write,
-                        f"a result of {tensor_of(made).dtype} to a tensor of {dtype}: cast the result instead",
-                    )
+                    _refuse(node, write, f"a result of {tensor_of(made).dtype} to a tensor of {dtype}: cast the result instead")
                 return self.ctx.call(self.gm, torch.Tensor.to, made, dtype, origin=node)
         except (RuntimeError, TypeError, IndexError) as error:  # the op does not take these arguments
             _refuse(node, write, f"{NO_FUNCTION} ({str(error).splitlines()[0]})")
@@ -155,9 +156,7 @@ class _Rewriter:
             at = next(i for i, item in enumerate(items) if item is Ellipsis)
             items[at : at + 1] = [slice(None)] * (tensor_of(x).dim() - len(items) + 1)
         if not all(_is_position(item) for item in items):
-            raise TypeError(
-                "indices have to be numbers and slices, or one mask of the tensor's shape with a number as the value"
-            )
+            raise TypeError("indices have to be numbers and slices, or one mask of the tensor's shape with a number as the value")
         return self._put_from(node, x, items, 0, value)
 
     def _put_from(self, node: Node, x: Node, items: list[Any], dim: int, value: Any) -> Node:
@@ -189,21 +188,18 @@ class _Rewriter:
             for user in member.users:
                 if member is not write.written and self._is_after(user, node) and not _reads_length(user):
                     _refuse(
-                        node, write,
+                        node,
+                        write,
                         f"to a tensor that is read through another view at {node_source_line(user)}: copy it first "
                         "(`x = x.clone()`), or read only the written tensor",
-                    )  # fmt: skip
+                    )
 
     def _check_declared(self, node: Node, write: _Write) -> None:
         """Raise if a custom op writes to a computed tensor. It may write to arguments of the model and to new buffers."""
         for written in (leaf for leaf in tree_leaves(write.written) if isinstance(leaf, Node)):
             views = self._views(node, written)
             if not any(one.op == "placeholder" or _name_of(one) in BUFFERS for one in views):
-                _refuse(
-                    node,
-                    write,
-                    "to a computed tensor: let it return a new tensor, or pass it a torch.empty to write to",
-                )
+                _refuse(node, write, "to a computed tensor: let it return a new tensor, or pass it a torch.empty to write to")
 
     def _views(self, node: Node, written: Node) -> set[Node]:
         """The nodes that share memory with `written` when `node` writes to it, `written` included."""
@@ -211,9 +207,7 @@ class _Rewriter:
         while todo:
             one, reached_from = todo.pop()
             bases = [source for source in one.all_input_nodes if self._is_view(one, source)]
-            users = [
-                user for user in one.users if self._is_after(node, user) and not _is_other_part(user, one, reached_from)
-            ]
+            users = [user for user in one.users if self._is_after(node, user) and not _is_other_part(user, one, reached_from)]
             views = [user for user in users if self._is_view(user, one)]
             new = [other for other in (*bases, *views) if other not in found]
             found.update(new)
@@ -253,15 +247,12 @@ def _write_of(node: Node) -> _Write | None:
     if node.kwargs.get("out") is not None:
         kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
         function = None if isinstance(node.target, str | OpOverload) else node.target
-        return _Write(
-            spelling=f"{name}(out=…)", written=node.kwargs["out"], function=function, args=node.args, kwargs=kwargs
-        )
+        return _Write(spelling=f"{name}(out=…)", written=node.kwargs["out"], function=function, args=node.args, kwargs=kwargs)
     if isinstance(node.target, FunctionType) and "inplace" in node.target.__code__.co_varnames:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         if not bound.arguments.pop("inplace", False):
             return None
-        return _Write(spelling=f"{name}(inplace=True)", written=bound.args[0], function=node.target, args=bound.args,
-                      kwargs=bound.kwargs)  # fmt: skip
+        return _Write(spelling=f"{name}(inplace=True)", written=bound.args[0], function=node.target, args=bound.args, kwargs=bound.kwargs)
     if is_call(node, operator.setitem) or name == "__setitem__":
         return _Write(spelling="x[…] = …", written=node.args[0], args=node.args)
     if name.strip("_") in OPERATORS:

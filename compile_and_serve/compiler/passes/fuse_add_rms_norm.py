@@ -15,22 +15,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.passes.measured_fusion import MeasuredFusion, Site
-from compile_and_serve.compiler.rewrite.graph_pass import (
-    NearMiss,
-    PassContext,
-    arguments,
-    is_call,
-    norm_weight_fits,
-    tensor_of,
-    weight_of,
-)
+from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, arguments, is_call, norm_weight_fits, tensor_of, weight_of
 
 ADD_RMS_NORM = torch.ops.cas.add_rms_norm.default
 
 
-def _plain(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     sum_TI = x_TI + residual_TI
     return sum_TI, torch.rms_norm(sum_TI, (sum_TI.shape[1],), weight_I, eps)
 

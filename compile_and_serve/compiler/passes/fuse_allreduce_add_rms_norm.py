@@ -83,9 +83,7 @@ def _match(reduce: Node) -> _Site:
         raise _Mismatch("the other operand of the addition is not a residual")
     ours, theirs = tensor_of(reduce), tensor_of(residual)
     if str(ours.shape) != str(theirs.shape) or ours.dtype != theirs.dtype or ours.dim() != 2:
-        raise _Mismatch(
-            "the residual does not have the shape and dtype of the ranks' sum, or they are not [tokens, features]"
-        )
+        raise _Mismatch("the residual does not have the shape and dtype of the ranks' sum, or they are not [tokens, features]")
     norm = next((user for user in add.users if is_call(user, torch.rms_norm)), None)
     if norm is None:
         raise _Mismatch("no norm reads the sum with the residual")

@@ -19,15 +19,7 @@ import compile_and_serve.custom_ops.collectives.allreduce_norm  # noqa: F401 (de
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED, why_no_kernel
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
-from compile_and_serve.compiler.rewrite.graph_pass import (
-    BasePass,
-    NearMiss,
-    PassContext,
-    PassResult,
-    SkipReason,
-    is_call,
-    tensor_of,
-)
+from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, is_call, tensor_of
 from compile_and_serve.custom_ops.quantization import QuantizedWeight, StoredWeight
 
 NAME = "fuse_allreduce_quantize"

@@ -38,14 +38,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.rewrite.rope_layout import (
-    Angles,
-    Rotation,
-    heads_by_part,
-    order_of_dimensions,
-    permuted,
-    whole_head,
-)
+from compile_and_serve.compiler.rewrite.rope_layout import Angles, Rotation, heads_by_part, order_of_dimensions, permuted, whole_head
 from compile_and_serve.compiler.weights.adapter_slots import ROPE_ROWS
 from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
 from compile_and_serve.custom_ops.step import StepInput
@@ -78,9 +71,7 @@ class FuseRopeAttention(BasePass):
     def guard(self, ctx: PassContext) -> SkipReason | None:
         if "rope_attention" in ctx.kernels:
             return None
-        return SkipReason(
-            sentence=f"the attention backend has no fused RoPE kernel for {ctx.dtype} on {ctx.device.type}"
-        )
+        return SkipReason(sentence=f"the attention backend has no fused RoPE kernel for {ctx.dtype} on {ctx.device.type}")
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
@@ -113,11 +104,7 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     assert q.cos is not None
     assert q.sin is not None
     qkv = _common_source(q.part, k.part, v.part)
-    num_heads, num_kv_heads, head_dim = (
-        tensor_of(q_node).shape[1],
-        tensor_of(k_node).shape[1],
-        tensor_of(q_node).shape[2],
-    )
+    num_heads, num_kv_heads, head_dim = (tensor_of(q_node).shape[1], tensor_of(k_node).shape[1], tensor_of(q_node).shape[2])
     cos, sin, norms = q.cos.node, q.sin.node, (q.norm_weight, k.norm_weight)
     if not q.rotation.is_plain(head_dim):
         if qkv is None:
@@ -159,9 +146,7 @@ def _separate_parts(gm: GraphModule, attention: Node, ctx: PassContext) -> None:
         return  # adapters: the plan with them would keep keys in another order than the plan without
     head_dim, heads_axis = tensor_of(value).shape[-1], 0 if _is_transposition(parts.args[0]) else 1
     with gm.graph.inserting_before(linear):
-        rows = [
-            heads_by_part(gm, ctx, one, 3, head_dim) if isinstance(one, Node) else one for one in arguments(linear)[1:3]
-        ]
+        rows = [heads_by_part(gm, ctx, one, 3, head_dim) if isinstance(one, Node) else one for one in arguments(linear)[1:3]]
         made = ctx.call(gm, F.linear, linear.args[0], *rows, origin=linear)
         split = ctx.call(gm, torch.split, made, tensor_of(made).shape[1] // 3, -1, origin=linear)
     for getitem in list(parts.users):
@@ -203,9 +188,7 @@ def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_d
         raise _Mismatch("the rows of a quantized weight are not permuted")
     if sum(not is_call(user, SIZE) for user in q.part.users) > 1:
         raise _Mismatch("the projection of the queries is read by something else than attention")
-    made = [
-        permuted(gm, ctx, node, q.rotation, head_dim, num_rows) for node in (weight, bias) if isinstance(node, Node)
-    ]
+    made = [permuted(gm, ctx, node, q.rotation, head_dim, num_rows) for node in (weight, bias) if isinstance(node, Node)]
     qkv.args = (qkv.args[0], *made)
     qkv.kwargs = {}
     if isinstance(slots, Node):  # an adapter's rows are permuted when it is loaded
@@ -241,9 +224,7 @@ def _rotated(node: Any, ctx: PassContext) -> _Heads:
                     angles = (_angles(cos, heads_axis, interleaved), _angles(sin, heads_axis, interleaved))
                     heads = _heads(_before_cast(_whole(x, rest)), angles, rotation, heads_axis, ctx)
                     if tensor_of(heads.part).dtype != dtype:
-                        raise _Mismatch(
-                            "an operand is rotated in another dtype than the projection's, and not cast back"
-                        )
+                        raise _Mismatch("an operand is rotated in another dtype than the projection's, and not cast back")
                     return heads
     raise _Mismatch("an operand is not rotated by x·cos + rotate_half(x)·sin")
 

@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.passes.measured_fusion import MeasuredFusion, Site
-from compile_and_serve.compiler.rewrite.graph_pass import (
-    NearMiss,
-    PassContext,
-    arguments,
-    is_call,
-    only_user,
-    tensor_of,
-)
+from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, arguments, is_call, only_user, tensor_of
 
 SILU_MUL = torch.ops.cas.silu_mul.default
 

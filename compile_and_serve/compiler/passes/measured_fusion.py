@@ -11,14 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.linear.elementwise  # noqa: F401 (defines the ops)
-from compile_and_serve.compiler.rewrite.graph_pass import (
-    BasePass,
-    NearMiss,
-    PassContext,
-    PassResult,
-    SkipReason,
-    tensor_of,
-)
+from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, tensor_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +61,4 @@ class MeasuredFusion(BasePass, ABC):
             else:
                 left.append(NearMiss.at(site.out, choice.sentence()))
         gm.graph.eliminate_dead_code()
-        return PassResult(
-            matched=matched,
-            near_misses=tuple(near_misses),
-            left_to_inductor=tuple(left),
-            measured=tuple(sorted(measured)),
-        )
+        return PassResult(matched=matched, near_misses=tuple(near_misses), left_to_inductor=tuple(left), measured=tuple(sorted(measured)))

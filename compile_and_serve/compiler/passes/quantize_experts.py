@@ -18,25 +18,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.config import Quantization
-from compile_and_serve.compiler.passes.fuse_experts import (
-    ACTIVATIONS,
-    DEFAULTS,
-    DOWN,
-    DOWN_SCALE,
-    EXPERTS,
-    GATE_UP,
-    GATE_UP_SCALE,
-)
+from compile_and_serve.compiler.passes.fuse_experts import ACTIVATIONS, DEFAULTS, DOWN, DOWN_SCALE, EXPERTS, GATE_UP, GATE_UP_SCALE
 from compile_and_serve.compiler.passes.quantize_linears import SCHEMES
-from compile_and_serve.compiler.rewrite.graph_pass import (
-    BasePass,
-    NearMiss,
-    PassContext,
-    PassResult,
-    SkipReason,
-    tensor_of,
-    weight_of,
-)
+from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, tensor_of, weight_of
 from compile_and_serve.compiler.weights.expert_expressions import (
     MXFP4,
     PACKED,
@@ -47,10 +31,7 @@ from compile_and_serve.compiler.weights.expert_expressions import (
 )
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError
 from compile_and_serve.compiler.weights.transforms import expression_spec
-from compile_and_serve.custom_ops.moe.packed_experts import (
-    packed_8bit_unsupported_reason,
-    packed_mxfp4_unsupported_reason,
-)
+from compile_and_serve.custom_ops.moe.packed_experts import packed_8bit_unsupported_reason, packed_mxfp4_unsupported_reason
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
     Activations,
@@ -110,9 +91,7 @@ class QuantizeExperts(BasePass):
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
                 if activations != "none":
-                    remarks.add(
-                        f"Activations of experts stay in {ctx.dtype}, because the weights are not quantized: {reason}."
-                    )
+                    remarks.add(f"Activations of experts stay in {ctx.dtype}, because the weights are not quantized: {reason}.")
                 continue
             args[ACTIVATIONS] = activations
             remarks |= {remark} if remark else set()
@@ -154,10 +133,7 @@ class QuantizeExperts(BasePass):
             if reason is not None:
                 return "none", f"{kept}: {reason}."
         if "static" in kinds:
-            return (
-                "dynamic",
-                "Activations of experts get one scale per token: the checkpoint's static scales are not used.",
-            )
+            return ("dynamic", "Activations of experts get one scale per token: the checkpoint's static scales are not used.")
         return "dynamic", None
 
     def _weights(self, gm: GraphModule, node: Node, ctx: PassContext) -> tuple[Node, Node]:
@@ -179,10 +155,7 @@ class QuantizeExperts(BasePass):
             scale = ("pack_mxfp4_scales_cpu", scale) if is_mxfp4 else scale
         elif is_mxfp4 and platform_of(ctx.device).runs_triton_kernels:
             values, scale = ("pack_mxfp4_codes", values), ("pack_mxfp4_scales", scale)
-        return (
-            ctx.defined_weight(gm, f"{name}.values", values, near=node),
-            ctx.defined_weight(gm, f"{name}.scale", scale, near=node),
-        )
+        return (ctx.defined_weight(gm, f"{name}.values", values, near=node), ctx.defined_weight(gm, f"{name}.scale", scale, near=node))
 
 
 def _cpu_unsupported_reason(quantized: ExpertsExpression, in_features: int, ctx: PassContext) -> str | None:
@@ -190,9 +163,8 @@ def _cpu_unsupported_reason(quantized: ExpertsExpression, in_features: int, ctx:
         return packed_mxfp4_unsupported_reason(device=ctx.device, dtype=ctx.dtype)
     per_block = len(expression_spec(quantized.scale, ctx.weights.sources, torch.device("cpu")).shape) == 3
     return packed_8bit_unsupported_reason(
-        device=ctx.device, dtype=ctx.dtype, weight_dtype=getattr(torch, quantized.format), per_block=per_block,
-        in_features=in_features,
-    )  # fmt: skip
+        device=ctx.device, dtype=ctx.dtype, weight_dtype=getattr(torch, quantized.format), per_block=per_block, in_features=in_features
+    )
 
 
 def _stored_activations(weight: Node, ctx: PassContext) -> tuple[torch.dtype | None, Activations]:

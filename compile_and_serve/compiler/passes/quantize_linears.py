@@ -56,10 +56,7 @@ from compile_and_serve.custom_ops.quantization import (
     quantize_weight,
     row_scales,
 )
-from compile_and_serve.custom_ops.quantized.group_linear import (
-    group_embedding_unsupported_reason,
-    group_linear_unsupported_reason,
-)
+from compile_and_serve.custom_ops.quantized.group_linear import group_embedding_unsupported_reason, group_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_unsupported_reason
 
 QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
@@ -106,10 +103,7 @@ def slow_reason(
         quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block)
         for weight_dtype, per_block in sorted(kinds, key=str)
     ]
-    reasons += [
-        group_linear_unsupported_reason(device=device, dtype=dtype, group_size=size, table=table)
-        for size, table in sorted(groups)
-    ]
+    reasons += [group_linear_unsupported_reason(device=device, dtype=dtype, group_size=size, table=table) for size, table in sorted(groups)]
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -207,9 +201,7 @@ class QuantizeLinears(BasePass):
             raise CannotQuantizeError("its input is not [tokens, features]")
         grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
         out_features, in_features = tensor_of(weight_node).shape
-        reason = group_linear_unsupported_reason(
-            device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size, table=grouped.table
-        )
+        reason = group_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size, table=grouped.table)
         if reason is not None:  # a product with the dequantized weight is faster than the torch reference
             raise CannotQuantizeError(reason)
         columns = grouped.width or in_features
@@ -251,9 +243,17 @@ class QuantizeLinears(BasePass):
         parts = self._group_weights(gm, weight, weight_node, grouped, columns, ctx)
         with gm.graph.inserting_before(node):
             replacement = ctx.call(
-                gm, torch.ops.cas.group_embedding.default, ids, *parts, rows, columns, grouped.bits, grouped.group_size,
-                ctx.dtype, origin=node,
-            )  # fmt: skip
+                gm,
+                torch.ops.cas.group_embedding.default,
+                ids,
+                *parts,
+                rows,
+                columns,
+                grouped.bits,
+                grouped.group_size,
+                ctx.dtype,
+                origin=node,
+            )
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
         return 1
@@ -279,9 +279,13 @@ class QuantizeLinears(BasePass):
         if self.scheme is None:
             return quantized_expression(expression, sources, ctx.quantized_weights)
         return quantized_expression(
-            expression, sources, ctx.quantized_weights,
-            dtype=self.scheme.dtype, scales=self.scheme.scales, activations=self.scheme.activations,
-        )  # fmt: skip
+            expression,
+            sources,
+            ctx.quantized_weights,
+            dtype=self.scheme.dtype,
+            scales=self.scheme.scales,
+            activations=self.scheme.activations,
+        )
 
 
 def _modules(parameter: str, ctx: PassContext) -> tuple[str, ...]:

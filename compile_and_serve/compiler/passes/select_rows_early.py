@@ -32,11 +32,30 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 
 # Row i of the result depends only on row i of the first argument, and of others with as many rows.
 ROW_WISE = (
-    F.linear, torch.rms_norm, F.layer_norm, F.silu, F.gelu, F.relu, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
-    torch.pow, torch.square, torch.rsqrt, torch.tanh, torch.sigmoid, torch.split, torch.chunk, torch.Tensor.to,
-    torch.ops.cas.all_reduce.default, torch.ops.cas.experts.default, torch.ops.cas.route.default,
+    F.linear,
+    torch.rms_norm,
+    F.layer_norm,
+    F.silu,
+    F.gelu,
+    F.relu,
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.div,
+    torch.neg,
+    torch.pow,
+    torch.square,
+    torch.rsqrt,
+    torch.tanh,
+    torch.sigmoid,
+    torch.split,
+    torch.chunk,
+    torch.Tensor.to,
+    torch.ops.cas.all_reduce.default,
+    torch.ops.cas.experts.default,
+    torch.ops.cas.route.default,
     torch.ops.cas.lora_add.default,
-)  # fmt: skip
+)
 TUPLES = (torch.split, torch.chunk, torch.ops.cas.route.default)  # their results are taken apart by `getitem`
 
 

@@ -24,9 +24,22 @@ MLA_ATTENTION = torch.ops.cas.mla_attention.default
 HEAD_VIEWS = (torch.Tensor.view, torch.reshape, torch.unflatten)
 
 _ELEMENTWISE = (
-    torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.sigmoid, torch.tanh, torch.relu, torch.square, torch.clone,
-    F.silu, F.gelu, F.relu, torch.Tensor.to, torch.Tensor.contiguous,
-)  # fmt: skip
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.div,
+    torch.neg,
+    torch.sigmoid,
+    torch.tanh,
+    torch.relu,
+    torch.square,
+    torch.clone,
+    F.silu,
+    F.gelu,
+    F.relu,
+    torch.Tensor.to,
+    torch.Tensor.contiguous,
+)
 _VIEWS = (*HEAD_VIEWS, torch.flatten)
 _ALONG_ONE = (torch.chunk, torch.split, torch.cat, torch.softmax, F.softmax)
 _SIZE = torch.ops.aten.sym_size.int
@@ -45,9 +58,7 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
         return None
     if is_call(node, ATTENTION) and all(dimensions.get(value) == 1 for value in arguments(node)[:3]):
         return 1
-    if (
-        is_call(node, MLA_ATTENTION) and cut == [node.args[0]] and dimension == 1
-    ):  # the ranks' heads read the same latents
+    if is_call(node, MLA_ATTENTION) and cut == [node.args[0]] and dimension == 1:  # the ranks' heads read the same latents
         return 1
     if is_call(node, *_ELEMENTWISE) and _agree(node, dimensions):
         return dimension

@@ -143,18 +143,14 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
         weight = node.args[DOWN] if is_call(node, EXPERTS) else node.args[1]
         name = weight_of(weight)
         if name is None or not isinstance(weight, Node):
-            near_misses.append(
-                NearMiss.at(node, "its weight is computed, not a parameter: every rank computes all of it")
-            )
+            near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter: every rank computes all of it"))
             continue
         if depends_on_rank(ctx.weights[name].expression):
             continue  # sharded already
         module = name.rpartition(".")[0]
         style = next((style for pattern, style in ctx.tp_plan.items() if fnmatchcase(module, pattern)), None)
         if style is None:
-            near_misses.append(
-                NearMiss.at(node, f"the model's tp_plan has no {module}: its weight is whole on every rank")
-            )
+            near_misses.append(NearMiss.at(node, f"the model's tp_plan has no {module}: its weight is whole on every rank"))
             continue
         if style != "replicated":
             sites[node] = _site(node, weight, style, node in keys_and_values)
@@ -171,9 +167,7 @@ def _site(node: Node, weight: Node, style: str, shared_by_ranks: bool) -> _Site:
     if is_call(node, F.embedding, EXPERTS):
         possible = ("vocab",) if is_call(node, F.embedding) else ("experts",)
     if style not in possible:
-        raise PassError(
-            f"{weight_of(weight)} is {style!r} in the model's tp_plan: expected {' or '.join(map(repr, possible))}."
-        )
+        raise PassError(f"{weight_of(weight)} is {style!r} in the model's tp_plan: expected {' or '.join(map(repr, possible))}.")
     if style == "experts":
         features = tensor_of(weight).shape[2]
         return _Site(node=node, weight=weight, style=style, units=features, unit_name="features in each expert")
@@ -183,14 +177,7 @@ def _site(node: Node, weight: Node, style: str, shared_by_ranks: bool) -> _Site:
     head_dim = _head_dim(node) if style == "colwise" else None
     if head_dim is None:
         return _Site(node=node, weight=weight, style=style, units=rows, unit_name="rows")
-    return _Site(
-        node=node,
-        weight=weight,
-        style=style,
-        units=rows // head_dim,
-        unit_name="heads",
-        shared_by_ranks=shared_by_ranks,
-    )
+    return _Site(node=node, weight=weight, style=style, units=rows // head_dim, unit_name="heads", shared_by_ranks=shared_by_ranks)
 
 
 def _head_dim(linear: Node) -> int | None:
@@ -278,9 +265,7 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
             continue
         if node.op == "output":
             if any(value in dimensions for value in node.all_input_nodes):
-                raise PassError(
-                    "The model's result would be a shard: its last linear needs 'vocab' or 'rowwise' in the tp_plan."
-                )
+                raise PassError("The model's result would be a shard: its last linear needs 'vocab' or 'rowwise' in the tp_plan.")
             return
         if node in sites:
             _rewrite_site(gm, sites[node], dimensions, ctx)
@@ -316,9 +301,7 @@ def _check_others_kept(node: Node, before: Any, dimension: int) -> None:
         return
     sizes = zip(map(str, before.shape), map(str, tensor_of(node).shape), strict=True)
     if any(old != new for i, (old, new) in enumerate(sizes) if i != dimension % before.dim()):
-        raise PassError(
-            f"{node_source_line(node)} does not run on a shard: should a constant size be -1, or is -1 at the wrong position?"
-        )
+        raise PassError(f"{node_source_line(node)} does not run on a shard: should a constant size be -1, or is -1 at the wrong position?")
 
 
 def _recompute(node: Node, ctx: PassContext) -> None:
@@ -326,9 +309,7 @@ def _recompute(node: Node, ctx: PassContext) -> None:
         set_example_value(node, ctx.fake_mode)
     except (RuntimeError, TypeError, ValueError) as error:  # torch's errors for sizes that do not match
         reason = str(error).splitlines()[0]
-        raise PassError(
-            f"{node_source_line(node)} does not run on a shard ({reason}): should a constant size be -1?"
-        ) from error
+        raise PassError(f"{node_source_line(node)} does not run on a shard ({reason}): should a constant size be -1?") from error
 
 
 def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx: PassContext) -> None:

@@ -45,9 +45,7 @@ def plan_source(plan: ExecutionPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def make_plan_function(
-    plan: ExecutionPlan, calls: Sequence[StepCall], weights: Mapping[str, torch.Tensor]
-) -> PlanFunction:
+def make_plan_function(plan: ExecutionPlan, calls: Sequence[StepCall], weights: Mapping[str, torch.Tensor]) -> PlanFunction:
     """The function that runs a plan. calls: one for each of its steps, usually `step_calls`. weights: by parameter name."""
     names: dict[str, Any] = {f"call_{i}": call for i, call in enumerate(calls)}
     names |= {identifier(WEIGHT + name): tensor for name, tensor in weights.items()}
@@ -58,10 +56,7 @@ def make_plan_function(
 def step_calls(plan: ExecutionPlan, pieces: Mapping[str, StepCall]) -> list[StepCall]:
     """What each step of the plan calls in service. pieces: by fingerprint."""
     # A split point's Python function, not its overload: the dispatcher takes a tenth of a millisecond per 30 calls.
-    return [
-        pieces[step.piece] if isinstance(step, PieceStep) else OPS[step.op].python or _overload(step)
-        for step in plan.steps
-    ]
+    return [pieces[step.piece] if isinstance(step, PieceStep) else OPS[step.op].python or _overload(step) for step in plan.steps]
 
 
 def identifier(value: str) -> str:

@@ -132,9 +132,7 @@ def _kind(node: Node) -> OpKind:
     if node.op == "call_method":  # a tensor's method that `canonicalize` does not replace
         return OpKind.CAPTURABLE
     if node.op != "call_function":
-        raise SplitError(
-            f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only function calls can."
-        )
+        raise SplitError(f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only function calls can.")
     if not isinstance(node.target, OpOverload | OpOverloadPacket):
         return OpKind.CAPTURABLE
     name = str(node.target).replace(".", "::", 1).split(".")[0]

@@ -90,16 +90,10 @@ class Dump:
         """Write a graph of the whole model: the captured one, or, with kind "pass", the graph after pass `name`."""
         file = f"{len(self.report['graphs']) + 1:02}_{'pass_' if kind == 'pass' else ''}{name}.py"
         nodes = sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
-        description = (
-            f"The whole model after pass {name}" if kind == "pass" else "The whole model as Dynamo captured it"
-        )
-        text = GraphText(gm, self._symbols).file(
-            title=file.removesuffix(".py"), description=f"{description}: {nodes} calls.", file=file
-        )
+        description = f"The whole model after pass {name}" if kind == "pass" else "The whole model as Dynamo captured it"
+        text = GraphText(gm, self._symbols).file(title=file.removesuffix(".py"), description=f"{description}: {nodes} calls.", file=file)
         (self.folder / file).write_text(text)
-        self.report["graphs"].append(
-            {"name": name, "kind": kind, "file": file, "nodes": nodes, "steps": self._steps(gm)}
-        )
+        self.report["graphs"].append({"name": name, "kind": kind, "file": file, "nodes": nodes, "steps": self._steps(gm)})
 
     def after_pass(self, name: str, gm: GraphModule) -> None:
         """Write the graph after a pass."""
@@ -115,11 +109,11 @@ class Dump:
             text = GraphText(gm, self._symbols).file(title=f"piece {i}", description=description, file=file)
             (self.folder / file).write_text(text)
             self.report["split"].append({"piece": piece, "count": counts[piece], "file": file})
-        steps = [
-            step.op if isinstance(step, OpStep) else f"piece {plan.pieces.index(step.piece)}" for step in plan.steps
-        ]
-        weights = {t.target: {"expression": t.expression, "dtype": str(t.spec.dtype).removeprefix("torch."),
-                              "shape": t.spec.shape} for t in plan.transforms}  # fmt: skip
+        steps = [step.op if isinstance(step, OpStep) else f"piece {plan.pieces.index(step.piece)}" for step in plan.steps]
+        weights = {
+            t.target: {"expression": t.expression, "dtype": str(t.spec.dtype).removeprefix("torch."), "shape": t.spec.shape}
+            for t in plan.transforms
+        }
         self.report |= {"steps": steps, "weights": weights, "weight_bytes": _weight_bytes(plan)}
         head = "\n".join(f"# piece_{i}: {SPLIT}/piece_{i}_{piece[:8]}.py" for i, piece in enumerate(plan.pieces))
         (self.folder / FORWARD).write_text(f"{head}\n\n{plan_source(plan)}")
@@ -135,10 +129,7 @@ class Dump:
     @_logs_errors
     def finish(self, report: Mapping[str, Any]) -> None:
         """Write report.json, which contains the compilation's report."""
-        self.report |= {
-            "compilation": {k: v for k, v in report.items() if k != "profile"},
-            "profile": report.get("profile"),
-        }
+        self.report |= {"compilation": {k: v for k, v in report.items() if k != "profile"}, "profile": report.get("profile")}
         write_report(self.folder, self.report)
         log.info("The compilation was dumped to %s.", self.folder)
 
@@ -209,9 +200,7 @@ def _decompiled(bytecode: Sequence[CodeType]) -> str:
 
             parts.append(f"# {code.co_filename}:{code.co_firstlineno}\n{decompile(code)}")
         except Exception as error:
-            log.info(
-                "depyf cannot decompile Dynamo's bytecode of %s (%s); dumping the disassembly.", code.co_name, error
-            )
+            log.info("depyf cannot decompile Dynamo's bytecode of %s (%s); dumping the disassembly.", code.co_name, error)
             listing = io.StringIO()
             dis.dis(code, file=listing)
             parts.append("\n".join(f"# {line}" for line in listing.getvalue().splitlines()) + "\n")

@@ -41,9 +41,21 @@ BUDGET_SECONDS = 3.0  # after which no further step, nor another run of anything
 CPU_STREAM_BYTES, STREAM_BYTES = 1 << 28, 1 << 31  # of the array whose bandwidth is measured
 CPU_GEMM_SIZE, GEMM_SIZE = 1536, 8192
 _FREE = (
-    F.embedding, operator.getitem, torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, torch.unflatten, torch.split,
-    torch.chunk, torch.transpose, torch.permute, torch.Tensor.view, torch.Tensor.expand, torch.Tensor.to,
-)  # fmt: skip
+    F.embedding,
+    operator.getitem,
+    torch.reshape,
+    torch.unsqueeze,
+    torch.squeeze,
+    torch.flatten,
+    torch.unflatten,
+    torch.split,
+    torch.chunk,
+    torch.transpose,
+    torch.permute,
+    torch.Tensor.view,
+    torch.Tensor.expand,
+    torch.Tensor.to,
+)
 
 
 def profile_model(
@@ -142,22 +154,33 @@ class _DecodeStep:
     """One decode step's values, and the timing of its parts."""
 
     def __init__(
-        self, plan: ExecutionPlan, pieces: Mapping[str, Callable[..., Any]], weights: Mapping[str, torch.Tensor],
-        inputs: Sequence[StepInput], groups: Sequence[StateGroup], device: torch.device, kv_cache_dtype: torch.dtype,
-        backends: Mapping[str, AttentionBackend], tokens: int,
-    ) -> None:  # fmt: skip
+        self,
+        plan: ExecutionPlan,
+        pieces: Mapping[str, Callable[..., Any]],
+        weights: Mapping[str, torch.Tensor],
+        inputs: Sequence[StepInput],
+        groups: Sequence[StateGroup],
+        device: torch.device,
+        kv_cache_dtype: torch.dtype,
+        backends: Mapping[str, AttentionBackend],
+        tokens: int,
+    ) -> None:
         self._plan, self._device, self._tokens = plan, device, tokens
         sizes = {group.name: PAGE_TOKENS for group in groups if group.paged}
         state = _state(groups, tokens, sizes, kv_cache_dtype, device)
         self._bytes_per_token = {
-            name: state[name][0].nbytes / PAGE_TOKENS
-            for group in groups if group.paged
-            for name in group.tensor_shapes(PAGE_TOKENS)
-        }  # fmt: skip
+            name: state[name][0].nbytes / PAGE_TOKENS for group in groups if group.paged for name in group.tensor_shapes(PAGE_TOKENS)
+        }
         self._step = make_step(
-            inputs, groups, [(CONTEXT - 1, 1)] * tokens, state=state, tokens_per_page=sizes, backends=backends,
-            device=device, token_ids=np.arange(tokens) % _vocabulary(weights),
-        )  # fmt: skip
+            inputs,
+            groups,
+            [(CONTEXT - 1, 1)] * tokens,
+            state=state,
+            tokens_per_page=sizes,
+            backends=backends,
+            device=device,
+            token_ids=np.arange(tokens) % _vocabulary(weights),
+        )
         calls = step_calls(plan, pieces)
         self._clock = _Clock(device)
         self._op_work: dict[str, dict[str, int]] = {}

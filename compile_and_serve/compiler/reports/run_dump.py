@@ -50,9 +50,13 @@ def run(forward: Callable[..., Any], inputs: Sequence[Input], values: Sequence[A
         group = name.partition(".")[0]
         if kind == "slots":
             metadata[group] = SlotMetadata(
-                slots=torch.zeros(1, dtype=torch.int64), query_start_loc=starts, seq_lens=lengths,
-                num_seqs=1, num_tokens=tokens, max_query_len=tokens,
-            )  # fmt: skip
+                slots=torch.zeros(1, dtype=torch.int64),
+                query_start_loc=starts,
+                seq_lens=lengths,
+                num_seqs=1,
+                num_tokens=tokens,
+                max_query_len=tokens,
+            )
         elif kind == "pages":
             metadata[group] = AttentionMetadata(
                 backend=TorchAttention(),

@@ -15,9 +15,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
 
 
-def available_kernels(
-    *, device: torch.device, dtype: torch.dtype, attention_backends: Iterable[AttentionBackend]
-) -> frozenset[str]:
+def available_kernels(*, device: torch.device, dtype: torch.dtype, attention_backends: Iterable[AttentionBackend]) -> frozenset[str]:
     """Names of the `cas` ops that passes may insert for a model on this device, with these attention backends."""
     kernels = set()
     if all(hasattr(backend, "rope_forward") for backend in attention_backends):

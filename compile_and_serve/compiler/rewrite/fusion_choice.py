@@ -43,12 +43,7 @@ class FusionTuner(Protocol):
     """Measures fused ops against Inductor's code (`compiler/artifacts/autotune.py`)."""
 
     def choose(
-        self,
-        pass_name: str,
-        ours: Callable[..., Any],
-        plain: Callable[..., Any],
-        tensors: Sequence[torch.Tensor],
-        *constants: float,
+        self, pass_name: str, ours: Callable[..., Any], plain: Callable[..., Any], tensors: Sequence[torch.Tensor], *constants: float
     ) -> FusionChoice:
         """Which of two functions of (*tensors, *constants) is faster. Both return a tuple of tensors.
 

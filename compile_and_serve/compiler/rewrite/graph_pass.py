@@ -14,13 +14,7 @@ from torch.fx.node import map_arg
 from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
-from compile_and_serve.compiler.weights.transforms import (
-    Expression,
-    TensorSpec,
-    WeightTable,
-    evaluate_spec,
-    expression_spec,
-)
+from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTable, evaluate_spec, expression_spec
 from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import StateGroup, StepInput
 
@@ -100,14 +94,7 @@ class PassContext:
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat
 
-    def call(
-        self,
-        gm: GraphModule,
-        target: Callable[..., Any],
-        *args: Any,
-        origin: Node,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Node:
+    def call(self, gm: GraphModule, target: Callable[..., Any], *args: Any, origin: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
         """Insert `target(*args)` at the graph's insertion point, with its computed shape and dtype and the source line of `origin`.
 
         Raises what the op raises for these shapes; then nothing is inserted.
@@ -128,12 +115,7 @@ class PassContext:
         return node
 
     def choose(
-        self,
-        pass_name: str,
-        ours: Callable[..., Any],
-        plain: Callable[..., Any],
-        tensors: Sequence[torch.Tensor],
-        *constants: float,
+        self, pass_name: str, ours: Callable[..., Any], plain: Callable[..., Any], tensors: Sequence[torch.Tensor], *constants: float
     ) -> FusionChoice:
         """Whether our op replaces plain ones on tensors of these shapes (`FusionTuner.choose`)."""
         if self.tuner is None:

@@ -36,9 +36,13 @@ class PassRecord:
 
 
 def run_passes(
-    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset(),
-    verifier: PassVerifier | None = None, after_pass: Callable[[str, GraphModule], None] = lambda name, gm: None,
-) -> list[PassRecord]:  # fmt: skip
+    gm: GraphModule,
+    passes: Sequence[GraphPass],
+    ctx: PassContext,
+    disabled: frozenset[str] = frozenset(),
+    verifier: PassVerifier | None = None,
+    after_pass: Callable[[str, GraphModule], None] = lambda name, gm: None,
+) -> list[PassRecord]:
     """Rewrite `gm` in place. Near misses are logged with their source line and reason; they do not stop the compilation.
 
     verifier: checks each pass, and undoes a pass that is wrong. after_pass: called after each pass that ran.
@@ -51,9 +55,8 @@ def run_passes(
         if isinstance(result, SkipReason) and graph_pass.required and graph_pass.guard(ctx) is None:
             raise PassError(f"Pass {graph_pass.name} cannot be left out here: {result.sentence}.")
         record = PassRecord(
-            name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result,
-            verification=verification,
-        )  # fmt: skip
+            name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result, verification=verification
+        )
         log.info("pass %s", record.sentence())
         if isinstance(result, PassResult):
             after_pass(graph_pass.name, gm)
@@ -88,7 +91,5 @@ def _run_one(
     except Exception as error:  # the user must learn which pass it was
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         advice = "" if graph_pass.required else f"leave it out with --disable-pass {graph_pass.name}, or "
-        raise PassError(
-            f"Pass {graph_pass.name} failed with {what}: {advice}find the line that failed with --verbose."
-        ) from error
+        raise PassError(f"Pass {graph_pass.name} failed with {what}: {advice}find the line that failed with --verbose.") from error
     return result, None

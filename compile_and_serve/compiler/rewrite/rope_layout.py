@@ -71,9 +71,7 @@ def permuted(gm: GraphModule, ctx: PassContext, weight: Node, rotation: Rotation
     return ctx.derived_weight(gm, name, "rope_rows", weight, *constants)
 
 
-def whole_head(
-    gm: GraphModule, ctx: PassContext, angles: Angles, rotation: Rotation, head_dim: int, fill: float
-) -> Node:
+def whole_head(gm: GraphModule, ctx: PassContext, angles: Angles, rotation: Rotation, head_dim: int, fill: float) -> Node:
     """The angles of a whole head, [T, E], with `fill` where nothing is rotated. Layers share the result."""
     made: dict[tuple[bool, int, int, float], Node] = angles.node.meta.setdefault("rope_whole_head", {})
     key = (angles.pairs_are_neighbours, rotation.num_pairs, head_dim, fill)
@@ -81,9 +79,7 @@ def whole_head(
         last = angles.node
         step = 2 if angles.pairs_are_neighbours else 1
         with gm.graph.inserting_after(last):
-            half = last = ctx.call(
-                gm, torch.ops.aten.slice.Tensor, last, 1, 0, step * rotation.num_pairs, step, origin=last
-            )
+            half = last = ctx.call(gm, torch.ops.aten.slice.Tensor, last, 1, 0, step * rotation.num_pairs, step, origin=last)
         if (missing := head_dim // 2 - rotation.num_pairs) > 0:
             with gm.graph.inserting_after(last):
                 column = last = ctx.call(gm, torch.ops.aten.slice.Tensor, half, 1, 0, 1, 1, origin=last)

@@ -29,9 +29,7 @@ def with_user_passes(pipeline: Sequence[GraphPass], names: Sequence[str]) -> tup
             raise PassError(f"Pass {name} has the name {new.name!r} of another pass: give it a name of its own.")
         after = getattr(new, "after", None) or (pipeline[-1].name if pipeline else None)
         if after is not None and after not in known:
-            raise PassError(
-                f"Pass {name} is to run after {after!r}, which is not a pass: the passes are {', '.join(known)}."
-            )
+            raise PassError(f"Pass {name} is to run after {after!r}, which is not a pass: the passes are {', '.join(known)}.")
         at = known.index(after) + 1 + placed_after.get(after, 0) if after is not None else len(passes)
         if after is not None:
             placed_after[after] = placed_after.get(after, 0) + 1
@@ -54,18 +52,14 @@ def load_pass(name: str) -> GraphPass:
         try:
             found = declared[name].load()
         except Exception as error:
-            raise PassError(
-                f"Pass {name!r} ({declared[name].value}) cannot be imported: {_reason(error)}.{_import_hint(error)}"
-            ) from error
+            raise PassError(f"Pass {name!r} ({declared[name].value}) cannot be imported: {_reason(error)}.{_import_hint(error)}") from error
     if not isinstance(found, type):
         raise PassError(f"{name} is not a pass: expected a class, got a {type(found).__name__}.")
     try:
         made = found()
     except Exception as error:
         raise PassError(f"Pass {name} cannot be constructed without arguments: {_reason(error)}.") from error
-    missing = [
-        attribute for attribute in ("adds", "guard", "run", "cache_key") if not callable(getattr(made, attribute, None))
-    ]
+    missing = [attribute for attribute in ("adds", "guard", "run", "cache_key") if not callable(getattr(made, attribute, None))]
     missing += [a for a, kind in (("name", str), ("version", int)) if not isinstance(getattr(made, a, None), kind)]
     if missing:
         raise PassError(

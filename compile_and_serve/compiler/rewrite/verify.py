@@ -101,9 +101,7 @@ class PassVerifier:
     _before: _Outcome | None = None
     _rounding: Rounding | None = None
 
-    def run(
-        self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext
-    ) -> tuple[PassResult | SkipReason, Verification]:
+    def run(self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext) -> tuple[PassResult | SkipReason, Verification]:
         """Run a pass and compare; if it fails, `gm` and `ctx` are as before and the result says why it was left out."""
         tolerance = getattr(graph_pass, "tolerance", TOLERANCE)
         rounding: Rounding | None = getattr(graph_pass, "round_weight", None)
@@ -155,9 +153,7 @@ class RandomWeights:
     rounding: is first applied to each matrix of the model.
     """
 
-    def __init__(
-        self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int, rounding: Rounding | None = None
-    ) -> None:
+    def __init__(self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int, rounding: Rounding | None = None) -> None:
         self._weights, self._buffers, self._rounding = weights, buffers, rounding
         largest = max((_numel(spec.shape) for spec in weights.sources.values()), default=1)
         self._slack = 4099
@@ -265,11 +261,13 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
             inputs[str(length)] = step.inputs[name].shape[declared.symbolic_dim]
     local = {name: placeholders[name].meta["example_value"].shape for name in step.state if name in placeholders}
     ranks = [
-        _Rank(rank=rank, weights=weights, inputs=inputs | {
-            name: _share(step.state[name], shape, rank, num_ranks).clone() for name, shape in local.items()
-        })
+        _Rank(
+            rank=rank,
+            weights=weights,
+            inputs=inputs | {name: _share(step.state[name], shape, rank, num_ranks).clone() for name, shape in local.items()},
+        )
         for rank in range(num_ranks)
-    ]  # fmt: skip
+    ]
     orders = key_orders(gm)
     for rank in ranks:
         for name, order in orders.items():
@@ -317,9 +315,10 @@ def key_orders(gm: GraphModule) -> dict[str, list[int]]:
     for node in gm.graph.nodes:
         if "key_order" in node.meta:
             orders |= {
-                read.meta["input"]: node.meta["key_order"] for read in node.all_input_nodes
+                read.meta["input"]: node.meta["key_order"]
+                for read in node.all_input_nodes
                 if isinstance(read.meta.get("declaration"), StateGroup)
-            }  # fmt: skip
+            }
     return orders
 
 
@@ -345,11 +344,14 @@ def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> S
     }
     num_tokens = sum(NEW)
     return make_step(
-        [one for one in declarations if isinstance(one, StepInput)], groups, list(zip(CACHED, NEW, strict=True)),
-        state=state, tokens_per_page=sizes,
+        [one for one in declarations if isinstance(one, StepInput)],
+        groups,
+        list(zip(CACHED, NEW, strict=True)),
+        state=state,
+        tokens_per_page=sizes,
         token_ids=torch.randint(0, MAX_TOKEN_ID, (num_tokens,), generator=generator("token_ids")).numpy(),
         row_indices=np.array([0, num_tokens // 2, num_tokens - 1]),
-    )  # fmt: skip
+    )
 
 
 def _sharded_dim(whole: torch.Tensor, shape: torch.Size) -> int | None:

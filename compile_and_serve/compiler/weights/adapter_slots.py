@@ -74,13 +74,7 @@ def slot_weights(
         a=name + A,
         b=name + B,
         of_a=(f"adapter_slots_{dtype_name(dtype)}", num_slots, len(parts) * rank, in_features, columns.pop()),
-        of_b=(
-            f"adapter_blocks_{dtype_name(dtype)}",
-            num_slots,
-            rank,
-            sum(out_features for _, out_features, *_ in parts),
-            *constants,
-        ),
+        of_b=(f"adapter_blocks_{dtype_name(dtype)}", num_slots, rank, sum(out_features for _, out_features, *_ in parts), *constants),
     )
 
 
@@ -108,9 +102,7 @@ class LinearSite:
     shards: tuple[int, int, int]
     order: tuple[int, ...] = ()
 
-    def fill(
-        self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, rank: int
-    ) -> None:
+    def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, rank: int) -> None:
         """Copy a rank's share of an adapter's A [R, I] and B [O, R] into a slot of the two weights."""
         by_columns, parts, by_rows = self.shards
         if by_columns:
@@ -153,10 +145,16 @@ def linear_sites(transforms: Sequence[WeightTransform]) -> list[LinearSite]:
             columns, whole, parts, by_rows = constants[_OF_PART * part : _OF_PART * (part + 1)]
             sites.append(
                 LinearSite(
-                    module=module, in_features=of_a[3] * (of_a[4] or 1), out_features=whole, a=target,
-                    b=name + B, first_row=part * rank, columns=slice(begin, begin + columns),
-                    shards=(of_a[4], parts, by_rows), order=order,
+                    module=module,
+                    in_features=of_a[3] * (of_a[4] or 1),
+                    out_features=whole,
+                    a=target,
+                    b=name + B,
+                    first_row=part * rank,
+                    columns=slice(begin, begin + columns),
+                    shards=(of_a[4], parts, by_rows),
+                    order=order,
                 )
-            )  # fmt: skip
+            )
             begin += columns
     return sites

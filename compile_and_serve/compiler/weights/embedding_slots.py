@@ -68,9 +68,7 @@ class EmbeddingSite:
     b: str
     shards: int
 
-    def fill(
-        self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RV: torch.Tensor, b_DR: torch.Tensor, rank: int
-    ) -> None:
+    def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RV: torch.Tensor, b_DR: torch.Tensor, rank: int) -> None:
         """Copy a rank's share of an adapter's A [R, V] and B [D, R] into a slot of the two weights."""
         a_VR = a_RV.T
         if self.shards:
@@ -90,9 +88,5 @@ def embedding_sites(transforms: Sequence[WeightTransform]) -> list[EmbeddingSite
         blocks = of[module + BLOCKS]
         assert isinstance(rows, tuple)
         assert isinstance(blocks, tuple)
-        sites.append(
-            EmbeddingSite(
-                module=module, in_features=rows[4], out_features=blocks[3], a=target, b=module + BLOCKS, shards=rows[5]
-            )
-        )
+        sites.append(EmbeddingSite(module=module, in_features=rows[4], out_features=blocks[3], a=target, b=module + BLOCKS, shards=rows[5]))
     return sites

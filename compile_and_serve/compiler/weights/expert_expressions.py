@@ -14,18 +14,8 @@ import torch
 
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, Scales
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, expression_spec, weight_function
-from compile_and_serve.custom_ops.moe.packed_experts import (
-    pack_8bit_experts,
-    pack_mxfp4_codes_cpu,
-    pack_mxfp4_scales_cpu,
-)
-from compile_and_serve.custom_ops.quantization import (
-    LARGEST,
-    dtype_name,
-    expert_block_scales,
-    expert_row_scales,
-    quantize_experts,
-)
+from compile_and_serve.custom_ops.moe.packed_experts import pack_8bit_experts, pack_mxfp4_codes_cpu, pack_mxfp4_scales_cpu
+from compile_and_serve.custom_ops.quantization import LARGEST, dtype_name, expert_block_scales, expert_row_scales, quantize_experts
 from compile_and_serve.custom_ops.quantized.group_formats import dequantize_packed_experts
 from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
 
@@ -73,9 +63,7 @@ def parameter_of_experts(expression: Expression) -> Expression:
 
 def is_stored_quantized(parameter: Expression) -> bool:
     """Whether the checkpoint holds a parameter (`parameter_of_experts`) quantized."""
-    return isinstance(parameter, tuple) and str(parameter[0]).startswith(
-        ("dequantize_mxfp4.", "dequantize_experts.", PACKED)
-    )
+    return isinstance(parameter, tuple) and str(parameter[0]).startswith(("dequantize_mxfp4.", "dequantize_experts.", PACKED))
 
 
 def experts_expression(
@@ -92,9 +80,8 @@ def experts_expression(
     function, argument, size = expression
     whole = experts_expression(argument, sources, dtype, scales)
     return ExpertsExpression(
-        values=(function, whole.values, size), scale=_scale_of_share(function, whole.scale, size, sources),
-        format=whole.format,
-    )  # fmt: skip
+        values=(function, whole.values, size), scale=_scale_of_share(function, whole.scale, size, sources), format=whole.format
+    )
 
 
 def _of_parameter(

@@ -70,9 +70,15 @@ class ExpertSite:
     by_rows: int
 
     def fill(
-        self, slot_a: torch.Tensor, slot_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int,
-        expert: int | None = None, first_row: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        slot_a: torch.Tensor,
+        slot_b: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        rank: int,
+        expert: int | None = None,
+        first_row: int = 0,
+    ) -> None:
         """Copy a rank's share of an adapter into a slot of the two weights.
 
         expert: a [r, I] and b [rows, r] are of this expert's outputs from `first_row` on. None: as PEFT has them for all experts
@@ -115,9 +121,15 @@ def expert_sites(transforms: Sequence[WeightTransform]) -> list[ExpertSite]:
         _, _, _, rank, outputs, by_rows = of_b
         sites.append(
             ExpertSite(
-                module=parameter, num_experts=num_experts, in_features=inputs * (by_columns or 1),
-                out_features=outputs * (by_rows or 1), a=target, b=parameter + B, parts=rows // rank,
-                by_columns=by_columns, by_rows=by_rows,
+                module=parameter,
+                num_experts=num_experts,
+                in_features=inputs * (by_columns or 1),
+                out_features=outputs * (by_rows or 1),
+                a=target,
+                b=parameter + B,
+                parts=rows // rank,
+                by_columns=by_columns,
+                by_rows=by_rows,
             )
-        )  # fmt: skip
+        )
     return sites

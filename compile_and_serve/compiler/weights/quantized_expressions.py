@@ -64,11 +64,7 @@ from compile_and_serve.custom_ops.quantized.group_layout import (
     real_columns,
 )
 from compile_and_serve.custom_ops.quantized.group_linear import pack_group_codes, pack_group_scales
-from compile_and_serve.custom_ops.quantized.mxfp4 import (
-    deinterleave_rows,
-    dequantize_mxfp4,
-    swap_inputs_and_outputs,
-)
+from compile_and_serve.custom_ops.quantized.mxfp4 import deinterleave_rows, dequantize_mxfp4, swap_inputs_and_outputs
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight
 
 Scales = Literal["row", "block"]
@@ -129,16 +125,25 @@ for _table in TABLES:
     weight_function(f"pack_group_codes.{_table}")(partial(pack_group_codes, table=_table))
     weight_function(f"pack_group_scales.{_table}")(partial(pack_group_scales, table=_table))
 for _function in (
-    "awq_codes", "gptq_codes", "gptq_zeros", "packed_rows", "packed_columns", "transposed", "low_nibble_first", "high_nibble_first",
-    "scaled_scales", "divided_scales", "powers_of_two", "block_maxima", "nested_maxima",
-):  # fmt: skip
+    "awq_codes",
+    "gptq_codes",
+    "gptq_zeros",
+    "packed_rows",
+    "packed_columns",
+    "transposed",
+    "low_nibble_first",
+    "high_nibble_first",
+    "scaled_scales",
+    "divided_scales",
+    "powers_of_two",
+    "block_maxima",
+    "nested_maxima",
+):
     weight_function(_function)(getattr(group_formats, _function))
 
 for _kind, _form in GGUF_FORMATS.items():
 
-    def _of_blocks(
-        rows_OB: torch.Tensor, form: GgufFormat, decode: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+    def _of_blocks(rows_OB: torch.Tensor, form: GgufFormat, decode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return decode(form.blocks(rows_OB)).contiguous()
 
     weight_function(f"gguf_codes.{_kind}")(partial(_of_blocks, form=_form, decode=_form.codes))
@@ -148,9 +153,15 @@ for _kind, _form in GGUF_FORMATS.items():
 
 
 def _dequantize_groups(
-    codes_OI: torch.Tensor, scale_OG: torch.Tensor, bits: int, group_size: int, *others: torch.Tensor, dtype: torch.dtype,
-    has_offset: bool, has_groups: bool,
-) -> torch.Tensor:  # fmt: skip
+    codes_OI: torch.Tensor,
+    scale_OG: torch.Tensor,
+    bits: int,
+    group_size: int,
+    *others: torch.Tensor,
+    dtype: torch.dtype,
+    has_offset: bool,
+    has_groups: bool,
+) -> torch.Tensor:
     if scale_OG.dtype == torch.float64:  # the verification of passes
         dtype = torch.float64
     offset_OG = others[0] if has_offset else None
@@ -176,9 +187,7 @@ def _dequantize_table(
 
 for _dtype in (torch.bfloat16, torch.float16, torch.float32):
     for _table in TABLES:
-        weight_function(f"dequantize_table.{dtype_name(_dtype)}.{_table}")(
-            partial(_dequantize_table, dtype=_dtype, table=_table)
-        )
+        weight_function(f"dequantize_table.{dtype_name(_dtype)}.{_table}")(partial(_dequantize_table, dtype=_dtype, table=_table))
 
 
 @weight_function("input_order")
@@ -187,9 +196,7 @@ def _input_order(*input_groups: torch.Tensor) -> torch.Tensor:
     first = input_groups[0]
     is_real = type(first) is torch.Tensor  # not a tensor without data, of which only the shape is asked
     if is_real and not all(torch.equal(first, other) for other in input_groups[1:]):
-        raise ValueError(
-            "Merged linears have different orders of their inputs (g_idx): compile with --disable-pass merge_linears."
-        )
+        raise ValueError("Merged linears have different orders of their inputs (g_idx): compile with --disable-pass merge_linears.")
     return torch.argsort(first.long(), stable=True)
 
 
@@ -260,9 +267,13 @@ def plain_expressions(specs: Mapping[str, TensorSpec], quantized: Mapping[str, S
             others = [part for part in (stored.offset, stored.input_groups) if part is not None]
             kinds = f"{int(stored.offset is not None)}{int(stored.input_groups is not None)}"
             expressions[name] = (
-                f"dequantize_groups.{dtype_name(specs[name].dtype)}.{kinds}", stored.codes, stored.scale, stored.bits, stored.group_size,
+                f"dequantize_groups.{dtype_name(specs[name].dtype)}.{kinds}",
+                stored.codes,
+                stored.scale,
+                stored.bits,
+                stored.group_size,
                 *others,
-            )  # fmt: skip
+            )
             continue
         if len(specs[name].shape) == 3:
             scales: Expression = stored.scale if stored.per_block else ("expert_scale_to_rows", stored.scale, name)
@@ -292,9 +303,14 @@ def parameter_of(leaf: Expression, quantized: Mapping[str, StoredWeight]) -> str
 
 
 def quantized_expression(
-    expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight], *,
-    dtype: torch.dtype | None = None, scales: Scales = "row", activations: Activations = "none",
-) -> QuantizedExpression:  # fmt: skip
+    expression: Expression,
+    sources: Mapping[str, TensorSpec],
+    quantized: Mapping[str, StoredWeight],
+    *,
+    dtype: torch.dtype | None = None,
+    scales: Scales = "row",
+    activations: Activations = "none",
+) -> QuantizedExpression:
     """The quantized form of an expression. Raises `CannotQuantizeError`.
 
     dtype, scales, activations: format to which the weights are quantized. With dtype None, the checkpoint's format (`quantized`).
@@ -305,9 +321,7 @@ def quantized_expression(
         if len(stored) < len(names):
             raise CannotQuantizeError("only a part of the merged weight is quantized in the checkpoint")
         if len({(s.dtype, s.activations, s.per_block) for s in stored}) > 1:
-            raise CannotQuantizeError(
-                "the parts of the merged weight are quantized to different formats in the checkpoint"
-            )
+            raise CannotQuantizeError("the parts of the merged weight are quantized to different formats in the checkpoint")
         dtype, activations = stored[0].dtype, stored[0].activations
     values, scale = _quantize(expression, sources, dtype, scales)
     input_scales = [s.input_scale for s in stored if s.input_scale is not None]
@@ -337,9 +351,16 @@ def grouped_expression(
         order = ("input_order", *dict.fromkeys(one.input_groups for one in grouped))
         parts.codes = ("take_columns", parts.codes, order)
     return GroupedExpression(
-        codes=parts.codes, scale=parts.scale, offset=parts.offset, bits=grouped[0].container_bits, group_size=parts.group_size,
-        input_order=order, width=width, table=grouped[0].table, activations=grouped[0].activations,
-    )  # fmt: skip
+        codes=parts.codes,
+        scale=parts.scale,
+        offset=parts.offset,
+        bits=grouped[0].container_bits,
+        group_size=parts.group_size,
+        input_order=order,
+        width=width,
+        table=grouped[0].table,
+        activations=grouped[0].activations,
+    )
 
 
 def storage_of(stored: GroupedWeight) -> tuple[Any, ...]:
@@ -359,9 +380,7 @@ class _Grouped:
     order: Any = None  # of padded columns
 
 
-def _grouped(
-    expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight]
-) -> _Grouped:
+def _grouped(expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight]) -> _Grouped:
     assert isinstance(expression, tuple), "not a group-quantized weight"
     if _is_dequantized(expression):
         stored = quantized[parameter_of(expression, quantized)]
@@ -383,9 +402,7 @@ def _grouped(
     if dimension == 0:
         if first.order is not None and any(isinstance(part, _Grouped) and part.order != first.order for part in parts):
             raise CannotQuantizeError("merged linears have different orders of their inputs (act-order)")
-        return _Grouped(
-            of_parts("codes"), of_parts("scale"), of_parts("offset"), first.group_size, first.input_groups, first.order
-        )
+        return _Grouped(of_parts("codes"), of_parts("scale"), of_parts("offset"), first.group_size, first.input_groups, first.order)
     if first.input_groups is not None:
         return _padded(first, function, arguments[1:], of_parts("codes"), sources)
     width = _spec((function, *(p if isinstance(p, int) else p.codes for p in parts)), sources).shape[1]
@@ -394,22 +411,16 @@ def _grouped(
     size = gcd(width, first.group_size)
     if size < first.group_size:
         if size % 32:
-            raise CannotQuantizeError(
-                f"a rank has {width} inputs, which divide groups of {first.group_size} too finely"
-            )
+            raise CannotQuantizeError(f"a rank has {width} inputs, which divide groups of {first.group_size} too finely")
         first.scale = ("divide_groups", first.scale, first.group_size // size)
         first.offset = None if first.offset is None else ("divide_groups", first.offset, first.group_size // size)
     return _Grouped(of_parts("codes"), of_parts("scale"), of_parts("offset"), size)
 
 
-def _padded(
-    whole: _Grouped, function: str, sizes: list[Any], codes: Expression, sources: Mapping[str, TensorSpec]
-) -> _Grouped:
+def _padded(whole: _Grouped, function: str, sizes: list[Any], codes: Expression, sources: Mapping[str, TensorSpec]) -> _Grouped:
     """A rank's inputs of a weight with act-order. It has some inputs of each group, so groups are filled up with columns of zeros."""
     if function != "shard_columns" or whole.order is not None:
-        raise CannotQuantizeError(
-            f"its inputs are selected by {function}, and their groups are not adjacent (act-order)"
-        )
+        raise CannotQuantizeError(f"its inputs are selected by {function}, and their groups are not adjacent (act-order)")
     (size,) = sizes
     mine = ("shard_rows", whole.input_groups, size, size)
     groups = _spec(whole.scale, sources).shape[1]
@@ -423,9 +434,7 @@ def _padded(
 
 
 def _is_dequantized(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(expression, tuple) and str(expression[0]).startswith(
-        ("dequantize.", "dequantize_groups.", "dequantize_table.")
-    )
+    return isinstance(expression, tuple) and str(expression[0]).startswith(("dequantize.", "dequantize_groups.", "dequantize_table."))
 
 
 def _selects_rows(expression: Expression) -> bool:
@@ -446,9 +455,7 @@ def _quantize(
     dimension = selected_dimension(function)
     if dimension is None:
         raise CannotQuantizeError(f"the weight is computed by {function}, which cannot be applied to its scales")
-    parts: list[Any] = [
-        argument if isinstance(argument, int) else _quantize(argument, sources, dtype, scales) for argument in arguments
-    ]
+    parts: list[Any] = [argument if isinstance(argument, int) else _quantize(argument, sources, dtype, scales) for argument in arguments]
     values = (function, *(part if isinstance(part, int) else part[0] for part in parts))
     part_scales: list[Any] = [part if isinstance(part, int) else part[1] for part in parts]
     per_block = len(_spec(part_scales[0], sources).shape) == 2

@@ -175,16 +175,19 @@ class WeightTable:
     """
 
     def __init__(
-        self, specs: Mapping[str, TensorSpec], *, sources: Mapping[str, TensorSpec] | None = None,
-        expressions: Mapping[str, Expression] | None = None, aliases: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        specs: Mapping[str, TensorSpec],
+        *,
+        sources: Mapping[str, TensorSpec] | None = None,
+        expressions: Mapping[str, Expression] | None = None,
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self.sources = dict(specs if sources is None else sources)
         self.scales = self.sources.keys() - specs.keys()  # the checkpoint's tensors that are not parameters
         self.aliases = dict(aliases or {})
         self.expressions = dict(expressions or {})
         self._transforms = {
-            name: WeightTransform(expression=self.expressions.get(name, name), target=name, spec=spec)
-            for name, spec in specs.items()
+            name: WeightTransform(expression=self.expressions.get(name, name), target=name, spec=spec) for name, spec in specs.items()
         }
 
     def __getitem__(self, name: str) -> WeightTransform:

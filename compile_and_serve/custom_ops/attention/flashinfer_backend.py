@@ -28,11 +28,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
-from compile_and_serve.custom_ops.attention.flashinfer_modules import (
-    FlashInferModules,
-    Variant,
-    flashinfer_unavailable_reason,
-)
+from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape, FlashInferPrefill
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.step import AttentionFeature
@@ -131,22 +127,13 @@ class FlashInferAttention(TritonAttention):
             self._uses_modules = True
 
     def modules(
-        self,
-        dtype: torch.dtype,
-        head_dim: int,
-        device: torch.device,
-        features: frozenset[AttentionFeature] = frozenset(),
+        self, dtype: torch.dtype, head_dim: int, device: torch.device, features: frozenset[AttentionFeature] = frozenset()
     ) -> FlashInferModules:
         """The modules for a dtype and head size."""
         key = (dtype, head_dim, features)
         if key not in self._modules:
             self._modules[key] = FlashInferModules(
-                dtype,
-                head_dim,
-                device,
-                self._module_dir,
-                has_window="window" in features,
-                has_cap="soft_cap" in features,
+                dtype, head_dim, device, self._module_dir, has_window="window" in features, has_cap="soft_cap" in features
             )
         return self._modules[key]
 
@@ -198,31 +185,12 @@ class FlashInferAttention(TritonAttention):
 
         num_tokens, num_heads, head_dim = q_THE.shape
         shape = AttentionShape(
-            num_heads,
-            k_TKE.shape[1],
-            head_dim,
-            kv_cache.shape[3],
-            q_THE.dtype,
-            kv_cache.dtype,
-            scale,
-            metadata.window,
-            scores.soft_cap,
+            num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, kv_cache.dtype, scale, metadata.window, scores.soft_cap
         )
         prefill = self.planned_prefill(shape, q_THE.device, metadata)
         if prefill is None:
             return super()._run(
-                q_THE,
-                k_TKE,
-                v_TKE,
-                cos_TE,
-                sin_TE,
-                kv_cache,
-                scale,
-                q_norm_weight_E,
-                k_norm_weight_E,
-                eps,
-                metadata,
-                scores,
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata, scores
             )
         step = self.planned_step
         assert step is not None
@@ -233,19 +201,43 @@ class FlashInferAttention(TritonAttention):
         changes_q = cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()
         changes_k = cos_TE is not None or k_norm_weight_E is not None
         reads_step = prefill.is_ragged and step.is_fresh
-        rotated_TKE = (
-            torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if reads_step and changes_k else None
-        )
+        rotated_TKE = torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if reads_step and changes_k else None
         rotated_THE = rope_kv_write(
-            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
-            write_q=changes_q, k_out_TKE=rotated_TKE,
-        )  # fmt: skip
+            q_THE,
+            k_TKE,
+            v_TKE,
+            cos_TE,
+            sin_TE,
+            kv_cache,
+            metadata.slot_mapping,
+            q_norm_weight_E,
+            k_norm_weight_E,
+            eps,
+            write_q=changes_q,
+            k_out_TKE=rotated_TKE,
+        )
         if num_single:
             decode_attention(
-                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
-                metadata.block_table, metadata.slot_mapping, out_THE, num_single, q_norm_weight_E, k_norm_weight_E, eps,
-                metadata.window, metadata.chunked, scores,
-            )  # fmt: skip
+                q_THE,
+                k_TKE,
+                v_TKE,
+                cos_TE,
+                sin_TE,
+                kv_cache,
+                scale,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.block_table,
+                metadata.slot_mapping,
+                out_THE,
+                num_single,
+                q_norm_weight_E,
+                k_norm_weight_E,
+                eps,
+                metadata.window,
+                metadata.chunked,
+                scores,
+            )
         ours = slice(num_single, metadata.num_tokens)
         if reads_step:
             keys, values = (k_TKE if rotated_TKE is None else rotated_TKE)[ours], v_TKE[ours]
@@ -257,9 +249,7 @@ class FlashInferAttention(TritonAttention):
         prefill.run(rotated_THE[ours], keys, values, out_THE[ours])
         return out_THE
 
-    def planned_prefill(
-        self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata
-    ) -> FlashInferPrefill | None:
+    def planned_prefill(self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata) -> FlashInferPrefill | None:
         """FlashInfer's kernels, planned for this step and shape; None where Triton's run the step."""
         if metadata.max_query_len == 1 or metadata.row_seq_lens is not None:
             return None

@@ -53,14 +53,18 @@ class FlashInferModules:
     """The prefill modules of one dtype and head size, with or without a window and a soft cap."""
 
     def __init__(
-        self, dtype: torch.dtype, head_dim: int, device: torch.device, module_dir: Path | None = None, *,
-        has_window: bool = False, has_cap: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        device: torch.device,
+        module_dir: Path | None = None,
+        *,
+        has_window: bool = False,
+        has_cap: bool = False,
+    ) -> None:
         major, minor = platform_of(device).compute_capability
         self.key = f"flashinfer-{version('flashinfer-python')}-sm{major}{minor}"
-        default_dir = (
-            Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"
-        )
+        default_dir = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"
         self.module_dir = (module_dir or default_dir) / self.key
         self.dtype, self.head_dim, self.device = dtype, head_dim, device
         self.has_window, self.has_cap = has_window, has_cap
@@ -127,10 +131,7 @@ class FlashInferModules:
 
     def status(self) -> dict[str, str]:
         """Variant → "built", "building", "not built", or the failure."""
-        return {
-            variant: "built" if self.is_built(variant) else self._state.get(variant, "not built")
-            for variant in self.variants
-        }
+        return {variant: "built" if self.is_built(variant) else self._state.get(variant, "not built") for variant in self.variants}
 
     def build(self, variant: Variant) -> None:
         """Build the module (half a minute or more) and put it into `module_dir`, unless it is there."""
@@ -146,25 +147,17 @@ class FlashInferModules:
             self._set_failed(variant, "could not be built", error)
             return
         self._state[variant] = "built"
-        logger.info(
-            "FlashInfer's %s prefill module was built in %.0f s and is used from now on",
-            variant,
-            time.perf_counter() - started,
-        )
+        logger.info("FlashInfer's %s prefill module was built in %.0f s and is used from now on", variant, time.perf_counter() - started)
 
     def _set_failed(self, variant: Variant, what: str, error: Exception) -> None:
         self._state[variant] = f"failed: {_cause(error)}"
-        logger.warning(
-            "FlashInfer's %s prefill module %s; Triton's kernels stay in use: %s", variant, what, _cause(error)
-        )
+        logger.warning("FlashInfer's %s prefill module %s; Triton's kernels stay in use: %s", variant, what, _cause(error))
         logger.debug("the whole error", exc_info=error)
 
     def build_in_background(self) -> None:
         """Build the missing modules one after another in a background thread; returns at once."""
         with self._lock:
-            missing = [
-                variant for variant in self.variants if not self.is_built(variant) and variant not in self._state
-            ]
+            missing = [variant for variant in self.variants if not self.is_built(variant) and variant not in self._state]
             if self._thread is not None or not missing:
                 return
             logger.info("building FlashInfer's prefill modules in the background: %s", ", ".join(missing))

@@ -74,9 +74,20 @@ class FlashInferPrefill:
         self._num_tokens = int(query_start_loc[-1])
         lengths = map(torch.from_numpy, (query_start_loc, key_start_loc, seq_lens))
         arguments = [
-            *self._memory, self._plan_on_host, *lengths, self._num_tokens, len(seq_lens),
-            shape.num_heads, shape.num_kv_heads, shape.block_size if pages else 1, False, shape.head_dim, shape.head_dim, True, window_left,
-        ]  # fmt: skip
+            *self._memory,
+            self._plan_on_host,
+            *lengths,
+            self._num_tokens,
+            len(seq_lens),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.block_size if pages else 1,
+            False,
+            shape.head_dim,
+            shape.head_dim,
+            True,
+            window_left,
+        ]
         if self.variant == "fa2":
             arguments += [-1, False, 0]  # splits of any size, and no other kernel beside
         plan_info = module.plan(*arguments)
@@ -84,10 +95,7 @@ class FlashInferPrefill:
         self._memory_and_plan = (*self._memory, plan_info)
         upload = self._platform.upload
         starts = upload(query_start_loc)
-        self._places: tuple[torch.Tensor, ...] = (
-            starts,
-            starts if key_start_loc is query_start_loc else upload(key_start_loc),
-        )
+        self._places: tuple[torch.Tensor, ...] = (starts, starts if key_start_loc is query_start_loc else upload(key_start_loc))
         if pages is not None:
             self._places += (pages[0], upload(pages[1]))
         layout = _HEADS_FIRST if pages else _TOKENS_FIRST

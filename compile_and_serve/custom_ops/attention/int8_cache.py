@@ -23,7 +23,5 @@ def int8_parts(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     strides = kv_cache.stride()[:3]
     values = kv_cache.as_strided((*outer, block_size, head_dim), (*strides, head_dim, 1))
     words = kv_cache.view(torch.float32)
-    scales = words.as_strided(
-        (*outer, block_size), (*words.stride()[:3], 1), words.storage_offset() + block_size * head_dim // SCALE_BYTES
-    )
+    scales = words.as_strided((*outer, block_size), (*words.stride()[:3], 1), words.storage_offset() + block_size * head_dim // SCALE_BYTES)
     return values, scales

@@ -61,19 +61,13 @@ def rotate(x_TXR: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, inte
     """RoPE. The first values of all pairs come before the second values, in x's dtype; computed in float32 or wider. → [T, X, R]"""
     half = x_TXR.shape[2] // 2
     wide_TXR = x_TXR.to(torch.promote_types(x_TXR.dtype, torch.float32))
-    first, second = (
-        (wide_TXR[..., 0::2], wide_TXR[..., 1::2]) if interleaved else (wide_TXR[..., :half], wide_TXR[..., half:])
-    )
+    first, second = (wide_TXR[..., 0::2], wide_TXR[..., 1::2]) if interleaved else (wide_TXR[..., :half], wide_TXR[..., half:])
     cos, sin = cos_TR[:, None, :half], sin_TR[:, None, :half]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TXR.dtype)
 
 
 def _absorbed(
-    q_nope_HTN: torch.Tensor,
-    q_rope_HTR: torch.Tensor,
-    sequences: Sequence[tuple[int, torch.Tensor]],
-    heads: torch.Tensor,
-    scale: float,
+    q_nope_HTN: torch.Tensor, q_rope_HTR: torch.Tensor, sequences: Sequence[tuple[int, torch.Tensor]], heads: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """sequences: of each, the number of its query tokens and its entries [K, C + R]. heads: [H, N + V, C]. → [H, T, V]"""
     nope_size, latent_size = q_nope_HTN.shape[2], heads.shape[2]
@@ -106,9 +100,7 @@ def _attend(q_HLE: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale
     keys, values = keys.to(math_dtype).transpose(-1, -2), values.to(math_dtype)
     first = keys.shape[-1] - q_HLE.shape[1]
     parts = []
-    for begin, q in zip(
-        range(0, q_HLE.shape[1], _QUERY_TILE), q_HLE.to(math_dtype).split(_QUERY_TILE, dim=1), strict=True
-    ):
+    for begin, q in zip(range(0, q_HLE.shape[1], _QUERY_TILE), q_HLE.to(math_dtype).split(_QUERY_TILE, dim=1), strict=True):
         stop = first + begin + q.shape[1]
         scores_HLK = torch.matmul(q, keys[..., :stop]) * scale
         positions_L = torch.arange(first + begin, stop, device=q.device)

@@ -53,11 +53,7 @@ class StepParts:
 
 def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None) -> torch.Tensor:
     """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have equally many query tokens, which are absorbed."""
-    from compile_and_serve.custom_ops.attention.triton_mla_decode import (
-        absorbed_attention,
-        multiply_heads,
-        write_latents,
-    )
+    from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention, multiply_heads, write_latents
     from compile_and_serve.custom_ops.attention.triton_mla_prefill import materialized_attention
 
     q_THE, kv_a_TE, kv_b, cache, scale = operands.q_THE, operands.kv_a_TE, operands.kv_b, operands.cache, operands.scale
@@ -72,9 +68,16 @@ def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: Ste
     if num_covered < num_tokens:
         out_THV[num_covered:].zero_()
     q_rope_THR = write_latents(
-        q_THE, kv_a_TE, operands.norm_weight_C, operands.cos_TR, operands.sin_TR, cache, metadata.slot_mapping, operands.eps,
+        q_THE,
+        kv_a_TE,
+        operands.norm_weight_C,
+        operands.cos_TR,
+        operands.sin_TR,
+        cache,
+        metadata.slot_mapping,
+        operands.eps,
         operands.interleaved,
-    )  # fmt: skip
+    )
     # Ranges of absorbed sequences: (first, number, most query tokens). Apart, decodes run as in a step of their own.
     absorbed, absorbed_tokens = [(0, metadata.seq_lens.shape[0], metadata.max_query_len)], num_covered
     if parts is not None:
@@ -89,14 +92,34 @@ def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: Ste
         for first_seq, num_seqs, max_query_len in absorbed:
             if num_seqs:
                 absorbed_attention(
-                    q_latent_HTC, q_rope_THR, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-                    summed_HTC, first_seq, num_seqs, max_query_len,
-                )  # fmt: skip
+                    q_latent_HTC,
+                    q_rope_THR,
+                    cache,
+                    scale,
+                    metadata.query_start_loc,
+                    metadata.seq_lens,
+                    metadata.block_table,
+                    summed_HTC,
+                    first_seq,
+                    num_seqs,
+                    max_query_len,
+                )
         multiply_heads(summed_HTC, heads[:, nope_size:].transpose(1, 2), out_THV[ours].transpose(0, 1))
     if parts is not None and parts.num_keys:
         materialized_attention(
-            q_THE, q_rope_THR, kv_b, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-            parts.key_starts, out_THV, first_seq=parts.num_single + parts.num_few,
-            num_queries=metadata.num_tokens - parts.first_token, num_keys=parts.num_keys, max_seq_len=parts.max_seq_len,
-        )  # fmt: skip
+            q_THE,
+            q_rope_THR,
+            kv_b,
+            cache,
+            scale,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            parts.key_starts,
+            out_THV,
+            first_seq=parts.num_single + parts.num_few,
+            num_queries=metadata.num_tokens - parts.first_token,
+            num_keys=parts.num_keys,
+            max_seq_len=parts.max_seq_len,
+        )
     return out_THV

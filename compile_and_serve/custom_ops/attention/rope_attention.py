@@ -76,18 +76,7 @@ def _rope_attention(
     rope_forward = getattr(metadata.backend, "rope_forward", None)
     if rope_forward is not None:
         return rope_forward(
-            qkv,
-            cos_TE,
-            sin_TE,
-            kv_cache,
-            num_heads,
-            num_kv_heads,
-            scale,
-            q_norm_weight_E,
-            k_norm_weight_E,
-            eps,
-            metadata,
-            scores,
+            qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata, scores
         )
     heads_TNE = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THE, k_TKE, v_TKE = heads_TNE.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -149,17 +138,5 @@ def rope_attention(
     → [T, H * E] in qkv's dtype. RoPE is the half-split one (GPT-NeoX, Hugging Face `rotate_half`).
     """
     return _rope_attention_op(
-        qkv,
-        cos_TE,
-        sin_TE,
-        kv_cache,
-        num_heads,
-        num_kv_heads,
-        scale,
-        q_norm_weight_E,
-        k_norm_weight_E,
-        eps,
-        group,
-        soft_cap,
-        sinks_H,
+        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, group, soft_cap, sinks_H
     )

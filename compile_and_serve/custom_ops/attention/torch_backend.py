@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import (
-    PLAIN_SCORES,
-    AttentionMetadata,
-    Scores,
-    cache_unsupported_reason,
-)
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores, cache_unsupported_reason
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.quantization import quantize_activations, round_to_cache
 from compile_and_serve.custom_ops.step import AttentionFeature
 
 
-def write_kv_cache(
-    k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor
-) -> None:
+def write_kv_cache(k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
     """kv_cache[slot // P, 0, :, slot % P] = k and kv_cache[slot // P, 1, :, slot % P] = v for each token whose slot is not -1.
 
     k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated), q's dtype, float8_e4m3fn or int8 (then as in `int8_cache.py`);
@@ -134,9 +127,7 @@ def _hidden(query_position_L: torch.Tensor, seq_len: int, window: int | None, ch
     return hidden_LC | (key_position_C < first_L[:, None])
 
 
-def _probabilities(
-    scores_KGLC: torch.Tensor, hidden_LC: torch.Tensor, query_position_L: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+def _probabilities(scores_KGLC: torch.Tensor, hidden_LC: torch.Tensor, query_position_L: torch.Tensor, scores: Scores) -> torch.Tensor:
     """The softmax over the cached tokens, as `Scores` describes it. → [K, G, L, C]"""
     by_head = scores_KGLC.shape[:2]
     if scores.soft_cap:

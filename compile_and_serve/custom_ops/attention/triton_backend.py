@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import (
-    PLAIN_SCORES,
-    AttentionMetadata,
-    Scores,
-    cache_unsupported_reason,
-)
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores, cache_unsupported_reason
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, triton_mla
 from compile_and_serve.custom_ops.platform import platform_of
@@ -67,9 +62,7 @@ class TritonAttention:
         platform = platform_of(device)
         is_float8 = kv_cache_dtype == torch.float8_e4m3fn
         if is_float8 and platform.runs_triton_kernels and not platform.computes_in(kv_cache_dtype):
-            return (
-                f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {platform.name} is older"
-            )
+            return f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {platform.name} is older"
         if "latent" in features:
             return None
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
@@ -115,18 +108,7 @@ class TritonAttention:
 
         q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
         return self._run(
-            q_THE,
-            k_TKE,
-            v_TKE,
-            cos_TE,
-            sin_TE,
-            kv_cache,
-            scale,
-            q_norm_weight_E,
-            k_norm_weight_E,
-            eps,
-            metadata,
-            scores,
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata, scores
         ).flatten(1)
 
     def mla_forward(self, operands: LatentOperands, metadata: AttentionMetadata) -> torch.Tensor:
@@ -170,10 +152,20 @@ class TritonAttention:
         if has_prompts or metadata.num_seqs == 0 or not metadata.is_causal:
             # This also writes the keys and values of single-token sequences; the decode kernel writes the same values again.
             rotated_THE = rope_kv_write(
-                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
-                write_q=has_prompts and metadata.row_seq_lens is None
+                q_THE,
+                k_TKE,
+                v_TKE,
+                cos_TE,
+                sin_TE,
+                kv_cache,
+                metadata.slot_mapping,
+                q_norm_weight_E,
+                k_norm_weight_E,
+                eps,
+                write_q=has_prompts
+                and metadata.row_seq_lens is None
                 and (cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()),
-            )  # fmt: skip
+            )
         if metadata.num_seqs == 0:
             return out_THE.zero_()
         if has_prompts:
@@ -182,20 +174,50 @@ class TritonAttention:
                 assert metadata.row_block_table is not None
                 rows = (metadata.row_starts, metadata.row_seq_lens, metadata.row_block_table)
                 decode_attention(
-                    q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *rows, metadata.slot_mapping, out_THE, num_tokens,
-                    q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores,
-                )  # fmt: skip
+                    q_THE,
+                    k_TKE,
+                    v_TKE,
+                    cos_TE,
+                    sin_TE,
+                    kv_cache,
+                    scale,
+                    *rows,
+                    metadata.slot_mapping,
+                    out_THE,
+                    num_tokens,
+                    q_norm_weight_E,
+                    k_norm_weight_E,
+                    eps,
+                    metadata.window,
+                    metadata.chunked,
+                    scores,
+                )
                 return out_THE
             lengths_differ = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
             prefill_attention(
-                rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, lengths_differ, metadata.window, metadata.chunked,
-                scores,
-            )  # fmt: skip
+                rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, lengths_differ, metadata.window, metadata.chunked, scores
+            )
             if not lengths_differ:  # no sequence has a single token
                 return out_THE
         num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(
-            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,
-            q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores, is_causal=metadata.is_causal,
-        )  # fmt: skip
+            q_THE,
+            k_TKE,
+            v_TKE,
+            cos_TE,
+            sin_TE,
+            kv_cache,
+            scale,
+            *where,
+            metadata.slot_mapping,
+            out_THE,
+            num_rows,
+            q_norm_weight_E,
+            k_norm_weight_E,
+            eps,
+            metadata.window,
+            metadata.chunked,
+            scores,
+            is_causal=metadata.is_causal,
+        )
         return out_THE

@@ -20,14 +20,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
-from compile_and_serve.custom_ops.attention.triton_int8 import (
-    UNIT,
-    from_cache,
-    int8_scale,
-    load_scales,
-    scales_of,
-    to_int8,
-)
+from compile_and_serve.custom_ops.attention.triton_int8 import UNIT, from_cache, int8_scale, load_scales, scales_of, to_int8
 from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
 from compile_and_serve.custom_ops.build.triton_launch import launch
@@ -67,8 +60,12 @@ def unpack_pairs(pairs, IS_INT8: tl.constexpr, PDL: tl.constexpr):
             sub.rn.f16x2 $0, $0, base;
             sub.rn.f16x2 $1, $1, base;
             }""",
-            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     elif PDL:
         low, high = tl.inline_asm_elementwise(
             """{
@@ -79,8 +76,12 @@ def unpack_pairs(pairs, IS_INT8: tl.constexpr, PDL: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $0, lows;
             cvt.rn.f16x2.e4m3x2 $1, highs;
             }""",
-            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         value: tl.constexpr = tl.int8 if IS_INT8 else tl.float8e4nv
         low = (pairs & 0xFF).to(tl.int8).to(value, bitcast=True).to(tl.float16)
@@ -140,9 +141,7 @@ def _decode_kernel(
     # The prefill kernel runs sequences with more query tokens. Padding (length 0) gets zeros.
     if query_len != 1:
         return
-    out_GE = (
-        out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
-    )
+    out_GE = out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
     ok_GE = ok_G[:, None] & ok_E[None, :]
     if seq_len <= 0:
         if split == 0:
@@ -153,9 +152,19 @@ def _decode_kernel(
     if HAS_ROPE:
         cos_row, sin_row = cos_ptr + token * cos_stride, sin_ptr + token * cos_stride
     q_low_GR, q_high_GR = load_norm_rope(
-        q_ptr + token * q_stride + kv_head * (GROUP * HEAD_DIM), ok_G, cos_row, sin_row, q_norm_ptr, heads_G * HEAD_DIM, eps,
-        tl.float32, HEAD_DIM, BLOCK_R, HAS_Q_NORM, HAS_ROPE,
-    )  # fmt: skip
+        q_ptr + token * q_stride + kv_head * (GROUP * HEAD_DIM),
+        ok_G,
+        cos_row,
+        sin_row,
+        q_norm_ptr,
+        heads_G * HEAD_DIM,
+        eps,
+        tl.float32,
+        HEAD_DIM,
+        BLOCK_R,
+        HAS_Q_NORM,
+        HAS_ROPE,
+    )
     q_low_GR, q_high_GR = to_products(q_low_GR, product), to_products(q_high_GR, product)
     max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
@@ -164,9 +173,19 @@ def _decode_kernel(
     if split == (used_splits - 1 if IS_CAUSAL else -1):
         one = tl.zeros((1,), dtype=tl.int32)
         k_low_1R, k_high_1R = load_norm_rope(
-            k_ptr + token * k_stride + kv_head * HEAD_DIM, one == 0, cos_row, sin_row, k_norm_ptr, one, eps,
-            dtype, HEAD_DIM, BLOCK_R, HAS_K_NORM, HAS_ROPE,
-        )  # fmt: skip
+            k_ptr + token * k_stride + kv_head * HEAD_DIM,
+            one == 0,
+            cos_row,
+            sin_row,
+            k_norm_ptr,
+            one,
+            eps,
+            dtype,
+            HEAD_DIM,
+            BLOCK_R,
+            HAS_K_NORM,
+            HAS_ROPE,
+        )
         v_E = tl.load(v_ptr + token * v_stride + kv_head * HEAD_DIM + cols_E, mask=ok_E, other=0.0)
         # Converted to the cache's dtype, so that this step uses the same key and value as later steps.
         if is_int8:
@@ -209,9 +228,7 @@ def _decode_kernel(
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         tokens_C = start + tl.arange(0, BLOCK_C)
         ok_C = tokens_C < end
-        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(
-            tl.int64
-        )
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(tl.int64)
         rows_C = block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM
         k_CR = base + rows_C[:, None] + cols_R[None, :]
         ok_CR = ok_C[:, None] & ok_R[None, :]
@@ -220,18 +237,15 @@ def _decode_kernel(
         v_rows_C = base + TO_VALUES + rows_C
         if is_paired:
             pairs_CH = tl.load(
-                v_rows_C[:, None].to(tl.pointer_type(tl.int16)) + pairs_H[None, :],
-                mask=ok_C[:, None] & (pairs_H < HALF)[None, :], other=0,
-            )  # fmt: skip
+                v_rows_C[:, None].to(tl.pointer_type(tl.int16)) + pairs_H[None, :], mask=ok_C[:, None] & (pairs_H < HALF)[None, :], other=0
+            )
         else:
             v_CE = tl.load(v_rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0)
             v_CE = from_cache(v_CE, product)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
         if is_int8:
-            k_scale_C, v_scale_C = load_scales(
-                base + block_C * block_stride, tokens_C % BLOCK_SIZE, ok_C, TO_VALUES, BLOCK_SIZE, HEAD_DIM
-            )
+            k_scale_C, v_scale_C = load_scales(base + block_C * block_stride, tokens_C % BLOCK_SIZE, ok_C, TO_VALUES, BLOCK_SIZE, HEAD_DIM)
             scores_GC *= k_scale_C[None, :]
         distance_C = (tokens_C - (seq_len - 1)).to(tl.float32)
         scores_GC = score_log2(scores_GC, distance_C[None, :], slopes_G1, scale_log2, cap_log2, HAS_CAP, HAS_ALIBI)
@@ -280,8 +294,10 @@ def _decode_kernel(
                     other_sum_G = tl.load(max_ptr + rows + row_G, mask=there_G, other=0.0, cache_modifier=".cg")
                     other_acc_GE = tl.load(
                         partial_ptr + row_G.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :],
-                        mask=there_G[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg",
-                    )  # fmt: skip
+                        mask=there_G[:, None] & ok_E[None, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
                     new_max_G = tl.maximum(all_max_G, other_max_G)
                     shrink_G, weight_G = tl.exp2(all_max_G - new_max_G), tl.exp2(other_max_G - new_max_G)
                     all_sum_G = all_sum_G * shrink_G + other_sum_G * weight_G
@@ -291,9 +307,7 @@ def _decode_kernel(
             tl.store(counter, 0)
 
 
-def decode_config(
-    num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2, head_dim: int = 128
-) -> tuple[int, int, int, int, int]:
+def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2, head_dim: int = 128) -> tuple[int, int, int, int, int]:
     """(tile of keys, splits, stages, warps, min. tokens per split) for a number of sequences. itemsize: bytes of a cached value.
 
     Few sequences get many splits, because contexts may be long. On an H200 with Llama-3.1-8B's heads and a float8 cache, 16 sequences of

@@ -17,10 +17,18 @@ from compile_and_serve.custom_ops.triton_common import next_power_of_2
 
 @triton.jit(do_not_specialize=["num_pages"])
 def _expand_pages_kernel(
-    kv_ptr, pages_ptr, keys_ptr, values_ptr, block_stride, num_pages,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    kv_ptr,
+    pages_ptr,
+    keys_ptr,
+    values_ptr,
+    block_stride,
+    num_pages,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     page, kv_head = tl.program_id(0), tl.program_id(1)
     block = tl.load(pages_ptr + page)
     row = tl.load(pages_ptr + num_pages + page)
@@ -43,9 +51,7 @@ def _expand_pages_kernel(
     tl.store(values_ptr + to_PE, v_PE.to(dtype), mask=ok_PE)
 
 
-def expand_pages(
-    kv_cache: torch.Tensor, pages_3J: torch.Tensor, num_tokens: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expand_pages(kv_cache: torch.Tensor, pages_3J: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """→ keys, values: [C, K, E] of `dtype`, contiguous.
 
     kv_cache: [N, 2, K, P, E], 8-bit or a wider dtype. pages_3J: int64; for each page its block in the cache, the row of the result
@@ -57,8 +63,19 @@ def expand_pages(
     values_CKE = torch.empty_like(keys_CKE)
     num_pages = pages_3J.shape[1]
     launch(
-        _expand_pages_kernel, (num_pages, num_kv_heads), kv_cache, pages_3J, keys_CKE, values_CKE, kv_cache.stride(0), num_pages,
-        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
-        BLOCK_P=next_power_of_2(block_size), BLOCK_E=next_power_of_2(head_dim), num_warps=4,
-    )  # fmt: skip
+        _expand_pages_kernel,
+        (num_pages, num_kv_heads),
+        kv_cache,
+        pages_3J,
+        keys_CKE,
+        values_CKE,
+        kv_cache.stride(0),
+        num_pages,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        BLOCK_P=next_power_of_2(block_size),
+        BLOCK_E=next_power_of_2(head_dim),
+        num_warps=4,
+    )
     return keys_CKE, values_CKE

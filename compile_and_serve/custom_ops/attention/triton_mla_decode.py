@@ -37,11 +37,30 @@ MAX_TOKENS, MAX_INPUTS, WEIGHT_TILE = 64, 512, 8192
 
 @triton.jit
 def _write_kernel(
-    q_ptr, kv_a_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, slot_ptr, q_out_ptr,
-    q_stride, kv_a_stride, cos_stride, page_stride, eps,
-    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    kv_a_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    cache_ptr,
+    slot_ptr,
+    q_out_ptr,
+    q_stride,
+    kv_a_stride,
+    cos_stride,
+    page_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Program (t, 0) writes token t's cache entry; the others rotate BLOCK_H heads of its query."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = ROPE // 2
@@ -118,11 +137,24 @@ def write_latents(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _multiply_kernel(
-    x_ptr, w_ptr, out_ptr, x_head_stride, x_token_stride, w_head_stride, w_input_stride, w_output_stride, out_head_stride,
-    out_token_stride, num_tokens,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    x_head_stride,
+    x_token_stride,
+    w_head_stride,
+    w_input_stride,
+    w_output_stride,
+    out_head_stride,
+    out_token_stride,
+    num_tokens,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_T tokens of a head times BLOCK_O columns of its weight."""
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     let_next_start(PDL)
@@ -131,13 +163,12 @@ def _multiply_kernel(
     ok_I, ok_O, ok_T = cols_I < INPUTS, cols_O < OUTPUTS, rows_T < num_tokens
     w_IO = tl.load(
         w_ptr + head * w_head_stride + cols_I[:, None] * w_input_stride + cols_O[None, :] * w_output_stride,
-        mask=ok_I[:, None] & ok_O[None, :], other=0.0,
-    )  # fmt: skip
+        mask=ok_I[:, None] & ok_O[None, :],
+        other=0.0,
+    )
     wait_for_previous(PDL)
     at_T = rows_T.to(tl.int64)[:, None]
-    x_TI = tl.load(
-        x_ptr + head * x_head_stride + at_T * x_token_stride + cols_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
-    )  # fmt: skip
+    x_TI = tl.load(x_ptr + head * x_head_stride + at_T * x_token_stride + cols_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0)
     y_TO = tl.dot(x_TI, w_IO, input_precision="ieee").to(out_ptr.dtype.element_ty)
     out_TO = out_ptr + head * out_head_stride + at_T * out_token_stride + cols_O[None, :]
     tl.store(out_TO, y_TO, mask=ok_T[:, None] & ok_O[None, :])
@@ -155,11 +186,24 @@ def multiply_heads(x_HTI: torch.Tensor, w_HIO: torch.Tensor, out_HTO: torch.Tens
     block_o = max(16, WEIGHT_TILE // block_i)
     pdl = supports_pdl(x_HTI.device)
     launch(
-        _multiply_kernel, (num_heads, cdiv(outputs, block_o), cdiv(num_tokens, block_t)),
-        x_HTI, w_HIO, out_HTO, *x_HTI.stride()[:2], *w_HIO.stride(), *out_HTO.stride()[:2], num_tokens,
-        INPUTS=inputs, OUTPUTS=outputs, BLOCK_T=block_t, BLOCK_I=block_i, BLOCK_O=block_o, PDL=pdl, num_warps=4,
+        _multiply_kernel,
+        (num_heads, cdiv(outputs, block_o), cdiv(num_tokens, block_t)),
+        x_HTI,
+        w_HIO,
+        out_HTO,
+        *x_HTI.stride()[:2],
+        *w_HIO.stride(),
+        *out_HTO.stride()[:2],
+        num_tokens,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        BLOCK_T=block_t,
+        BLOCK_I=block_i,
+        BLOCK_O=block_o,
+        PDL=pdl,
+        num_warps=4,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["first_seq", "num_seqs"])
@@ -204,15 +248,10 @@ def _mla_decode_kernel(
     begin = split * per_split
     end = tl.minimum(begin + per_split, num_keys)
     positions_G = offset + queries_G
-    q_GL = tl.load(
-        q_latent_ptr + heads_G[:, None] * q_head_stride + tokens_G[:, None] * LATENT + cols_L[None, :],
-        mask=ok_GL,
-        other=0.0,
-    )
+    q_GL = tl.load(q_latent_ptr + heads_G[:, None] * q_head_stride + tokens_G[:, None] * LATENT + cols_L[None, :], mask=ok_GL, other=0.0)
     q_GR = tl.load(
-        q_rope_ptr + (tokens_G * NUM_HEADS + heads_G)[:, None] * ROPE + cols_R[None, :],
-        mask=ok_G[:, None] & ok_R[None, :], other=0.0,
-    )  # fmt: skip
+        q_rope_ptr + (tokens_G * NUM_HEADS + heads_G)[:, None] * ROPE + cols_R[None, :], mask=ok_G[:, None] & ok_R[None, :], other=0.0
+    )
     q_GL, q_GR = to_products(q_GL, product), to_products(q_GR, product)
     max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
@@ -224,9 +263,7 @@ def _mla_decode_kernel(
         page_K = tl.load(table + tokens_K // PAGE_SIZE, mask=ok_K, other=0).to(tl.int64)
         row_K = cache_ptr + page_K * page_stride + (tokens_K % PAGE_SIZE) * ENTRY
         latent_KL = tl.load(row_K[:, None] + cols_L[None, :], mask=ok_K[:, None] & ok_L[None, :], other=0.0).to(product)
-        rope_KR = tl.load(row_K[:, None] + LATENT + cols_R[None, :], mask=ok_K[:, None] & ok_R[None, :], other=0.0).to(
-            product
-        )
+        rope_KR = tl.load(row_K[:, None] + LATENT + cols_R[None, :], mask=ok_K[:, None] & ok_R[None, :], other=0.0).to(product)
         scores_GK = tl.dot(q_GL, tl.trans(latent_KL), input_precision="ieee")
         scores_GK = tl.dot(q_GR, tl.trans(rope_KR), scores_GK, input_precision="ieee") * scale_log2
         seen_GK = ok_K[None, :] & (tokens_K[None, :] <= positions_G[:, None])
@@ -267,9 +304,7 @@ def _mla_decode_kernel(
                 row_G = base_G + j * ROWS
                 max_part_G = tl.load(max_ptr + row_G, mask=ok_G, other=float("-inf"), cache_modifier=".cg")
                 weight_G = tl.exp2(max_part_G - top_G)
-                part_GL = tl.load(
-                    partial_ptr + row_G[:, None] * LATENT + cols_L[None, :], mask=ok_GL, other=0.0, cache_modifier=".cg"
-                )
+                part_GL = tl.load(partial_ptr + row_G[:, None] * LATENT + cols_L[None, :], mask=ok_GL, other=0.0, cache_modifier=".cg")
                 acc_GL += part_GL * weight_G[:, None]
             tl.store(out_GL, (acc_GL / sum_G[:, None]).to(dtype), mask=ok_GL)
             tl.store(counter, 0)
@@ -318,9 +353,7 @@ def absorbed_attention(
     rope_size, device = q_rope_THR.shape[2], cache.device
     max_query = 1 if max_query_len == 1 else 4 if max_query_len <= 4 else next_power_of_2(max(16, max_query_len))
     rows = max_query * num_heads
-    block_g, block_k, splits, stages, warps, min_split = config or decode_config(
-        num_seqs, max_query, num_heads, num_sms(device)
-    )
+    block_g, block_k, splits, stages, warps, min_split = config or decode_config(num_seqs, max_query, num_heads, num_sms(device))
     partial = counters = None
     if splits > 1:
         partial = torch.empty(num_seqs * splits * rows * (latent_size + 2), dtype=torch.float32, device=device)

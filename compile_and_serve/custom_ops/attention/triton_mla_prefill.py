@@ -24,16 +24,26 @@ PART_BYTES = 64 << 20  # of expanded keys and values, where twice a step's own t
 
 @triton.jit(do_not_specialize=["first_seq", "part_begin", "part_end"])
 def _gather_kernel(
-    cache_ptr, out_ptr, key_starts_ptr, seq_lens_ptr, block_table_ptr, page_stride, table_stride, first_seq, part_begin, part_end,
-    ENTRY: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    cache_ptr,
+    out_ptr,
+    key_starts_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    page_stride,
+    table_stride,
+    first_seq,
+    part_begin,
+    part_end,
+    ENTRY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     seq = tl.program_id(1)
     tokens_K = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     keys_K = tl.load(key_starts_ptr + seq) + tokens_K
     ok_K = (tokens_K < tl.load(seq_lens_ptr + first_seq + seq)) & (keys_K >= part_begin) & (keys_K < part_end)
-    page_K = tl.load(block_table_ptr + (first_seq + seq) * table_stride + tokens_K // PAGE_SIZE, mask=ok_K, other=0).to(
-        tl.int64
-    )
+    page_K = tl.load(block_table_ptr + (first_seq + seq) * table_stride + tokens_K // PAGE_SIZE, mask=ok_K, other=0).to(tl.int64)
     cols_E = tl.arange(0, BLOCK_E)
     ok_KE = ok_K[:, None] & (cols_E < ENTRY)[None, :]
     at_KE = cache_ptr + (page_K * page_stride + (tokens_K % PAGE_SIZE) * ENTRY)[:, None] + cols_E[None, :]
@@ -44,9 +54,28 @@ def _gather_kernel(
 
 @triton.jit
 def _attend_tile(
-    start, stop, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, kv_stride, rope_stride, cols_N, cols_R, cols_V,
-    scale_log2, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    start,
+    stop,
+    q_QN,
+    q_QR,
+    max_Q,
+    sum_Q,
+    acc_QV,
+    positions_Q,
+    k_base,
+    rope_base,
+    kv_stride,
+    rope_stride,
+    cols_N,
+    cols_R,
+    cols_V,
+    scale_log2,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """The online softmax over keys start … start + K - 1 before `stop`.
 
     MASKED: some rows come before some keys, or `stop` is in the tile.
@@ -112,12 +141,14 @@ def _mla_prefill_kernel(
     tokens_Q = (first + rows_Q).to(tl.int64)
     q_QN = tl.load(
         q_ptr + tokens_Q[:, None] * q_stride + head * (NOPE + ROPE) + cols_N[None, :],
-        mask=ok_Q[:, None] & (cols_N < NOPE)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=ok_Q[:, None] & (cols_N < NOPE)[None, :],
+        other=0.0,
+    )
     q_QR = tl.load(
         q_rope_ptr + (tokens_Q * NUM_HEADS + head)[:, None] * ROPE + cols_R[None, :],
-        mask=ok_Q[:, None] & (cols_R < ROPE)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=ok_Q[:, None] & (cols_R < ROPE)[None, :],
+        other=0.0,
+    )
     ok_QV = ok_Q[:, None] & (cols_V < VALUE)[None, :]
     state_Q = (tokens_Q - base_token) * NUM_HEADS + head  # this row between the parts
     state_rows = num_queries.to(tl.int64) * NUM_HEADS
@@ -140,14 +171,52 @@ def _mla_prefill_kernel(
     rope_base = entries_ptr + row_base * (LATENT + ROPE) + LATENT
     for start in tl.range(lower, whole, BLOCK_K, num_stages=STAGES):
         max_Q, sum_Q, acc_QV = _attend_tile(
-            start, end, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, KV_STRIDE, LATENT + ROPE, cols_N, cols_R,
-            cols_V, scale_log2, NOPE, ROPE, VALUE, BLOCK_K, False,
-        )  # fmt: skip
+            start,
+            end,
+            q_QN,
+            q_QR,
+            max_Q,
+            sum_Q,
+            acc_QV,
+            positions_Q,
+            k_base,
+            rope_base,
+            KV_STRIDE,
+            LATENT + ROPE,
+            cols_N,
+            cols_R,
+            cols_V,
+            scale_log2,
+            NOPE,
+            ROPE,
+            VALUE,
+            BLOCK_K,
+            False,
+        )
     for start in tl.range(whole, end, BLOCK_K, num_stages=1):
         max_Q, sum_Q, acc_QV = _attend_tile(
-            start, end, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, KV_STRIDE, LATENT + ROPE, cols_N, cols_R,
-            cols_V, scale_log2, NOPE, ROPE, VALUE, BLOCK_K, True,
-        )  # fmt: skip
+            start,
+            end,
+            q_QN,
+            q_QR,
+            max_Q,
+            sum_Q,
+            acc_QV,
+            positions_Q,
+            k_base,
+            rope_base,
+            KV_STRIDE,
+            LATENT + ROPE,
+            cols_N,
+            cols_R,
+            cols_V,
+            scale_log2,
+            NOPE,
+            ROPE,
+            VALUE,
+            BLOCK_K,
+            True,
+        )
     if HAS_PARTS:
         keep_Q = rows_Q < tl.where(part_end < num_keys, query_len, 0)
         tl.store(softmax_ptr + state_Q, max_Q, mask=keep_Q)
@@ -193,10 +262,22 @@ def materialized_attention(
         part_size = max(2 * num_queries, PART_BYTES // (kv_b.shape[0] * kv_b.itemsize))
         if is_compiling_ahead():  # a step with a long prefix has the same kernels with several parts
             materialized_attention(
-                q_THE, q_rope_THR, kv_b, cache, scale, query_start_loc, seq_lens_S, block_table_SM, key_starts, out_THV,
-                first_seq=first_seq, num_queries=num_queries, num_keys=num_keys, max_seq_len=max_seq_len,
+                q_THE,
+                q_rope_THR,
+                kv_b,
+                cache,
+                scale,
+                query_start_loc,
+                seq_lens_S,
+                block_table_SM,
+                key_starts,
+                out_THV,
+                first_seq=first_seq,
+                num_queries=num_queries,
+                num_keys=num_keys,
+                max_seq_len=max_seq_len,
                 part_size=cdiv(num_keys, 2),
-            )  # fmt: skip
+            )
     parts = range(0, num_keys, part_size)
     has_parts = len(parts) > 1
     sums = softmax = None
@@ -207,11 +288,24 @@ def materialized_attention(
         end = min(begin + part_size, num_keys)
         entries_LE = torch.empty(end - begin, entry, dtype=q_THE.dtype, device=device)
         launch(
-            _gather_kernel, (cdiv(max_seq_len, 32), num_seqs),
-            cache, entries_LE, key_starts, seq_lens_S, block_table_SM, cache.stride(0), block_table_SM.stride(0),
-            first_seq, begin, end,
-            ENTRY=entry, PAGE_SIZE=cache.shape[1], BLOCK_K=32, BLOCK_E=next_power_of_2(entry), num_warps=4,
-        )  # fmt: skip
+            _gather_kernel,
+            (cdiv(max_seq_len, 32), num_seqs),
+            cache,
+            entries_LE,
+            key_starts,
+            seq_lens_S,
+            block_table_SM,
+            cache.stride(0),
+            block_table_SM.stride(0),
+            first_seq,
+            begin,
+            end,
+            ENTRY=entry,
+            PAGE_SIZE=cache.shape[1],
+            BLOCK_K=32,
+            BLOCK_E=next_power_of_2(entry),
+            num_warps=4,
+        )
         kv_LE = F.linear(entries_LE[:, :latent_size], kv_b)
         launch(
             _mla_prefill_kernel, (num_heads, num_queries // block_q + num_seqs),

@@ -50,9 +50,7 @@ def _attend_tile(
     scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee")
     is_int8: tl.constexpr = base.dtype.element_ty == tl.int8
     if is_int8:
-        k_scale_C, v_scale_C = load_scales(
-            base + block_C * block_stride, tokens_C % BLOCK_SIZE, ok_C, TO_VALUES, BLOCK_SIZE, HEAD_DIM
-        )
+        k_scale_C, v_scale_C = load_scales(base + block_C * block_stride, tokens_C % BLOCK_SIZE, ok_C, TO_VALUES, BLOCK_SIZE, HEAD_DIM)
         scores_QC *= k_scale_C[None, :]
     if MASKS_BEGIN or MASKS_END or HAS_CAP or HAS_ALIBI:
         distance_QC = (tokens_C[None, :] - positions_Q[:, None]).to(tl.float32)

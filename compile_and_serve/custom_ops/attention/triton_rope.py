@@ -24,9 +24,19 @@ from compile_and_serve.custom_ops.triton_common import (
 
 @triton.jit
 def load_norm_rope(
-    heads_ptr, ok_N, cos_ptr, sin_ptr, weight_ptr, row_stride_N, eps, dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
-):  # fmt: skip
+    heads_ptr,
+    ok_N,
+    cos_ptr,
+    sin_ptr,
+    weight_ptr,
+    row_stride_N,
+    eps,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+):
     """Both halves [N, R] of N heads, normalized and rotated in float32, with one rounding to `dtype`.
 
     heads_ptr: first element. row_stride_N: offset of each head. cos_ptr, sin_ptr: the token's row. Rows outside ok_N are zero.
@@ -41,13 +51,8 @@ def load_norm_rope(
     if HAS_NORM:
         mean_N = (tl.sum(low_NR * low_NR, 1) + tl.sum(high_NR * high_NR, 1)) / HEAD_DIM
         inverse_rms_N = 1.0 / tl.sqrt_rn(mean_N + eps)
-        low_NR *= (
-            inverse_rms_N[:, None] * tl.load(weight_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
-        )
-        high_NR *= (
-            inverse_rms_N[:, None]
-            * tl.load(weight_ptr + HALF + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
-        )
+        low_NR *= inverse_rms_N[:, None] * tl.load(weight_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
+        high_NR *= inverse_rms_N[:, None] * tl.load(weight_ptr + HALF + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
     if HAS_ROPE:
         cos_R = tl.load(cos_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
         sin_R = tl.load(sin_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
@@ -83,9 +88,19 @@ def _rope_kv_kernel(
         heads_H = part * BLOCK_H + tl.arange(0, BLOCK_H)
         ok_H = heads_H < NUM_HEADS
         low_HR, high_HR = load_norm_rope(
-            q_ptr + token * q_stride, ok_H, cos_row, sin_row, q_norm_ptr,
-            heads_H * HEAD_DIM, eps, dtype, HEAD_DIM, BLOCK_R, HAS_Q_NORM, HAS_ROPE,
-        )  # fmt: skip
+            q_ptr + token * q_stride,
+            ok_H,
+            cos_row,
+            sin_row,
+            q_norm_ptr,
+            heads_H * HEAD_DIM,
+            eps,
+            dtype,
+            HEAD_DIM,
+            BLOCK_R,
+            HAS_Q_NORM,
+            HAS_ROPE,
+        )
         ok_HR = ok_H[:, None] & (cols_R < HALF)[None, :]
         out_HR = q_out_ptr + token * NUM_HEADS * HEAD_DIM + heads_H[:, None] * HEAD_DIM + cols_R[None, :]
         tl.store(out_HR, low_HR, mask=ok_HR)
@@ -96,9 +111,19 @@ def _rope_kv_kernel(
             heads_K = (part - Q_PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
             ok_K = heads_K < NUM_KV_HEADS
             low_KR, high_KR = load_norm_rope(
-                k_ptr + token * k_stride, ok_K, cos_row, sin_row, k_norm_ptr,
-                heads_K * HEAD_DIM, eps, dtype, HEAD_DIM, BLOCK_R, HAS_K_NORM, HAS_ROPE,
-            )  # fmt: skip
+                k_ptr + token * k_stride,
+                ok_K,
+                cos_row,
+                sin_row,
+                k_norm_ptr,
+                heads_K * HEAD_DIM,
+                eps,
+                dtype,
+                HEAD_DIM,
+                BLOCK_R,
+                HAS_K_NORM,
+                HAS_ROPE,
+            )
             ok_KR = ok_K[:, None] & (cols_R < HALF)[None, :]
             pages_K = kv_ptr + (slot // BLOCK_SIZE) * block_stride + heads_K * PAGE
             at_KR = pages_K[:, None] + (slot % BLOCK_SIZE) * HEAD_DIM + cols_R[None, :]

@@ -21,9 +21,7 @@ def first_visible(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def score_log2(
-    products, distance, slopes, scale_log2, cap_log2, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
-):  # fmt: skip
+def score_log2(products, distance, slopes, scale_log2, cap_log2, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
     """cap(scale · product) + slope · distance, times log2(e). slopes: times log2(e) already; distance: key - query."""
     scores = products * scale_log2
     if HAS_CAP:

@@ -109,9 +109,7 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
     with _starting:
         if _ended:
             raise BuildError("the process is ending")
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
         _running.add(process)
     return process
 

@@ -35,10 +35,7 @@ class _Library:
             if not self._tried:
                 self._loaded, self.reason = self._load()
                 if self.reason is not None:
-                    log.warning(
-                        "the %s kernels are not in use, the slower torch reference runs instead: %s",
-                        self._name, self.reason,
-                    )  # fmt: skip
+                    log.warning("the %s kernels are not in use, the slower torch reference runs instead: %s", self._name, self.reason)
                 self._tried = True
         return self._loaded
 

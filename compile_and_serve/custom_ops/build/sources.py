@@ -28,9 +28,8 @@ def digest(*texts: str | bytes) -> str:
 def source_digest(*folders: Path) -> str:
     """Changes with the name or the text of any source file below the folders."""
     return digest(
-        *(part for folder in folders for file in source_files(folder)
-          for part in (str(file.relative_to(folder)), file.read_bytes()))
-    )  # fmt: skip
+        *(part for folder in folders for file in source_files(folder) for part in (str(file.relative_to(folder)), file.read_bytes()))
+    )
 
 
 def kernel_digest() -> str:

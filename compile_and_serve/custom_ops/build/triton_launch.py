@@ -57,9 +57,7 @@ def _constants(kernel: triton.JITFunction, begin: int) -> tuple[tuple[str, Any],
     """Names and defaults of a kernel's parameters from `begin` on. All of them are constants."""
     parameters = list(inspect.signature(kernel.fn).parameters.values())[begin:]
     for parameter in parameters:
-        assert "constexpr" in str(parameter.annotation), (
-            f"{kernel}: {parameter.name} is not a constant and has to be passed by position"
-        )
+        assert "constexpr" in str(parameter.annotation), f"{kernel}: {parameter.name} is not a constant and has to be passed by position"
     return tuple((parameter.name, parameter.default) for parameter in parameters)
 
 
@@ -80,11 +78,7 @@ def is_compiling_ahead() -> bool:
 
 
 def compile_ahead(
-    work: Callable[[], object],
-    device: torch.device,
-    threads: int,
-    known_as: str | None = None,
-    sources: Path | None = None,
+    work: Callable[[], object], device: torch.device, threads: int, known_as: str | None = None, sources: Path | None = None
 ) -> int:
     """Run `work` with its Triton kernels compiled in threads instead of launched. → number of kernels given to the threads
 
@@ -108,9 +102,7 @@ def compile_ahead(
             finally:
                 _is_ahead = False
         count = compilers.count
-    log.info(
-        "%d Triton kernels were compiled or found in Triton's cache in %.1f s.", count, time.perf_counter() - start
-    )
+    log.info("%d Triton kernels were compiled or found in Triton's cache in %.1f s.", count, time.perf_counter() - start)
     if done is not None:
         with suppress(OSError):  # without the marker, the next start compiles again
             done.parent.mkdir(parents=True, exist_ok=True)

@@ -19,17 +19,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from compile_and_serve.custom_ops.collectives.collectives import (
-    TENSOR,
-    RankGroup,
-    all_reduce,
-    rank_group,
-)
-from compile_and_serve.custom_ops.collectives.symmetric_memory import (
-    SymmetricMemory,
-    layout_for,
-    map_symmetric_memory,
-)
+from compile_and_serve.custom_ops.collectives.collectives import TENSOR, RankGroup, all_reduce, rank_group
+from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
@@ -47,12 +38,7 @@ REPEATS, ROUNDS = 21, 5
 MESSAGES = (1.0, -1.0, 0.5)
 MAX_SECONDS = 60.0  # of one call; another rank may still compile the kernel
 
-_IN_WORDS = {
-    PUSHED: "pushed",
-    ONE_SHOT: "in one shot",
-    TWO_SHOT: "in two shots",
-    TWO_SHOT_STORES: "in two shots by stores",
-}
+_IN_WORDS = {PUSHED: "pushed", ONE_SHOT: "in one shot", TWO_SHOT: "in two shots", TWO_SHOT_STORES: "in two shots by stores"}
 
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -107,17 +93,13 @@ class FusedAllreduce:
 _fused: FusedAllreduce | None = None
 
 
-def use_symmetric_memory(
-    memory: SymmetricMemory, choice: AllreduceChoice, quantized_choice: AllreduceChoice | None = None
-) -> None:
+def use_symmetric_memory(memory: SymmetricMemory, choice: AllreduceChoice, quantized_choice: AllreduceChoice | None = None) -> None:
     """From now on, all-reduces before a norm run as `choice` says. Every rank calls it with the same choices.
 
     quantized_choice: for those that also quantize the norm; None: `choice`.
     """
     global _fused
-    _fused = FusedAllreduce(
-        group=rank_group(), memory=memory, choice=choice, quantized_choice=quantized_choice or choice
-    )
+    _fused = FusedAllreduce(group=rank_group(), memory=memory, choice=choice, quantized_choice=quantized_choice or choice)
 
 
 def fused_allreduce(group: str = TENSOR) -> FusedAllreduce | None:
@@ -146,9 +128,15 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
 
 
 def choose_allreduce(
-    *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, tuner: Tuner | None = None,
-    kernels: Sequence[str] = ALL_KERNELS, quantizes: bool = False,
-) -> str:  # fmt: skip
+    *,
+    num_features: int,
+    dtype: torch.dtype,
+    max_rows: int,
+    device: torch.device,
+    tuner: Tuner | None = None,
+    kernels: Sequence[str] = ALL_KERNELS,
+    quantizes: bool = False,
+) -> str:
     """Let the group's all-reduces before a norm use the fastest kernels from now on. Every rank calls it, outside of a capture.
 
     num_features, dtype: D and the dtype of the messages. max_rows: of the largest one. tuner: rank 0's is asked; None: the device's.
@@ -159,9 +147,7 @@ def choose_allreduce(
     from compile_and_serve.custom_ops.triton_common import num_sms
 
     group = rank_group()
-    layout = layout_for(
-        group.size, num_features, dtype, max_rows, num_sms(device), has_parts=TWO_SHOT_STORES in kernels
-    )
+    layout = layout_for(group.size, num_features, dtype, max_rows, num_sms(device), has_parts=TWO_SHOT_STORES in kernels)
     memory = map_symmetric_memory(group.rank, layout, group.process_group, device)
     if isinstance(memory, str):
         if group.rank == 0:
@@ -203,9 +189,13 @@ def choose_allreduce(
 
 
 def runs(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    memory: SymmetricMemory,
     quantized: Quantized | None = None,
-) -> dict[str, Run]:  # fmt: skip
+) -> dict[str, Run]:
     """One call of each kernel that takes the message, → (s, y). quantized: receives y quantized, and its scales."""
     from compile_and_serve.custom_ops.collectives import triton_allreduce
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
@@ -240,9 +230,7 @@ def rank_seconds(
     def call(number: int) -> None:
         results[number % len(calls)] = calls[number % len(calls)]()
 
-    [seconds] = call_seconds(
-        [call], device, num_calls=repeats, num_rounds=rounds, before_round=dist.barrier, wait=partial(_wait, kernel)
-    )
+    [seconds] = call_seconds([call], device, num_calls=repeats, num_rounds=rounds, before_round=dist.barrier, wait=partial(_wait, kernel))
     return seconds, [(total.clone(), normed.clone()) for total, normed in results]
 
 
@@ -251,9 +239,14 @@ def _sizes(memory: SymmetricMemory) -> list[int]:
 
 
 def _measured(
-    group: RankGroup, memory: SymmetricMemory, num_features: int, dtype: torch.dtype, device: torch.device,
-    kernels: Sequence[str], quantized: bool,
-) -> Measurement:  # fmt: skip
+    group: RankGroup,
+    memory: SymmetricMemory,
+    num_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Sequence[str],
+    quantized: bool,
+) -> Measurement:
     """The times of the slowest rank, for each kernel and size. A kernel whose results differ from NCCL's is left out.
 
     quantized: the kernels also quantize the norm to float8.
@@ -290,9 +283,7 @@ def _measured(
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group.process_group)
             *slowest, error = told.tolist()
             if not error < 4 * torch.finfo(dtype).eps:
-                log.warning(
-                    "%s all-reduces are not used: at %d rows one is off by %.2g from NCCL's.", kernel, size, error
-                )
+                log.warning("%s all-reduces are not used: at %d rows one is off by %.2g from NCCL's.", kernel, size, error)
                 del seconds[kernel]
             else:
                 seconds[kernel].append(min(slowest))

@@ -20,13 +20,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     float8_like,
     fused_allreduce,
 )
-from compile_and_serve.custom_ops.collectives.collectives import (
-    REFERENCES,
-    TENSOR,
-    all_reduce,
-    gather_parts,
-    rank_group,
-)
+from compile_and_serve.custom_ops.collectives.collectives import REFERENCES, TENSOR, all_reduce, gather_parts, rank_group
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.quantization import Quantized, quantize_activations
 
@@ -53,9 +47,13 @@ def _allreduce_add_rms_norm(
 
 
 def _allreduce_add_rms_norm_cuda(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    group: str = TENSOR, quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    group: str = TENSOR,
+    quantized: Quantized | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     from compile_and_serve.custom_ops.collectives import triton_allreduce  # Triton is imported where it is used
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
@@ -104,9 +102,7 @@ def _allreduce_add_rms_norm_quantize_cuda(
     return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, group, quantized), *quantized
 
 
-def _quantize_fake(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
-) -> Four:
+def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR) -> Four:
     return *_fake(x_TD, residual_TD, norm_weight_D, eps, group), *float8_like(x_TD)
 
 

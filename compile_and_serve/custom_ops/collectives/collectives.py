@@ -39,9 +39,14 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 def join_groups(
-    *, rank: int, size: int, init_method: str, device: torch.device, partitions: Mapping[str, Partition] | None = None,
+    *,
+    rank: int,
+    size: int,
+    init_method: str,
+    device: torch.device,
+    partitions: Mapping[str, Partition] | None = None,
     timeout_seconds: float = 600.0,
-) -> None:  # fmt: skip
+) -> None:
     """Join the other ranks as rank `rank` of `size`, and form groups. Waits until all ranks have called this.
 
     init_method: the rendezvous, equal for all ranks, for example "file:///dev/shm/<fresh name>" or "tcp://127.0.0.1:29500".
@@ -161,10 +166,7 @@ _all_gather_op = define(
 )
 
 # A collective's result, as a function of every rank's first argument and of the other arguments, which are equal on all ranks.
-REFERENCES: dict[Any, Callable[..., Any]] = {
-    _all_reduce_op: _all_reduce_reference,
-    _all_gather_op: _all_gather_reference,
-}
+REFERENCES: dict[Any, Callable[..., Any]] = {_all_reduce_op: _all_reduce_reference, _all_gather_op: _all_gather_reference}
 
 
 def all_reduce(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:

@@ -91,16 +91,12 @@ class BufferLayout:
         return self.parts_offset + self.num_programs * self.program_parts_bytes
 
 
-def layout_for(
-    size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int, *, has_parts: bool = True
-) -> BufferLayout:
+def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int, *, has_parts: bool = True) -> BufferLayout:
     """The layout for messages up to max_rows rows, or fewer within MAX_BYTES. num_sms: multiprocessors of each device."""
     programs = PROGRAMS_PER_SM * num_sms
     row_bytes = -(-num_features * dtype.itemsize // 16) * 16
     rows = -(-min(max_rows, MAX_BYTES // (2 * row_bytes)) // programs)
-    return BufferLayout(
-        size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs, has_parts=has_parts
-    )
+    return BufferLayout(size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs, has_parts=has_parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +116,7 @@ class SymmetricMemory:
     owned: object
 
 
-def symmetric_memory(
-    rank: int, layout: BufferLayout, addresses: Sequence[int], device: torch.device, owned: object
-) -> SymmetricMemory:
+def symmetric_memory(rank: int, layout: BufferLayout, addresses: Sequence[int], device: torch.device, owned: object) -> SymmetricMemory:
     """Symmetric memory of buffers at these addresses in this process."""
     return SymmetricMemory(
         rank=rank,
@@ -141,9 +135,7 @@ def clear(buffer: torch.Tensor, layout: BufferLayout) -> None:
     buffer[layout.pushed_offset : layout.parts_offset].view(torch.int16).fill_(EMPTY)
 
 
-def map_symmetric_memory(
-    rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device
-) -> SymmetricMemory | str:
+def map_symmetric_memory(rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | str:
     """Allocate a buffer on every rank of a group and map it into all. Every rank calls this. → the reason, on all ranks, if one fails"""
     socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
     everyone = gather_objects((socket.gethostname(), _boot_id(), layout, len(os.fsencode(socket_folder))), group)

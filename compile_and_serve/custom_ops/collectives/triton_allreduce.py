@@ -34,13 +34,7 @@ from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, SymmetricMemory
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Quantized
-from compile_and_serve.custom_ops.triton_common import (
-    launch_options,
-    let_next_start,
-    next_power_of_2,
-    supports_pdl,
-    wait_for_previous,
-)
+from compile_and_serve.custom_ops.triton_common import launch_options, let_next_start, next_power_of_2, supports_pdl, wait_for_previous
 from compile_and_serve.custom_ops.triton_quantize import quantize_constants, store_quantized
 
 
@@ -59,9 +53,7 @@ def signal_ranks(addresses_ptr, flags, count, RANK: tl.constexpr, SIZE: tl.const
 def wait_for_rank(peer, mine, flags, count):
     """Wait until a peer has signaled this count or a later one. Counts of two ranks differ by less than 2^31."""
     flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
-    while (
-        tl.atomic_add(flag, 0, sem="acquire", scope="sys") - count < 0
-    ):  # the sign of the difference, because counts wrap around
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - count < 0:  # the sign of the difference, because counts wrap around
         pass
     tl.debug_barrier()
 
@@ -82,9 +74,7 @@ def row_of(address, ptr):
 
 
 @triton.jit
-def _sum_of_ranks(
-    addresses_ptr, slot, x_row_ptr, residual_row_ptr, cols_D, ok_D, RANK: tl.constexpr, SIZE: tl.constexpr
-):
+def _sum_of_ranks(addresses_ptr, slot, x_row_ptr, residual_row_ptr, cols_D, ok_D, RANK: tl.constexpr, SIZE: tl.constexpr):
     """residual + x of rank 0 + x of rank 1 + …, in float32. x is read from `slot` of each other rank's buffer; this rank's from x."""
     total_D = tl.load(residual_row_ptr + cols_D, mask=ok_D, other=0.0).to(tl.float32)
     for peer in tl.static_range(SIZE):
@@ -92,9 +82,7 @@ def _sum_of_ranks(
             x_D = tl.load(x_row_ptr + cols_D, mask=ok_D, other=0.0)
         else:
             theirs = row_of(tl.load(addresses_ptr + peer) + slot, x_row_ptr)
-            x_D = tl.load(
-                theirs + cols_D, mask=ok_D, other=0.0, volatile=True
-            )  # volatile: not from a cache line of an earlier launch
+            x_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)  # volatile: not from a cache line of an earlier launch
         total_D += x_D.to(tl.float32)
     return total_D
 
@@ -107,18 +95,28 @@ def _norm(rounded_D, weight_D, num_features, eps):
 
 @triton.jit
 def store_row(
-    rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
-    QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rounded_D,
+    row,
+    cols_D,
+    ok_D,
+    weight_D,
+    sum_ptr,
+    out_ptr,
+    quantized_ptr,
+    scale_ptr,
+    num_features,
+    eps,
+    QUANTIZE: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store a row of sums, its norm, and the norm quantized to 8 bits if QUANTIZE."""
     tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
     y_D = _norm(rounded_D, weight_D, num_features, eps)
     tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
     if QUANTIZE:
         y_D = y_D.to(out_ptr.dtype.element_ty).to(tl.float32)
-        store_quantized(
-            y_D, row, cols_D, ok_D, quantized_ptr, scale_ptr, None, num_features, False, LARGEST_VALUE, BLOCK, BLOCK
-        )
+        store_quantized(y_D, row, cols_D, ok_D, quantized_ptr, scale_ptr, None, num_features, False, LARGEST_VALUE, BLOCK, BLOCK)
 
 
 @triton.jit
@@ -182,9 +180,21 @@ def _pushed_kernel(
             total_D += part_D.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         rounded_D = total_D.to(sum_ptr.dtype.element_ty)
         store_row(
-            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
-            QUANTIZE, LARGEST_VALUE, BLOCK,
-        )  # fmt: skip
+            rounded_D,
+            row,
+            cols_D,
+            ok_D,
+            weight_D,
+            sum_ptr,
+            out_ptr,
+            quantized_ptr,
+            scale_ptr,
+            num_features,
+            eps,
+            QUANTIZE,
+            LARGEST_VALUE,
+            BLOCK,
+        )
         row += num_programs
         slot += SIZE * row_bytes
     num_now = (num_rows - program + num_programs - 1) // num_programs
@@ -223,14 +233,24 @@ def _one_shot_kernel(
 
     row, slot = first_row, first_slot
     for _ in range(program, num_rows, num_programs):
-        total_D = _sum_of_ranks(
-            addresses_ptr, slot, x_ptr + row * x_stride, residual_ptr + row * residual_stride, cols_D, ok_D, RANK, SIZE
-        )
+        total_D = _sum_of_ranks(addresses_ptr, slot, x_ptr + row * x_stride, residual_ptr + row * residual_stride, cols_D, ok_D, RANK, SIZE)
         rounded_D = total_D.to(sum_ptr.dtype.element_ty)
         store_row(
-            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
-            QUANTIZE, LARGEST_VALUE, BLOCK,
-        )  # fmt: skip
+            rounded_D,
+            row,
+            cols_D,
+            ok_D,
+            weight_D,
+            sum_ptr,
+            out_ptr,
+            quantized_ptr,
+            scale_ptr,
+            num_features,
+            eps,
+            QUANTIZE,
+            LARGEST_VALUE,
+            BLOCK,
+        )
         row += num_programs
         slot += row_bytes
     tl.store(launches_ptr + program, launch)
@@ -291,9 +311,21 @@ def _two_shot_kernel(
         theirs = row_of(tl.load(addresses_ptr + owner) + slot, x_ptr)
         rounded_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)
         store_row(
-            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
-            QUANTIZE, LARGEST_VALUE, BLOCK,
-        )  # fmt: skip
+            rounded_D,
+            row,
+            cols_D,
+            ok_D,
+            weight_D,
+            sum_ptr,
+            out_ptr,
+            quantized_ptr,
+            scale_ptr,
+            num_features,
+            eps,
+            QUANTIZE,
+            LARGEST_VALUE,
+            BLOCK,
+        )
         row += num_programs
         slot += row_bytes
         owner = (owner + 1) % SIZE
@@ -313,18 +345,18 @@ def takes_pushed(x_TD: torch.Tensor, memory: SymmetricMemory) -> bool:
 def _resident(block: int, device: torch.device) -> dict[str, int]:
     """Warps of a program over `block` features, and a limit of registers with which all programs are resident at once."""
     warps = max(1, min(16, block // 512))
-    limit = (
-        {"maxnreg": min(255, 65536 // (PROGRAMS_PER_SM * 32 * warps))}
-        if platform_of(device).runs_triton_kernels
-        else {}
-    )
+    limit = {"maxnreg": min(255, 65536 // (PROGRAMS_PER_SM * 32 * warps))} if platform_of(device).runs_triton_kernels else {}
     return {"num_warps": warps} | limit
 
 
 def pushed_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    memory: SymmetricMemory,
     quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cas::allreduce_add_rms_norm`, pushed. The message has to satisfy `takes_pushed`. → s, y, each [T, D]
 
     quantized: receives `quantize_rows` of y: 8 bits [T, D], float32 [T, 1].
@@ -350,25 +382,40 @@ def pushed_allreduce_add_rms_norm(
 
 
 def one_shot_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    memory: SymmetricMemory,
     quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cas::allreduce_add_rms_norm`, in one shot. The message has to satisfy `takes`. → s, y, each [T, D]"""
     return launch_with_slots(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized)
 
 
 def two_shot_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    memory: SymmetricMemory,
     quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cas::allreduce_add_rms_norm`, in two shots. The message has to satisfy `takes`. → s, y, each [T, D]"""
     return launch_with_slots(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized)
 
 
 def launch_with_slots(
-    kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    memory: SymmetricMemory, quantized: Quantized | None, *more: Any, **constants: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    kernel: triton.JITFunction,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    memory: SymmetricMemory,
+    quantized: Quantized | None,
+    *more: Any,
+    **constants: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a kernel with two slots per row. more, constants: its arguments beyond those of the kernels here. → s, y, each [T, D]"""
     num_rows, num_features = x_TD.shape
     layout = memory.layout

@@ -40,13 +40,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory
-from compile_and_serve.custom_ops.collectives.triton_allreduce import (
-    launch_with_slots,
-    row_of,
-    signal_ranks,
-    store_row,
-    wait_for_rank,
-)
+from compile_and_serve.custom_ops.collectives.triton_allreduce import launch_with_slots, row_of, signal_ranks, store_row, wait_for_rank
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import let_next_start, wait_for_previous
 
@@ -57,9 +51,20 @@ WIDEST_PAIR = 4096  # features of two rows that fit into a program's registers t
 
 @triton.jit
 def _send_parts(
-    x_ptr, addresses_ptr, parts, first_round, end_round, num_mine, num_features, x_stride, row_bytes,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    addresses_ptr,
+    parts,
+    first_round,
+    end_round,
+    num_mine,
+    num_features,
+    x_stride,
+    row_bytes,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     """Store this rank's x of some rounds to the owners of the rows."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     round_R1, cols_1D = tl.arange(0, ROUNDS)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -78,9 +83,23 @@ def _send_parts(
 
 @triton.jit
 def _send_sums(
-    x_ptr, residual_ptr, addresses_ptr, parts, slot, first_round, end_round, num_mine, num_features, x_stride,
-    residual_stride, row_bytes, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    addresses_ptr,
+    parts,
+    slot,
+    first_round,
+    end_round,
+    num_mine,
+    num_features,
+    x_stride,
+    residual_stride,
+    row_bytes,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     """Sum this rank's rows of some rounds in float32, in the order of ranks, and store the rounded sums to every rank."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     round_R1, cols_1D = tl.arange(0, ROUNDS)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -99,11 +118,7 @@ def _send_sums(
                 x_RD = tl.load(x_ptr + row_R1 * x_stride + cols_1D, mask=ok_RD, other=0.0)
             else:
                 part_index = start * (SIZE - 1) + (peer - RANK + SIZE - 1) % SIZE
-                part = (
-                    row_of(addresses[RANK] + parts + part_index * row_bytes, x_ptr)
-                    + round_R1 * ((SIZE - 1) * row_values)
-                    + cols_1D
-                )
+                part = row_of(addresses[RANK] + parts + part_index * row_bytes, x_ptr) + round_R1 * ((SIZE - 1) * row_values) + cols_1D
                 x_RD = tl.load(part, mask=ok_RD, other=0.0, cache_modifier=".cg")  # written by another GPU
             total_RD += x_RD.to(tl.float32)
         rounded_RD = total_RD.to(x_ptr.dtype.element_ty)
@@ -114,9 +129,22 @@ def _send_sums(
 
 @triton.jit
 def _norm_rows(
-    sums, first_index, end_index, weight_D, x_ptr, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
-    row_bytes, QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    sums,
+    first_index,
+    end_index,
+    weight_D,
+    x_ptr,
+    sum_ptr,
+    out_ptr,
+    quantized_ptr,
+    scale_ptr,
+    num_features,
+    eps,
+    row_bytes,
+    QUANTIZE: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Normalize rows whose sums are in this rank's memory from `sums` on. The next row loads while one is normalized."""
     cols_D = tl.arange(0, BLOCK)
     ok_D = cols_D < num_features
@@ -130,9 +158,21 @@ def _norm_rows(
         ok_next_D = cols_D < tl.where(row < last_row, num_features, 0)
         next_D = tl.load(row_of(at, x_ptr) + cols_D, mask=ok_next_D, other=0.0, cache_modifier=".cg")
         store_row(
-            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
-            QUANTIZE, LARGEST_VALUE, BLOCK,
-        )  # fmt: skip
+            rounded_D,
+            row,
+            cols_D,
+            ok_D,
+            weight_D,
+            sum_ptr,
+            out_ptr,
+            quantized_ptr,
+            scale_ptr,
+            num_features,
+            eps,
+            QUANTIZE,
+            LARGEST_VALUE,
+            BLOCK,
+        )
         row += num_programs
         rounded_D = next_D
 
@@ -167,23 +207,61 @@ def _two_shot_stores_kernel(
     for step in range(num_chunks + 2):
         if step < num_chunks:
             _send_parts(
-                x_ptr, addresses_ptr, parts, step * chunk, tl.minimum((step + 1) * chunk, num_rounds), num_mine, num_features,
-                x_stride, row_bytes, RANK, SIZE, BLOCK, ROUNDS,
-            )  # fmt: skip
+                x_ptr,
+                addresses_ptr,
+                parts,
+                step * chunk,
+                tl.minimum((step + 1) * chunk, num_rounds),
+                num_mine,
+                num_features,
+                x_stride,
+                row_bytes,
+                RANK,
+                SIZE,
+                BLOCK,
+                ROUNDS,
+            )
         if step > 0:
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
                     wait_for_rank(peer, mine, step_flags, steps_before + step)
             if step <= num_chunks:
                 _send_sums(
-                    x_ptr, residual_ptr, addresses_ptr, parts, slot, (step - 1) * chunk, tl.minimum(step * chunk, num_rounds),
-                    num_mine, num_features, x_stride, residual_stride, row_bytes, RANK, SIZE, BLOCK, ROUNDS,
-                )  # fmt: skip
+                    x_ptr,
+                    residual_ptr,
+                    addresses_ptr,
+                    parts,
+                    slot,
+                    (step - 1) * chunk,
+                    tl.minimum(step * chunk, num_rounds),
+                    num_mine,
+                    num_features,
+                    x_stride,
+                    residual_stride,
+                    row_bytes,
+                    RANK,
+                    SIZE,
+                    BLOCK,
+                    ROUNDS,
+                )
         if step > 1:
             _norm_rows(
-                mine + slot, (step - 2) * chunk * SIZE, tl.minimum((step - 1) * chunk * SIZE, num_mine), weight_D, x_ptr,
-                sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps, row_bytes, QUANTIZE, LARGEST_VALUE, BLOCK,
-            )  # fmt: skip
+                mine + slot,
+                (step - 2) * chunk * SIZE,
+                tl.minimum((step - 1) * chunk * SIZE, num_mine),
+                weight_D,
+                x_ptr,
+                sum_ptr,
+                out_ptr,
+                quantized_ptr,
+                scale_ptr,
+                num_features,
+                eps,
+                row_bytes,
+                QUANTIZE,
+                LARGEST_VALUE,
+                BLOCK,
+            )
         if step <= num_chunks:
             signal_ranks(addresses_ptr, step_flags, steps_before + step + 1, RANK, SIZE, PADDED_SIZE)
         if step == 0:  # for the other kernels, whose counts must not fall 2^31 launches behind
@@ -193,9 +271,13 @@ def _two_shot_stores_kernel(
 
 
 def two_shot_stores_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    memory: SymmetricMemory,
     quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cas::allreduce_add_rms_norm`, in two shots by stores. The message has to satisfy `triton_allreduce.takes`, and the memory has to
     have parts. → s, y, each [T, D], the same bits as with two shots
 
@@ -204,7 +286,16 @@ def two_shot_stores_allreduce_add_rms_norm(
     layout = memory.layout
     assert layout.has_parts, "the symmetric memory has no slots for parts"
     return launch_with_slots(
-        _two_shot_stores_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized,
-        memory.steps, layout.parts_offset, layout.program_parts_bytes,
-        ROUNDS=2 if x_TD.shape[1] <= WIDEST_PAIR else 1, MAX_CHUNKS=MAX_CHUNKS,
-    )  # fmt: skip
+        _two_shot_stores_kernel,
+        x_TD,
+        residual_TD,
+        norm_weight_D,
+        eps,
+        memory,
+        quantized,
+        memory.steps,
+        layout.parts_offset,
+        layout.program_parts_bytes,
+        ROUNDS=2 if x_TD.shape[1] <= WIDEST_PAIR else 1,
+        MAX_CHUNKS=MAX_CHUNKS,
+    )

@@ -25,9 +25,7 @@ def elementwise_unsupported_reason(*, device: torch.device, dtype: torch.dtype) 
     return cpu_kernels_status()
 
 
-def _add_rms_norm(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_rms_norm(x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     sum_TI = (x_TI + residual_TI).contiguous()
     return sum_TI, F.rms_norm(sum_TI, (sum_TI.shape[1],), weight_I, eps)
 
@@ -78,11 +76,7 @@ define(
     CompositeExplicitAutograd=_add_rms_norm,
 )
 define(
-    "silu_mul_reference(Tensor x) -> Tensor",
-    kind=OpKind.CAPTURABLE,
-    version=1,
-    fake=_silu_mul_fake,
-    CompositeExplicitAutograd=_silu_mul,
+    "silu_mul_reference(Tensor x) -> Tensor", kind=OpKind.CAPTURABLE, version=1, fake=_silu_mul_fake, CompositeExplicitAutograd=_silu_mul
 )
 _add_rms_norm_op = define(
     f"add_rms_norm{_ADD_RMS_NORM_ARGUMENTS}",
@@ -102,9 +96,7 @@ _silu_mul_op = define(
 )
 
 
-def add_rms_norm(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """s = x + residual, in x's dtype; y = s / sqrt(mean(s²) + eps) · weight, in float32 with one rounding.
 
     x_TI, residual_TI: [T, I], rows may be strided; weight_I: [I]; all of one dtype. → s, y, each [T, I], contiguous.

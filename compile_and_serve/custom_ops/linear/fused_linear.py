@@ -65,11 +65,7 @@ def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: i
     if packed.dim() == 2:
         return packed
     blocks, groups, width = packed.shape
-    padded_OI = (
-        packed.view(blocks, groups, BLOCK_OUTPUTS, width // BLOCK_OUTPUTS)
-        .transpose(1, 2)
-        .reshape(blocks * BLOCK_OUTPUTS, -1)
-    )
+    padded_OI = packed.view(blocks, groups, BLOCK_OUTPUTS, width // BLOCK_OUTPUTS).transpose(1, 2).reshape(blocks * BLOCK_OUTPUTS, -1)
     return padded_OI[:out_features, :in_features]
 
 

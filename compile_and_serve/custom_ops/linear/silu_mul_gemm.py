@@ -81,14 +81,19 @@ def run_silu_mul_gemm(
     if out_TH is None:
         out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
     args = _Arguments(
-        out=out_TH.data_ptr(), x=x_TI.data_ptr(), weight=weight_OI.data_ptr(), tokens=num_tokens, hidden=hidden, inputs=inputs,
-        out_stride=hidden, x_stride=x_TI.stride(0), stream=platform_of(x_TI.device).current_stream(),
-    )  # fmt: skip
+        out=out_TH.data_ptr(),
+        x=x_TI.data_ptr(),
+        weight=weight_OI.data_ptr(),
+        tokens=num_tokens,
+        hidden=hidden,
+        inputs=inputs,
+        out_stride=hidden,
+        x_stride=x_TI.stride(0),
+        stream=platform_of(x_TI.device).current_stream(),
+    )
     error = getattr(library, f"cas_silu_mul_gemm_{kernel}")(ctypes.byref(args))
     if error is not None:
-        raise RuntimeError(
-            f"CUTLASS' {kernel} could not multiply {list(x_TI.shape)} by {list(weight_OI.shape)}: {error.decode()}"
-        )
+        raise RuntimeError(f"CUTLASS' {kernel} could not multiply {list(x_TI.shape)} by {list(weight_OI.shape)}: {error.decode()}")
     return out_TH
 
 
@@ -112,9 +117,7 @@ def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, min_tokens: int
     return out_TH
 
 
-def _silu_mul_chunk(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, min_tokens: int, max_tokens: int
-) -> None:
+def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, min_tokens: int, max_tokens: int) -> None:
     def separate(weight_OI: torch.Tensor) -> torch.Tensor:
         return silu_mul_rows(F.linear(x_TI, weight_OI), out_TH)
 

@@ -25,9 +25,23 @@ from compile_and_serve.custom_ops.triton_quantize import quantize_constants, sto
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, num_features, x_stride, residual_stride, eps, quantized_ptr, scale_ptr,
-    HAS_RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    num_features,
+    x_stride,
+    residual_stride,
+    eps,
+    quantized_ptr,
+    scale_ptr,
+    HAS_RESIDUAL: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK)
     ok_I = cols_I < num_features
@@ -45,18 +59,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * num_features + cols_I, y_I, mask=ok_I)
     if QUANTIZE:
         store_quantized(
-            y_I.to(tl.float32),
-            row,
-            cols_I,
-            ok_I,
-            quantized_ptr,
-            scale_ptr,
-            None,
-            num_features,
-            False,
-            LARGEST_VALUE,
-            BLOCK,
-            BLOCK,
+            y_I.to(tl.float32), row, cols_I, ok_I, quantized_ptr, scale_ptr, None, num_features, False, LARGEST_VALUE, BLOCK, BLOCK
         )
 
 
@@ -79,9 +82,8 @@ def rms_norm(x_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> torch.Te
 
 
 def add_rms_norm(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float,
-    quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float, quantized: Quantized | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """s = x + residual, in x's dtype; y = rms_norm(s) · weight. Both [T, I], rows may be strided. → y, s, each [T, I] in x's dtype.
 
     quantized: receives `quantize_rows` of y: 8 bits [T, I], float32 [T, 1].
@@ -90,9 +92,8 @@ def add_rms_norm(
 
 
 def _rms_norm(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor | None, weight_I: torch.Tensor, eps: float,
-    quantized: Quantized | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x_TI: torch.Tensor, residual_TI: torch.Tensor | None, weight_I: torch.Tensor, eps: float, quantized: Quantized | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_features = x_TI.shape
     out_TI = x_TI.new_empty(num_tokens, num_features)
     sum_TI = x_TI if residual_TI is None else torch.empty_like(out_TI)
@@ -100,12 +101,25 @@ def _rms_norm(
         block = next_power_of_2(num_features)
         pdl = supports_pdl(x_TI.device)
         launch(
-            _rms_norm_kernel, (num_tokens,),
-            x_TI, residual_TI, weight_I, sum_TI, out_TI, num_features, x_TI.stride(0),
-            residual_TI.stride(0) if residual_TI is not None else 0, eps, *(quantized or (None, None)),
-            HAS_RESIDUAL=residual_TI is not None, BLOCK=block, PDL=pdl, **quantize_constants(quantized),
-            num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
-        )  # fmt: skip
+            _rms_norm_kernel,
+            (num_tokens,),
+            x_TI,
+            residual_TI,
+            weight_I,
+            sum_TI,
+            out_TI,
+            num_features,
+            x_TI.stride(0),
+            residual_TI.stride(0) if residual_TI is not None else 0,
+            eps,
+            *(quantized or (None, None)),
+            HAS_RESIDUAL=residual_TI is not None,
+            BLOCK=block,
+            PDL=pdl,
+            **quantize_constants(quantized),
+            num_warps=max(1, min(16, block // 512)),
+            **launch_options(pdl),
+        )
     return out_TI, sum_TI
 
 

@@ -81,10 +81,28 @@ def _adapter_tiles(h_ptr, b_ptr, slot, rows_O, ok_O, b_width, rank, end_0, end_1
 
 @triton.jit
 def _add_adapters(
-    acc_OT, acc_up_OT, h_ptr, b_ptr, index_ptr, groups_ptr, num_tokens, num_rows, rows_O, tile_start, num_h_rows, rank,
-    end_0, end_1, end_2, split, SPLITS: tl.constexpr, SILU_MUL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    acc_OT,
+    acc_up_OT,
+    h_ptr,
+    b_ptr,
+    index_ptr,
+    groups_ptr,
+    num_tokens,
+    num_rows,
+    rows_O,
+    tile_start,
+    num_h_rows,
+    rank,
+    end_0,
+    end_1,
+    end_2,
+    split,
+    SPLITS: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """acc + B h of the tokens' LoRA adapters. Each product has the B of several adapters, and zeros for h of other tokens.
 
     A tile has rows of one part only. With SiLU-mul, num_rows is a multiple of 16.
@@ -253,9 +271,7 @@ def _small_batch_kernel(
         here_I = start + cols_I
         ok_1I = here_I[None, :] < in_features
         w = tl.load(w_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first")
-        x_TI = tl.load(
-            x_ptr + tokens_T[:, None] * x_stride + here_I[None, :], mask=token_ok_T[:, None] & ok_1I, other=0.0
-        )
+        x_TI = tl.load(x_ptr + tokens_T[:, None] * x_stride + here_I[None, :], mask=token_ok_T[:, None] & ok_1I, other=0.0)
         if HAS_NORM:
             x32_TI = x_TI.to(tl.float32)
             square_TI += x32_TI * x32_TI
@@ -268,9 +284,28 @@ def _small_batch_kernel(
             acc_up_OT = tl.dot(up, x_IT, acc_up_OT, input_precision="ieee")
     if HAS_ADAPTERS:
         acc_OT, acc_up_OT = _add_adapters(
-            acc_OT, acc_up_OT, h_ptr, b_ptr, index_ptr, groups_ptr, num_tokens, num_rows, rows_O, tile * BLOCK_O, num_h_rows, rank,
-            end_0, end_1, end_2, split, SPLITS, SILU_MUL, BLOCK_T, BLOCK_R, BLOCK_K,
-        )  # fmt: skip
+            acc_OT,
+            acc_up_OT,
+            h_ptr,
+            b_ptr,
+            index_ptr,
+            groups_ptr,
+            num_tokens,
+            num_rows,
+            rows_O,
+            tile * BLOCK_O,
+            num_h_rows,
+            rank,
+            end_0,
+            end_1,
+            end_2,
+            split,
+            SPLITS,
+            SILU_MUL,
+            BLOCK_T,
+            BLOCK_R,
+            BLOCK_K,
+        )
     square_T = tl.sum(square_TI, 1)
     last = True
     if SPLITS > 1:
@@ -344,9 +379,7 @@ def fused_linear(
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
         config = few_outputs_config(*weight_OI.shape) if has_few_outputs else None
-        return small_batch(
-            x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, config
-        )
+        return small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, config)
     if bias_O is not None or gelu:
         y_TO = F.linear(x_TI, weight_OI, bias_O)
         y_TO = silu_mul_rows(y_TO, gelu=gelu) if silu_mul else y_TO
@@ -456,9 +489,7 @@ def small_batch(
     out = x_TI.new_empty(num_tokens, num_rows)
     partial = counters = None
     if splits > 1:
-        partial = torch.empty(
-            tiles * splits * (2 * block_o * block_t + block_t), dtype=torch.float32, device=x_TI.device
-        )
+        partial = torch.empty(tiles * splits * (2 * block_o * block_t + block_t), dtype=torch.float32, device=x_TI.device)
         counters = split_counters(x_TI.device)
     pdl = supports_pdl(x_TI.device)
     launch(

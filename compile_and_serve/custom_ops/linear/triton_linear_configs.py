@@ -56,9 +56,7 @@ def small_batch_config(num_tokens: int, num_rows: int, in_features: int, silu_mu
 def few_outputs_config(num_rows: int, in_features: int) -> SmallBatchConfig:
     """The configuration of `_small_batch_kernel` for up to MAX_FEW_OUTPUTS rows: only small tiles give enough programs."""
     block_o = max(16, next_power_of_2(num_rows))
-    return SmallBatchConfig(
-        block_o, 256, _used_splits(in_features, 256, 8), 3, 4, block_t=16, prefetch=in_features % 8 == 0
-    )
+    return SmallBatchConfig(block_o, 256, _used_splits(in_features, 256, 8), 3, 4, block_t=16, prefetch=in_features % 8 == 0)
 
 
 def _used_splits(in_features: int, block_i: int, max_splits: int) -> int:

@@ -22,9 +22,14 @@ from compile_and_serve.custom_ops.lora.limits import COLUMNS, MAX_PARTS, TILE
 
 
 def _lora_add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     out_TO = y_TO.clone(memory_format=torch.contiguous_format)
     rank = b_SCRN.shape[2]
     for index, tokens in _groups(index_T.tolist()).items():
@@ -49,23 +54,25 @@ def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
         if index:
             groups.setdefault(index, []).append(token)
     return {
-        index: slice(tokens[0], tokens[-1] + 1) if tokens[-1] - tokens[0] + 1 == len(tokens) else tokens
-        for index, tokens in groups.items()
+        index: slice(tokens[0], tokens[-1] + 1) if tokens[-1] - tokens[0] + 1 == len(tokens) else tokens for index, tokens in groups.items()
     }
 
 
 def _lora_add_cuda(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     from compile_and_serve.custom_ops.lora.triton_lora import lora_add as triton_lora_add  # Triton may be missing
 
     return triton_lora_add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
 
 
-def check_adapters(
-    out_features: int, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, ends: Sequence[int]
-) -> None:
+def check_adapters(out_features: int, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, ends: Sequence[int]) -> None:
     """Raise `ValueError` for adapters that do not fit a linear of x with `out_features` outputs."""
     if x_TI.dim() != 2:
         raise ValueError("Adapters take [tokens, features].")
@@ -81,29 +88,35 @@ def check_adapters(
 
 
 def _fake(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     check_adapters(y_TO.shape[1], x_TI, a_SQI, b_SCRN, ends)
     return y_TO.new_empty(y_TO.shape)
 
 
 _ARGUMENTS = "(Tensor y, Tensor x, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor"
 # The reference is an op, too: the C++ kernels call it for other dtypes.
-define(
-    f"lora_add_reference{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add,
-)  # fmt: skip
+define(f"lora_add_reference{_ARGUMENTS}", kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add)
 _op = define(
-    f"lora_add{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add, CUDA=_lora_add_cuda,
-)  # fmt: skip
+    f"lora_add{_ARGUMENTS}", kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add, CUDA=_lora_add_cuda
+)
 
 
 def lora_add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     """out[t] = y[t] + B[s] (A[s] x[t]) with s = index[t] - 1, for each part of the outputs; out[t] = y[t] where index[t] is 0.
 
     y_TO: [T, O]. x_TI: [T, I]. Rows of both may be strided. a_SQI: [S, P * R, I]; b_SCRN: [S, ceil(O / 16), R, 16], scaled, padded
@@ -123,9 +136,7 @@ def _lora_groups(index_T: torch.Tensor) -> torch.Tensor:
     place_T, size_T = (is_equal_TT & earlier_TT).sum(1), is_equal_TT.sum(1)
     count_T = torch.where(place_T % TILE == 0, (size_T - place_T).clamp(max=TILE), 0)
     used = index_T[index_T > 0].unique()
-    return torch.stack([order_T, index_T[order_T], count_T, F.pad(used, (0, len(order_T) - len(used)))], dim=1).to(
-        torch.int32
-    )
+    return torch.stack([order_T, index_T[order_T], count_T, F.pad(used, (0, len(order_T) - len(used)))], dim=1).to(torch.int32)
 
 
 def _lora_groups_cuda(index_T: torch.Tensor) -> torch.Tensor:
@@ -136,9 +147,12 @@ def _lora_groups_cuda(index_T: torch.Tensor) -> torch.Tensor:
 
 _groups_op = define(
     "lora_groups(Tensor adapter_index) -> Tensor",
-    kind=OpKind.CAPTURABLE, version=2, fake=lambda index_T: index_T.new_empty(index_T.shape[0], 4),
-    CompositeExplicitAutograd=_lora_groups, CUDA=_lora_groups_cuda,
-)  # fmt: skip
+    kind=OpKind.CAPTURABLE,
+    version=2,
+    fake=lambda index_T: index_T.new_empty(index_T.shape[0], 4),
+    CompositeExplicitAutograd=_lora_groups,
+    CUDA=_lora_groups_cuda,
+)
 
 
 def lora_groups(index_T: torch.Tensor) -> torch.Tensor:

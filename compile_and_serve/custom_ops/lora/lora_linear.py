@@ -19,10 +19,21 @@ from compile_and_serve.custom_ops.lora.lora_add import lora_add as _add
 
 
 def _lora_linear(
-    x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
-    bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+    gelu: bool,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
     y_TO = F.linear(x_TI, unpack_linear_weight(packed, out_features, x_TI.shape[1]), bias_O)
@@ -31,10 +42,21 @@ def _lora_linear(
 
 
 def _fake(
-    x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
-    bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+    gelu: bool,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     check_adapters(out_features, x_TI, a_SQI, b_SCRN, ends)
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
 
@@ -50,26 +72,35 @@ _ARGUMENTS = (
     "bool gelu, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor"
 )
 # The reference is an op, too: the C++ kernels call it for plain weights.
-define(
-    f"lora_linear_reference{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE, version=1, fake=_fake, CompositeExplicitAutograd=_lora_linear,
-)  # fmt: skip
+define(f"lora_linear_reference{_ARGUMENTS}", kind=OpKind.CAPTURABLE, version=1, fake=_fake, CompositeExplicitAutograd=_lora_linear)
 _op = define(
     f"lora_linear{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE, version=1, fake=_fake, CompositeExplicitAutograd=_lora_linear, CUDA=_lora_linear_cuda,
-)  # fmt: skip
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_fake,
+    CompositeExplicitAutograd=_lora_linear,
+    CUDA=_lora_linear_cuda,
+)
 
 
 def lora_linear(
-    x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
-    bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+    gelu: bool,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     """out = f(lora_add(n Wᵀ + bias, n, …)) + residual with n = rms_norm(x). Everything but the products is optional.
 
     The first nine arguments are those of `fused_linear`, the others those of `lora_add`. → as `fused_linear`.
     """
-    return _op(
-        x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, a_SQI, b_SCRN, index_T, ends,
-        groups_T4,
-    )  # fmt: skip
+    return _op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, a_SQI, b_SCRN, index_T, ends, groups_T4)

@@ -89,9 +89,8 @@ def _flush_kernel(groups_ptr):
 
 @triton.jit
 def _shrink_one_kernel(
-    x_ptr, a_ptr, index_ptr, norm_ptr, h_ptr, num_features, num_rows, eps,
-    HAS_NORM: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr, a_ptr, index_ptr, norm_ptr, h_ptr, num_features, num_rows, eps, HAS_NORM: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0)
     cols_I = tl.arange(0, BLOCK_I)
     ok_I = cols_I < num_features
@@ -129,9 +128,25 @@ def _tokens(index_ptr, groups_ptr, num_tokens, SORTED: tl.constexpr, BLOCK_T: tl
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
-    x_ptr, a_ptr, index_ptr, groups_ptr, h_ptr, partial_ptr, counter_ptr, num_tokens, num_features, num_rows, x_stride, split_size,
-    SORTED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    a_ptr,
+    index_ptr,
+    groups_ptr,
+    h_ptr,
+    partial_ptr,
+    counter_ptr,
+    num_tokens,
+    num_features,
+    num_rows,
+    x_stride,
+    split_size,
+    SORTED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     # An ordinary kernel wrote these, and another one came after it (`_flush_kernel`).
     tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
@@ -175,9 +190,22 @@ def _shrink_kernel(
 
 @triton.jit
 def _add_expanded(
-    sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    sums_TO,
+    h_ptr,
+    b_ptr,
+    tokens_T,
+    index_T,
+    cols_O,
+    num_tokens,
+    num_features,
+    num_rows,
+    rank,
+    end_0,
+    end_1,
+    end_2,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """sums + B h, for all adapters of the tokens and all parts of the columns."""
     part_O = part_of(cols_O, end_0, end_1, end_2)
     first_part, last_part = tl.min(part_O), tl.max(tl.where(cols_O < num_features, part_O, 0))
@@ -195,9 +223,7 @@ def _add_expanded(
                 # B of a linear that the adapter does not change is not read.
                 if tl.max(tl.abs(h_TR.to(tl.float32))) > 0:
                     ok_RO = (rows_R[:, None] < rank) & ((part_O == part) & (cols_O < num_features))[None, :]
-                    b_RO = tl.load(
-                        b_slot_ptr + b_offsets(rows_R[:, None], cols_O[None, :], rank), mask=ok_RO, other=0.0
-                    )
+                    b_RO = tl.load(b_slot_ptr + b_offsets(rows_R[:, None], cols_O[None, :], rank), mask=ok_RO, other=0.0)
                     sums_TO = tl.dot(h_TR.to(b_RO.dtype), b_RO, sums_TO, input_precision="ieee")
         index = tl.min(tl.where(index_T > index, index_T, 1 << 30))
     return sums_TO
@@ -205,11 +231,31 @@ def _add_expanded(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
-    y_ptr, h_ptr, b_ptr, index_ptr, groups_ptr, residual_ptr, out_ptr, num_tokens, num_features, num_rows, rank, y_stride,
-    residual_stride, end_0, end_1, end_2,
-    SORTED: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    h_ptr,
+    b_ptr,
+    index_ptr,
+    groups_ptr,
+    residual_ptr,
+    out_ptr,
+    num_tokens,
+    num_features,
+    num_rows,
+    rank,
+    y_stride,
+    residual_stride,
+    end_0,
+    end_1,
+    end_2,
+    SORTED: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    GELU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     wait_for_previous(PDL)
     tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
@@ -223,15 +269,41 @@ def _expand_kernel(
         y_ptrs = y_ptr + tokens_T[:, None] * y_stride + cols_O[None, :]
         sums_TO = tl.load(y_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
         sums_TO = _add_expanded(
-            sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
-            BLOCK_T, BLOCK_R,
-        )  # fmt: skip
+            sums_TO,
+            h_ptr,
+            b_ptr,
+            tokens_T,
+            index_T,
+            cols_O,
+            num_tokens,
+            num_features,
+            num_rows,
+            rank,
+            end_0,
+            end_1,
+            end_2,
+            BLOCK_T,
+            BLOCK_R,
+        )
         if SILU_MUL:
             up_TO = tl.load(y_ptrs + num_out, mask=ok_TO, other=0.0).to(tl.float32)
             up_TO = _add_expanded(
-                up_TO, h_ptr, b_ptr, tokens_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
-                end_2, BLOCK_T, BLOCK_R,
-            )  # fmt: skip
+                up_TO,
+                h_ptr,
+                b_ptr,
+                tokens_T,
+                index_T,
+                num_out + cols_O,
+                num_tokens,
+                num_features,
+                num_rows,
+                rank,
+                end_0,
+                end_1,
+                end_2,
+                BLOCK_T,
+                BLOCK_R,
+            )
             sums_TO = gate(sums_TO, GELU) * up_TO
         if HAS_RESIDUAL:
             residual_ptrs = residual_ptr + tokens_T[:, None] * residual_stride + cols_O[None, :]
@@ -246,43 +318,61 @@ def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
     groups_T4 = index_T.new_empty(num_tokens, 4)
     if 0 < num_tokens <= MAX_SORTED:
         launch(
-            _groups_kernel, (cdiv(num_tokens, MAX_SMALL_TOKENS),), index_T, groups_T4, num_tokens, BLOCK=MAX_SMALL_TOKENS, TILE=TILE,
+            _groups_kernel,
+            (cdiv(num_tokens, MAX_SMALL_TOKENS),),
+            index_T,
+            groups_T4,
+            num_tokens,
+            BLOCK=MAX_SMALL_TOKENS,
+            TILE=TILE,
             num_warps=4,
-        )  # fmt: skip
+        )
         launch(_flush_kernel, (1,), groups_T4, num_warps=1)
     return groups_T4
 
 
 def lora_add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`custom_ops.lora.lora_add.lora_add`."""
     return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
 
 
 def lora_linear(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
-    bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+    gelu: bool,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`custom_ops.lora.lora_linear.lora_linear`, over the plain weight [O, I]."""
     x_TI = _with_rows(x_TI)
     residual_TO = None if residual_TO is None else _with_rows(residual_TO)
     if takes_gemv(x_TI, weight_OI):
         h_Q = _shrink_one(x_TI, a_SQI, index_T, norm_weight_I, eps)
         adapters = h_Q, b_SCRN, index_T, padded_ends(ends)
-        return gemv(
-            x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, adapters=adapters
-        )
+        return gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, adapters=adapters)
     if norm_weight_I is not None:
         x_TI = rms_norm(x_TI, norm_weight_I, eps)
     if takes_small_batch(x_TI, weight_OI) and _tiles_have_one_part(ends, silu_mul):
         groups_T4 = lora_groups(index_T) if groups_T4 is None else groups_T4
         small_adapters = _shrink(x_TI, a_SQI, index_T, groups_T4), b_SCRN, index_T, groups_T4, padded_ends(ends)
-        return small_batch(
-            x_TI, weight_OI, out_features, None, eps, bias_O, silu_mul, residual_TO, gelu, adapters=small_adapters
-        )
+        return small_batch(x_TI, weight_OI, out_features, None, eps, bias_O, silu_mul, residual_TO, gelu, adapters=small_adapters)
     y_TO = fused_linear(x_TI, weight_OI, out_features, bias_O=bias_O)
     return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4, silu_mul, gelu, residual_TO)
 
@@ -307,16 +397,26 @@ def _shrink_one(
     h_Q = torch.empty(num_rows, dtype=torch.float32, device=x_1I.device)
     pdl, block_i = supports_pdl(x_1I.device), next_power_of_2(num_in)
     launch(
-        _shrink_one_kernel, (num_rows,), x_1I, a_SQI, index_1, norm_weight_I, h_Q, num_in, num_rows, eps,
-        HAS_NORM=norm_weight_I is not None, BLOCK_I=block_i, PDL=pdl, num_warps=8 if block_i <= 1 << 14 else 16,
+        _shrink_one_kernel,
+        (num_rows,),
+        x_1I,
+        a_SQI,
+        index_1,
+        norm_weight_I,
+        h_Q,
+        num_in,
+        num_rows,
+        eps,
+        HAS_NORM=norm_weight_I is not None,
+        BLOCK_I=block_i,
+        PDL=pdl,
+        num_warps=8 if block_i <= 1 << 14 else 16,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return h_Q
 
 
-def _shrink(
-    x_TI: torch.Tensor, a_SQI: torch.Tensor, index_T: torch.Tensor, groups_T4: torch.Tensor | None
-) -> torch.Tensor:
+def _shrink(x_TI: torch.Tensor, a_SQI: torch.Tensor, index_T: torch.Tensor, groups_T4: torch.Tensor | None) -> torch.Tensor:
     """h = A x of each token's adapter: [T, Q], x's dtype, not filled for tokens without one. groups_T4: for at most MAX_SORTED tokens."""
     (num_tokens, num_in), num_rows, is_sorted = x_TI.shape, a_SQI.shape[1], groups_T4 is not None
     block_t = TILE if is_sorted else BLOCK_T
@@ -332,18 +432,44 @@ def _shrink(
         counters = split_counters(x_TI.device)
     pdl = supports_pdl(x_TI.device)
     launch(
-        _shrink_kernel, (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_rows, block_r), splits),
-        x_TI, a_SQI, index_T, groups_T4, h_TQ, partial, counters, num_tokens, num_in, num_rows, x_TI.stride(0), split_size,
-        SORTED=is_sorted, SPLITS=splits, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_I=block_i, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+        _shrink_kernel,
+        (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_rows, block_r), splits),
+        x_TI,
+        a_SQI,
+        index_T,
+        groups_T4,
+        h_TQ,
+        partial,
+        counters,
+        num_tokens,
+        num_in,
+        num_rows,
+        x_TI.stride(0),
+        split_size,
+        SORTED=is_sorted,
+        SPLITS=splits,
+        BLOCK_T=block_t,
+        BLOCK_R=block_r,
+        BLOCK_I=block_i,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
     return h_TQ
 
 
 def _add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T4: torch.Tensor | None, silu_mul: bool = False, gelu: bool = False,
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor,
+    index_T: torch.Tensor,
+    ends: Sequence[int],
+    groups_T4: torch.Tensor | None,
+    silu_mul: bool = False,
+    gelu: bool = False,
     residual_TO: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """f(y + B A x) + residual."""
     y_TO, x_TI = _with_rows(y_TO), _with_rows(x_TI)
     num_tokens, num_features = y_TO.shape
@@ -361,11 +487,31 @@ def _add(
     block_t, block_o = TILE if is_sorted else BLOCK_T, min(128, max(16, next_power_of_2(num_out)))
     pdl = supports_pdl(y_TO.device)
     launch(
-        _expand_kernel, (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_out, block_o)),
-        y_TO, h_TQ, b_SCRN, index_T, groups_T4, residual_TO, out_TO, num_tokens, num_features, num_rows, rank,
-        y_TO.stride(0), 0 if residual_TO is None else residual_TO.stride(0), *padded_ends(ends),
-        SORTED=is_sorted, SILU_MUL=silu_mul, GELU=gelu, HAS_RESIDUAL=residual_TO is not None,
-        BLOCK_T=block_t, BLOCK_R=min(32, max(16, next_power_of_2(rank))), BLOCK_O=block_o, PDL=pdl, num_warps=4,
+        _expand_kernel,
+        (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_out, block_o)),
+        y_TO,
+        h_TQ,
+        b_SCRN,
+        index_T,
+        groups_T4,
+        residual_TO,
+        out_TO,
+        num_tokens,
+        num_features,
+        num_rows,
+        rank,
+        y_TO.stride(0),
+        0 if residual_TO is None else residual_TO.stride(0),
+        *padded_ends(ends),
+        SORTED=is_sorted,
+        SILU_MUL=silu_mul,
+        GELU=gelu,
+        HAS_RESIDUAL=residual_TO is not None,
+        BLOCK_T=block_t,
+        BLOCK_R=min(32, max(16, next_power_of_2(rank))),
+        BLOCK_O=block_o,
+        PDL=pdl,
+        num_warps=4,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out_TO

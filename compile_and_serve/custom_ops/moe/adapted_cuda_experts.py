@@ -44,9 +44,7 @@ def adapted_experts(operands: Operands, adapters: ExpertAdapters) -> torch.Tenso
     slots_P = adapters.slots_of_pairs(ids_TK)
     x_PD = operands.x_TD.repeat_interleave(operands.top_k, 0)
     ones_P = torch.ones(operands.num_pairs, dtype=torch.float32, device=ids_TK.device)
-    y_PO = multiply_pairs(
-        tiles, operands, x_PD, operands.gate_up, operands.gate_up_scale, operands.gate_up_bias, order, ones_P
-    )
+    y_PO = multiply_pairs(tiles, operands, x_PD, operands.gate_up, operands.gate_up_scale, operands.gate_up_bias, order, ones_P)
     y_PO = _by_slot(adapters.add_to_gate_up, y_PO, x_PD, slots_P)
     gate, up = y_PO.float().chunk(2, dim=-1)
     h_PF = activate(gate, up, operands.activation, operands.limit).to(x_PD.dtype)
@@ -63,9 +61,8 @@ def _tiles(operands: Operands) -> Tiles:
 
 
 def _by_slot(
-    add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], y_PO: torch.Tensor, x_PI: torch.Tensor,
-    slots_P: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], y_PO: torch.Tensor, x_PI: torch.Tensor, slots_P: torch.Tensor
+) -> torch.Tensor:
     """`add(y, x, slots)`, on rows sorted by slot where `lora_add` takes rows in their own order: neighbours have different experts."""
     if len(slots_P) <= MAX_SORTED:
         return add(y_PO, x_PI, slots_P)

@@ -69,21 +69,13 @@ class Linears:
         bias = None if self.bias is None else self.bias[expert].to(x_RI.dtype)
         if self.is_packed:
             scale = None if self.scale is None else self.scale[expert]
-            return packed_linear(
-                x_RI,
-                self.weight[expert],
-                scale,
-                self.out_features,
-                bias,
-                silu_mul=silu_mul,
-                activations=self.activations,
-            )
+            return packed_linear(x_RI, self.weight[expert], scale, self.out_features, bias, silu_mul=silu_mul, activations=self.activations)
         assert not silu_mul
         if self.activations == "dynamic":
             assert self.scale is not None
             return quantized_linear_reference(
                 x_RI, self.weight[expert], self.scale[expert], self.out_features, None, 0.0, bias, False, None, self.activations
-            )  # fmt: skip
+            )
         return F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias)
 
     def run(self, x_PI: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -93,9 +85,7 @@ class Linears:
         return torch.cat([x_PI.new_empty(0, self.out_features), *out])
 
 
-def _mlp(
-    x_RD: torch.Tensor, expert: int, gate_up: Linears, down: Linears, activation: str, limit: float
-) -> torch.Tensor:
+def _mlp(x_RD: torch.Tensor, expert: int, gate_up: Linears, down: Linears, activation: str, limit: float) -> torch.Tensor:
     """The gated MLP of one expert. → [R, D] in x's dtype, before the router's weight"""
     if gate_up.is_packed and activation == "silu":
         h_RF = gate_up.of_expert(x_RD, expert, silu_mul=True)
@@ -110,9 +100,15 @@ def _mlp(
 
 
 def _adapted_mlps(
-    x_PD: torch.Tensor, counts: list[int], gate_up: Linears, down: Linears, activation: str, limit: float, adapters: ExpertAdapters,
+    x_PD: torch.Tensor,
+    counts: list[int],
+    gate_up: Linears,
+    down: Linears,
+    activation: str,
+    limit: float,
+    adapters: ExpertAdapters,
     slots_P: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The gated MLPs of pairs that are sorted by expert, with adapters. counts: pairs of each expert. → [P, D]"""
     y_PO = adapters.add_to_gate_up(gate_up.run(x_PD, counts), x_PD, slots_P)
     gate, up = y_PO.to(torch.promote_types(x_PD.dtype, torch.float32)).chunk(2, dim=-1)
@@ -175,9 +171,7 @@ def _check_activations(activations: str, gate_up: torch.Tensor, gate_up_scale: t
     if activations not in ("none", "dynamic"):
         raise ValueError(f"The activations of experts must be 'none' or 'dynamic', not {activations!r}.")
     if activations == "dynamic" and (gate_up.dtype != torch.float8_e4m3fn or gate_up_scale is None):
-        raise ValueError(
-            f"The activations of experts are quantized over float8 weights with scales only, not over {gate_up.dtype}."
-        )
+        raise ValueError(f"The activations of experts are quantized over float8 weights with scales only, not over {gate_up.dtype}.")
 
 
 def exact_experts(*args: Any) -> torch.Tensor:

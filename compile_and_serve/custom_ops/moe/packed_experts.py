@@ -19,10 +19,7 @@ from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
 from compile_and_serve.custom_ops.quantized.group_layout import CPU_INPUTS, pack_codes_cpu, pack_scales_cpu
 from compile_and_serve.custom_ops.quantized.group_linear import group_linear, group_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, unpack_mxfp4_codes
-from compile_and_serve.custom_ops.quantized.quantized_linear import (
-    quantized_linear,
-    quantized_linear_unsupported_reason,
-)
+from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear, quantized_linear_unsupported_reason
 
 _INPUTS = 4  # adjacent inputs of the 8-bit layout: others would be padded
 
@@ -33,9 +30,7 @@ def packed_8bit_unsupported_reason(
     """None when the C++ kernels take 8-bit experts in this format, else the reason in one sentence. dtype: of the activations."""
     if in_features % _INPUTS:
         return f"the CPU kernels take experts with a multiple of {_INPUTS} inputs, not {in_features}"
-    return quantized_linear_unsupported_reason(
-        device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block
-    )
+    return quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block)
 
 
 def packed_mxfp4_unsupported_reason(*, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -71,9 +66,15 @@ def packed_inputs(weight: torch.Tensor) -> int:
 
 
 def packed_linear(
-    x_RI: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, out_features: int, bias_O: torch.Tensor | None,
-    *, silu_mul: bool = False, activations: Activations = "none",
-) -> torch.Tensor:  # fmt: skip
+    x_RI: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    out_features: int,
+    bias_O: torch.Tensor | None,
+    *,
+    silu_mul: bool = False,
+    activations: Activations = "none",
+) -> torch.Tensor:
     """One expert's linear. weight, scale: its part of packed ones. activations: as in `quantized_linear`, of 8-bit weights.
 
     → [R, O] in x's dtype, with silu_mul [R, O / 2]
@@ -81,9 +82,5 @@ def packed_linear(
     if scale is None:
         return fused_linear(x_RI, weight, out_features, bias_O=bias_O, silu_mul=silu_mul)
     if weight.dtype == torch.uint8:
-        return group_linear(
-            x_RI, weight, scale, None, out_features, 4, MX_BLOCK, bias_O=bias_O, silu_mul=silu_mul, table="e2m1"
-        )
-    return quantized_linear(
-        x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul, activations=activations
-    )
+        return group_linear(x_RI, weight, scale, None, out_features, 4, MX_BLOCK, bias_O=bias_O, silu_mul=silu_mul, table="e2m1")
+    return quantized_linear(x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul, activations=activations)

@@ -12,20 +12,13 @@ import triton.language as tl
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.moe.triton_experts import BLOCK_SCALES, block_scale_at
 from compile_and_serve.custom_ops.quantization import BLOCK
-from compile_and_serve.custom_ops.triton_common import (
-    cdiv,
-    launch_options,
-    let_next_start,
-    supports_pdl,
-    wait_for_previous,
-)
+from compile_and_serve.custom_ops.triton_common import cdiv, launch_options, let_next_start, supports_pdl, wait_for_previous
 
 
 @triton.jit
 def _dequantize_experts_kernel(
-    w_ptr, scale_ptr, out_ptr, outputs, inputs,
-    SCALES: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    w_ptr, scale_ptr, out_ptr, outputs, inputs, SCALES: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr
+):
     """One tile of one expert: value · scale in float32, rounded once. A tile's columns are in one block of scales."""
     expert = tl.program_id(2).to(tl.int64)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -50,7 +43,18 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor, inputs: int, dtype:
     out = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
     pdl, block_o = supports_pdl(out.device), 32
     launch(
-        _dequantize_experts_kernel, (cdiv(outputs, block_o), cdiv(inputs, BLOCK), num_experts), quantized, scale, out, outputs, inputs,
-        SCALES=scale.dim() - 1, BLOCK_O=block_o, BLOCK_I=BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+        _dequantize_experts_kernel,
+        (cdiv(outputs, block_o), cdiv(inputs, BLOCK), num_experts),
+        quantized,
+        scale,
+        out,
+        outputs,
+        inputs,
+        SCALES=scale.dim() - 1,
+        BLOCK_O=block_o,
+        BLOCK_I=BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
     return out

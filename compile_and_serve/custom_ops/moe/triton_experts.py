@@ -81,12 +81,32 @@ def activated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_gate_up_kernel(
-    x_ptr, x_scale_ptr, order_ptr, block_experts_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, top_k,
+    x_ptr,
+    x_scale_ptr,
+    order_ptr,
+    block_experts_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    h_ptr,
+    x_stride,
+    num_pairs,
+    features,
+    inputs,
+    top_k,
     limit,
-    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE_D: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE_D: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     block = tl.program_id(1)
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     ok_F = rows_F < features
@@ -100,9 +120,7 @@ def _grouped_gate_up_kernel(
         ok_P = pairs_P < num_pairs
         tokens_P = tl.where(ok_P, pairs_P, 0) // top_k
         x_PD = x_ptr + tokens_P[:, None].to(tl.int64) * x_stride + cols_D[None, :]
-        gate_FD = (
-            w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_D[None, :]
-        )
+        gate_FD = w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_D[None, :]
         up_FD = gate_FD + features.to(tl.int64) * inputs
         acc_PF = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
         acc_up_PF = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
@@ -148,10 +166,29 @@ def _grouped_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_down_kernel(
-    h_ptr, x_scale_ptr, order_ptr, block_experts_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, num_pairs, outputs, features,
-    HAS_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE_F: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    x_scale_ptr,
+    order_ptr,
+    block_experts_ptr,
+    weights_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    num_pairs,
+    outputs,
+    features,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE_F: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     block = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_O = rows_O < outputs
@@ -198,9 +235,16 @@ def _grouped_down_kernel(
 
 @triton.jit
 def _add_pairs_kernel(
-    y_ptr, residual_ptr, out_ptr, outputs, residual_stride,
-    TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    residual_stride,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_O = cols_O < outputs
@@ -237,18 +281,8 @@ def is_in_one_block(rows: int) -> bool:
 
 # By the number of pairs that an expert has on average, the likely best first.
 _FEW = (Tiles(16, 64, 128, 128, 4, 4), Tiles(16, 32, 64, 256, 3, 4), Tiles(16, 64, 64, 128, 4, 4))
-_SOME = (
-    Tiles(32, 64, 128, 128, 3, 4),
-    Tiles(16, 64, 128, 128, 4, 4),
-    Tiles(32, 64, 128, 128, 4, 4),
-    Tiles(32, 64, 128, 64, 6, 4),
-)
-_MORE = (
-    Tiles(64, 64, 128, 64, 4, 4),
-    Tiles(64, 128, 128, 64, 3, 8),
-    Tiles(32, 64, 128, 128, 3, 4),
-    Tiles(128, 64, 128, 64, 4, 8),
-)
+_SOME = (Tiles(32, 64, 128, 128, 3, 4), Tiles(16, 64, 128, 128, 4, 4), Tiles(32, 64, 128, 128, 4, 4), Tiles(32, 64, 128, 64, 6, 4))
+_MORE = (Tiles(64, 64, 128, 64, 4, 4), Tiles(64, 128, 128, 64, 3, 8), Tiles(32, 64, 128, 128, 3, 4), Tiles(128, 64, 128, 64, 4, 8))
 _MANY = (Tiles(128, 128, 256, 64, 4, 8), Tiles(128, 128, 256, 64, 3, 8), Tiles(128, 128, 128, 64, 4, 8))
 
 # Of float8 activations: rows have half the bytes. Scales per block allow 128 columns at once.
@@ -261,20 +295,14 @@ _FLOAT8_MORE = (
     Tiles(128, 64, 128, 128, 4, 8),
 )
 # Two sums are kept in registers (`multiply_tiles`), which rules out tiles of 256 rows of down.
-_FLOAT8_MANY = (
-    Tiles(128, 128, 128, 128, 3, 8),
-    Tiles(128, 128, 128, 128, 4, 8),
-    Tiles(128, 64, 128, 128, 4, 8),
-)
+_FLOAT8_MANY = (Tiles(128, 128, 128, 128, 3, 8), Tiles(128, 128, 128, 128, 4, 8), Tiles(128, 64, 128, 128, 4, 8))
 
 
 def grouped_tiles(num_pairs: int, num_experts: int, *, is_float8: bool = False) -> tuple[Tiles, ...]:
     """The candidates for a number of pairs that are spread evenly over the experts. is_float8: of float8 activations."""
     each = num_pairs / num_experts
     if is_float8:
-        return (
-            _FLOAT8_FEW if each <= 8 else _FLOAT8_SOME if each <= 24 else _FLOAT8_MORE if each <= 96 else _FLOAT8_MANY
-        )
+        return _FLOAT8_FEW if each <= 8 else _FLOAT8_SOME if each <= 24 else _FLOAT8_MORE if each <= 96 else _FLOAT8_MANY
     return _FEW if each <= 8 else _SOME if each <= 24 else _MORE if each <= 96 else _MANY
 
 
@@ -328,13 +356,7 @@ class Operands:
         if not self.rounds_activations:
             return x_RI, None
         norm_weight = self.norm_weight_D if is_input else None
-        return quantize_rows(
-            x_RI,
-            self.gate_up.dtype,
-            norm_weight_I=norm_weight,
-            eps=self.eps,
-            per_group=self.scales == BLOCK_SCALES.value,
-        )
+        return quantize_rows(x_RI, self.gate_up.dtype, norm_weight_I=norm_weight, eps=self.eps, per_group=self.scales == BLOCK_SCALES.value)
 
     @property
     def num_pairs(self) -> int:
@@ -376,9 +398,11 @@ def expanded(dequantize: Dequantize, operands: Operands, gate_up: torch.Tensor) 
     hidden, features, dtype = operands.x_TD.shape[1], gate_up.shape[1] // 2, operands.x_TD.dtype
     return replace(
         operands,
-        gate_up=dequantize(gate_up, operands.gate_up_scale, hidden, dtype), gate_up_scale=None,
-        down=dequantize(operands.down, operands.down_scale, features, dtype), down_scale=None,
-    )  # fmt: skip
+        gate_up=dequantize(gate_up, operands.gate_up_scale, hidden, dtype),
+        gate_up_scale=None,
+        down=dequantize(operands.down, operands.down_scale, features, dtype),
+        down_scale=None,
+    )
 
 
 def normed(operands: Operands) -> Operands:
@@ -391,7 +415,7 @@ def normed(operands: Operands) -> Operands:
 
 def _grouped_gate_up(
     tiles: Tiles, operands: Operands, x_TD: torch.Tensor, x_scale: torch.Tensor | None, gate_up: torch.Tensor, order: ExpertOrder
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     hidden, features = x_TD.shape[1], operands.down.shape[2]
     h_PF = operands.x_TD.new_empty(operands.num_pairs, features)
     pdl = supports_pdl(x_TD.device)
@@ -409,29 +433,53 @@ def _grouped_gate_up(
 
 
 def _grouped_down(tiles: Tiles, operands: Operands, h_PF: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
-    y_PD = multiply_pairs(
-        tiles, operands, h_PF, operands.down, operands.down_scale, operands.down_bias, order, operands.weights_TK
-    )
+    y_PD = multiply_pairs(tiles, operands, h_PF, operands.down, operands.down_scale, operands.down_bias, order, operands.weights_TK)
     return add_results_of_pairs(operands, y_PD)
 
 
 def multiply_pairs(
-    tiles: Tiles, operands: Operands, x_PI: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None,
-    bias: torch.Tensor | None, order: ExpertOrder, weights_TK: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    tiles: Tiles,
+    operands: Operands,
+    x_PI: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    order: ExpertOrder,
+    weights_TK: torch.Tensor,
+) -> torch.Tensor:
     """Each pair's row, rounded if the operands are, times its expert's matrix [X, O, I], times the pair's weight. → [P, O]"""
     (num_pairs, inputs), outputs = x_PI.shape, weight.shape[1]
     y_PO = x_PI.new_empty(num_pairs, outputs)
     x_PI, x_scale = operands.rounded(x_PI)
     pdl = supports_pdl(x_PI.device)
     launch(
-        _grouped_down_kernel, (cdiv(outputs, tiles.block_o), order.max_blocks),
-        x_PI, x_scale, order.pairs, order.experts, weights_TK, weight, scale, bias, y_PO, num_pairs, outputs, inputs,
-        HAS_BIAS=bias is not None, BLOCK_P=tiles.block_p, BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth,
-        STAGES=tiles.stages, WHOLE_F=inputs % tiles.depth == 0, SCALES=0 if scale is None else scale.dim() - 1,
-        HAS_X_SCALE=x_scale is not None, ONE_SCALE=is_in_one_block(tiles.block_o), PDL=pdl, num_warps=tiles.warps,
+        _grouped_down_kernel,
+        (cdiv(outputs, tiles.block_o), order.max_blocks),
+        x_PI,
+        x_scale,
+        order.pairs,
+        order.experts,
+        weights_TK,
+        weight,
+        scale,
+        bias,
+        y_PO,
+        num_pairs,
+        outputs,
+        inputs,
+        HAS_BIAS=bias is not None,
+        BLOCK_P=tiles.block_p,
+        BLOCK_O=tiles.block_o,
+        BLOCK_F=tiles.depth,
+        STAGES=tiles.stages,
+        WHOLE_F=inputs % tiles.depth == 0,
+        SCALES=0 if scale is None else scale.dim() - 1,
+        HAS_X_SCALE=x_scale is not None,
+        ONE_SCALE=is_in_one_block(tiles.block_o),
+        PDL=pdl,
+        num_warps=tiles.warps,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return y_PO
 
 
@@ -442,8 +490,18 @@ def add_results_of_pairs(operands: Operands, y_PD: torch.Tensor) -> torch.Tensor
     pdl = supports_pdl(y_PD.device)
     block = min(1024, next_power_of_2(hidden))
     launch(
-        _add_pairs_kernel, (num_tokens, cdiv(hidden, block)), y_PD, operands.residual_TD, out_TD, hidden,
+        _add_pairs_kernel,
+        (num_tokens, cdiv(hidden, block)),
+        y_PD,
+        operands.residual_TD,
+        out_TD,
+        hidden,
         operands.residual_stride,
-        TOP_K=operands.top_k, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_O=block, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+        TOP_K=operands.top_k,
+        HAS_RESIDUAL=operands.residual_TD is not None,
+        BLOCK_O=block,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
     return out_TD

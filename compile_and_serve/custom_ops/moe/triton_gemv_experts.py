@@ -14,14 +14,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.moe.triton_experts import (
-    BLOCK,
-    BLOCK_SCALES,
-    ROW_SCALES,
-    Operands,
-    activated,
-    block_scale_at,
-)
+from compile_and_serve.custom_ops.moe.triton_experts import BLOCK, BLOCK_SCALES, ROW_SCALES, Operands, activated, block_scale_at
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -36,10 +29,30 @@ GEMV_ROWS = 4  # of a program
 
 @triton.jit
 def _gemv_gate_up_kernel(
-    x_ptr, x_scale_ptr, ids_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, h_ptr, x_stride, features, inputs, top_k, limit, eps,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-    LANES: tl.constexpr, SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    ids_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    norm_ptr,
+    h_ptr,
+    x_stride,
+    features,
+    inputs,
+    top_k,
+    limit,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pair = tl.program_id(1)
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     ok_F = rows_F < features
@@ -69,10 +82,7 @@ def _gemv_gate_up_kernel(
         if SCALES == BLOCK_SCALES:  # the program's rows are in one block
             first_row = tl.program_id(0) * BLOCK_F
             at_1D = block_scale_at(scale_ptr, expert, first_row, 2 * features, inputs) + (start + cols_1D) // BLOCK
-            up_at_1D = (
-                block_scale_at(scale_ptr, expert, features + first_row, 2 * features, inputs)
-                + (start + cols_1D) // BLOCK
-            )
+            up_at_1D = block_scale_at(scale_ptr, expert, features + first_row, 2 * features, inputs) + (start + cols_1D) // BLOCK
             x_up = x * tl.load(up_at_1D, mask=ok_1D, other=0.0)
             x *= tl.load(at_1D, mask=ok_1D, other=0.0)
         acc += tl.sum(tl.reshape(gate * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
@@ -96,11 +106,28 @@ def _gemv_gate_up_kernel(
 
 @triton.jit
 def _gemv_down_kernel(
-    h_ptr, h_scale_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, outputs, features, top_k,
+    h_ptr,
+    h_scale_ptr,
+    ids_ptr,
+    weights_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    features,
+    top_k,
     residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr,
-    SCALES: tl.constexpr, HAS_X_SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_O = rows_O < outputs
@@ -123,9 +150,7 @@ def _gemv_down_kernel(
         w = tl.load(w_KOF + start, mask=ok_KF[:, None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         h = tl.load(h_KF + start, mask=ok_KF, other=0.0).to(tl.float32)
         if HAS_X_SCALE and SCALES == BLOCK_SCALES:
-            h_scale_KF = (
-                h_scale_ptr + pairs_K[:, None] * tl.cdiv(features, BLOCK) + ((start + cols_F) // BLOCK)[None, :]
-            )
+            h_scale_KF = h_scale_ptr + pairs_K[:, None] * tl.cdiv(features, BLOCK) + ((start + cols_F) // BLOCK)[None, :]
             h *= tl.load(h_scale_KF, mask=ok_KF, other=0.0)
         if SCALES == BLOCK_SCALES:
             at_K = block_scale_at(scale_ptr, experts_K, tl.program_id(0) * BLOCK_O, outputs, features)
@@ -142,9 +167,7 @@ def _gemv_down_kernel(
     y_KO = y_KO.to(out_ptr.dtype.element_ty).to(tl.float32)
     out_O = tl.sum(y_KO * weights_K[:, None], 0)
     if HAS_RESIDUAL:
-        out_O += tl.load(residual_ptr + token.to(tl.int64) * residual_stride + rows_O, mask=ok_O, other=0.0).to(
-            tl.float32
-        )
+        out_O += tl.load(residual_ptr + token.to(tl.int64) * residual_stride + rows_O, mask=ok_O, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * outputs + rows_O, out_O.to(out_ptr.dtype.element_ty), mask=ok_O)
 
 
@@ -170,12 +193,30 @@ def run_gemv(operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
     h_PF, h_scale = operands.rounded(h_PF)
     launch(
-        _gemv_down_kernel, (cdiv(hidden, block_o), num_tokens),
-        h_PF, h_scale, operands.ids_TK, operands.weights_TK, operands.down, operands.down_scale, operands.down_bias,
-        operands.residual_TD, out_TD, hidden, features,
-        top_k, operands.residual_stride,
-        HAS_BIAS=operands.down_bias is not None, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_K=block_k,
-        BLOCK_O=block_o, BLOCK_F=256, SCALES=operands.scales, HAS_X_SCALE=h_scale is not None, PDL=pdl, num_warps=warps,
+        _gemv_down_kernel,
+        (cdiv(hidden, block_o), num_tokens),
+        h_PF,
+        h_scale,
+        operands.ids_TK,
+        operands.weights_TK,
+        operands.down,
+        operands.down_scale,
+        operands.down_bias,
+        operands.residual_TD,
+        out_TD,
+        hidden,
+        features,
+        top_k,
+        operands.residual_stride,
+        HAS_BIAS=operands.down_bias is not None,
+        HAS_RESIDUAL=operands.residual_TD is not None,
+        BLOCK_K=block_k,
+        BLOCK_O=block_o,
+        BLOCK_F=256,
+        SCALES=operands.scales,
+        HAS_X_SCALE=h_scale is not None,
+        PDL=pdl,
+        num_warps=warps,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out_TD

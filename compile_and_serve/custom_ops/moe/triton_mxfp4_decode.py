@@ -26,15 +26,10 @@ PLACE_PTX = (
 )
 _TO_FLOAT16 = "and.b32 s, m, 0x80008000; shl.b32 m, m, 3; lop3.b32 m, m, 0x0E000E00, s, 0xEA;"
 BFLOAT16_PTX = tl.constexpr(tuple(f"{{.reg .b32 m; {place} mul.rn.bf16x2 $0, m, $2;}}" for place in PLACE_PTX))
-FLOAT16_PTX = tl.constexpr(
-    tuple(f"{{.reg .b32 m, s; {place} {_TO_FLOAT16} mul.rn.f16x2 $0, m, $2;}}" for place in PLACE_PTX)
-)
+FLOAT16_PTX = tl.constexpr(tuple(f"{{.reg .b32 m, s; {place} {_TO_FLOAT16} mul.rn.f16x2 $0, m, $2;}}" for place in PLACE_PTX))
 # PTX that makes a byte of $1 the exponent of two bfloat16 numbers.
 FACTOR_PTX = tl.constexpr(
-    tuple(
-        f"{{.reg .b32 f; prmt.b32 f, $1, 0, {0x4040 | part << 8 | part:#x}; shl.b32 $0, f, 7;}}"
-        for part in range(PARTS)
-    )
+    tuple(f"{{.reg .b32 f; prmt.b32 f, $1, 0, {0x4040 | part << 8 | part:#x}; shl.b32 $0, f, 7;}}" for part in range(PARTS))
 )
 
 
@@ -57,16 +52,12 @@ def values_of_part(words, scales, PART: tl.constexpr, DOT: tl.constexpr, PTX: tl
     if PTX and tl.bfloat16 == DOT:
         factors = tl.inline_asm_elementwise(FACTOR_PTX[PART], "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1)
         factors = tl.broadcast_to(factors[:, None], words.shape)
-        return tl.inline_asm_elementwise(
-            BFLOAT16_PTX[PART], "=r,r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+        return tl.inline_asm_elementwise(BFLOAT16_PTX[PART], "=r,r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif PTX and tl.float16 == DOT:
         exponents = ((scales >> (8 * PART)) & 0xFF) - 112
         factors = (exponents << 23).to(tl.float32, bitcast=True).to(tl.float16)
         factors = tl.broadcast_to(factors[:, None], words.shape)
-        return tl.inline_asm_elementwise(
-            FLOAT16_PTX[PART], "=r,r,r", [words, factors], dtype=tl.float16, is_pure=True, pack=2
-        )
+        return tl.inline_asm_elementwise(FLOAT16_PTX[PART], "=r,r,r", [words, factors], dtype=tl.float16, is_pure=True, pack=2)
     else:
         exponents = ((scales >> (8 * PART)) & 0xFF) - 126
         factors = (exponents << 23).to(tl.float32, bitcast=True)[:, None]

@@ -22,36 +22,18 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.moe.triton_experts import (
-    Operands,
-    activated,
-    add_results_of_pairs,
-    grouped_tiles,
-    normed,
-    run_expanded,
-)
+from compile_and_serve.custom_ops.moe.triton_experts import Operands, activated, add_results_of_pairs, grouped_tiles, normed, run_expanded
 from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import COLUMNS, NUM_PARTS, WORDS, values_of_part
 from compile_and_serve.custom_ops.moe.triton_mxfp4_gemv import GEMV_TILES, run_mxfp4_gemv
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
-from compile_and_serve.custom_ops.triton_common import (
-    TRITON_TYPES,
-    cdiv,
-    launch_options,
-    let_next_start,
-    supports_pdl,
-    wait_for_previous,
-)
+from compile_and_serve.custom_ops.triton_common import TRITON_TYPES, cdiv, launch_options, let_next_start, supports_pdl, wait_for_previous
 
 MAX_FEW_PAIRS = 16
-MIN_EXPANDED_PAIRS_EACH = (
-    64  # of an expert; writing and reading the expanded weights takes longer: with 32 pairs three times as long
-)
+MIN_EXPANDED_PAIRS_EACH = 64  # of an expert; writing and reading the expanded weights takes longer: with 32 pairs three times as long
 
 
 @triton.jit
-def _add_products(
-    acc, x_PC, block, words_OC, scales_O, inputs, DOT: tl.constexpr, ROWS_FIRST: tl.constexpr, PTX: tl.constexpr
-):
+def _add_products(acc, x_PC, block, words_OC, scales_O, inputs, DOT: tl.constexpr, ROWS_FIRST: tl.constexpr, PTX: tl.constexpr):
     """acc + x wᵀ over one block of columns. x_PC: pointers to the first WORDS columns of x's rows."""
     for part in tl.static_range(NUM_PARTS):
         # Behind the last column, codes are zeros: any columns of x will do.
@@ -65,9 +47,7 @@ def _add_products(
 
 
 @triton.jit
-def _block_of_pairs(
-    order_ptr, experts_ptr, num_pairs, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr
-):  # fmt: skip
+def _block_of_pairs(order_ptr, experts_ptr, num_pairs, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr):
     """(the expert of this program's block or -1, its pairs, which of them exist). DIRECT: the block is one pair."""
     block = tl.program_id(1)
     spots_P = tl.arange(0, BLOCK_P)
@@ -127,10 +107,28 @@ def _mxfp4_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _mxfp4_down_kernel(
-    h_ptr, order_ptr, experts_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, num_pairs, outputs, features, num_blocks,
-    HAS_BIAS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    order_ptr,
+    experts_ptr,
+    weights_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    num_pairs,
+    outputs,
+    features,
+    num_blocks,
+    HAS_BIAS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    DOT: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_O = rows_O < outputs
     safe_rows_O = tl.where(ok_O, rows_O, 0)
@@ -166,9 +164,8 @@ def _mxfp4_down_kernel(
 
 @triton.jit
 def _dequantize_mxfp4_kernel(
-    w_ptr, scale_ptr, out_ptr, outputs, inputs, num_blocks,
-    BLOCK_O: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    w_ptr, scale_ptr, out_ptr, outputs, inputs, num_blocks, BLOCK_O: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr
+):
     expert, block = tl.program_id(2).to(tl.int64), tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     ok_O = rows_O < outputs
@@ -203,26 +200,15 @@ class Mxfp4Tiles:
 
 
 # By the number of pairs that an expert has on average, the likely best first.
-_DIRECT = (
-    Mxfp4Tiles(16, 64, 64, 5, 4, rows_first=True),
-    Mxfp4Tiles(16, 32, 32, 6, 4),
-)
+_DIRECT = (Mxfp4Tiles(16, 64, 64, 5, 4, rows_first=True), Mxfp4Tiles(16, 32, 32, 6, 4))
 _FEW = (
     Mxfp4Tiles(16, 64, 128, 3, 4, rows_first=True),
     Mxfp4Tiles(16, 128, 128, 4, 4),
     Mxfp4Tiles(16, 64, 128, 4, 4),
     Mxfp4Tiles(16, 64, 64, 5, 4, rows_first=True),
 )
-_SOME = (
-    Mxfp4Tiles(32, 64, 128, 4, 4),
-    Mxfp4Tiles(32, 64, 64, 4, 4, rows_first=True),
-    Mxfp4Tiles(16, 64, 128, 4, 4),
-)
-_MORE = (
-    Mxfp4Tiles(64, 64, 128, 4, 4, rows_first=True),
-    Mxfp4Tiles(32, 64, 128, 4, 4),
-    Mxfp4Tiles(64, 128, 128, 3, 8, rows_first=True),
-)
+_SOME = (Mxfp4Tiles(32, 64, 128, 4, 4), Mxfp4Tiles(32, 64, 64, 4, 4, rows_first=True), Mxfp4Tiles(16, 64, 128, 4, 4))
+_MORE = (Mxfp4Tiles(64, 64, 128, 4, 4, rows_first=True), Mxfp4Tiles(32, 64, 128, 4, 4), Mxfp4Tiles(64, 128, 128, 3, 8, rows_first=True))
 _MANY = (Mxfp4Tiles(128, 128, 256, 3, 8, rows_first=True), Mxfp4Tiles(128, 64, 128, 4, 4, rows_first=True))
 
 
@@ -236,10 +222,16 @@ def _constants(operands: Operands, tiles: Mxfp4Tiles, direct: bool) -> dict[str,
     x_TD = operands.x_TD
     pdl = supports_pdl(x_TD.device)
     return {
-        "DIRECT": direct, "BLOCK_P": tiles.block_p, "STAGES": tiles.stages, "ROWS_FIRST": tiles.rows_first,
-        "DOT": TRITON_TYPES[x_TD.dtype], "PTX": pdl and x_TD.dtype in (torch.bfloat16, torch.float16), "PDL": pdl,
-        "num_warps": tiles.warps, **launch_options(pdl),
-    }  # fmt: skip
+        "DIRECT": direct,
+        "BLOCK_P": tiles.block_p,
+        "STAGES": tiles.stages,
+        "ROWS_FIRST": tiles.rows_first,
+        "DOT": TRITON_TYPES[x_TD.dtype],
+        "PTX": pdl and x_TD.dtype in (torch.bfloat16, torch.float16),
+        "PDL": pdl,
+        "num_warps": tiles.warps,
+        **launch_options(pdl),
+    }
 
 
 def run_mxfp4(tiles: Mxfp4Tiles, direct: bool, operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
@@ -258,17 +250,46 @@ def run_mxfp4(tiles: Mxfp4Tiles, direct: bool, operands: Operands, gate_up: torc
     assert operands.gate_up_scale is not None
     assert operands.down_scale is not None
     launch(
-        _mxfp4_gate_up_kernel, (cdiv(features, tiles.block_f), blocks),
-        x_TD, order_pairs, block_experts, gate_up, operands.gate_up_scale, operands.gate_up_bias, h_PF, x_TD.stride(0), pairs, features,
-        hidden, operands.gate_up_scale.shape[1], operands.top_k, operands.limit,
-        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_F=tiles.block_f, **constants,
-    )  # fmt: skip
+        _mxfp4_gate_up_kernel,
+        (cdiv(features, tiles.block_f), blocks),
+        x_TD,
+        order_pairs,
+        block_experts,
+        gate_up,
+        operands.gate_up_scale,
+        operands.gate_up_bias,
+        h_PF,
+        x_TD.stride(0),
+        pairs,
+        features,
+        hidden,
+        operands.gate_up_scale.shape[1],
+        operands.top_k,
+        operands.limit,
+        HAS_BIAS=operands.gate_up_bias is not None,
+        CLAMPED=operands.clamped,
+        BLOCK_F=tiles.block_f,
+        **constants,
+    )
     launch(
-        _mxfp4_down_kernel, (cdiv(hidden, tiles.block_o), blocks),
-        h_PF, order_pairs, block_experts, operands.weights_TK, down, operands.down_scale, operands.down_bias, y_PD, pairs, hidden,
-        features, operands.down_scale.shape[1],
-        HAS_BIAS=operands.down_bias is not None, BLOCK_O=tiles.block_o, **constants,
-    )  # fmt: skip
+        _mxfp4_down_kernel,
+        (cdiv(hidden, tiles.block_o), blocks),
+        h_PF,
+        order_pairs,
+        block_experts,
+        operands.weights_TK,
+        down,
+        operands.down_scale,
+        operands.down_bias,
+        y_PD,
+        pairs,
+        hidden,
+        features,
+        operands.down_scale.shape[1],
+        HAS_BIAS=operands.down_bias is not None,
+        BLOCK_O=tiles.block_o,
+        **constants,
+    )
     return add_results_of_pairs(operands, y_PD)
 
 
@@ -278,11 +299,21 @@ def dequantize(words: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: to
     out = torch.empty(num_experts, outputs, inputs, dtype=dtype, device=words.device)
     pdl, block_o = supports_pdl(words.device), 64
     launch(
-        _dequantize_mxfp4_kernel, (cdiv(outputs, block_o), scales.shape[1], num_experts),
-        words, scales, out, outputs, inputs, scales.shape[1],
-        BLOCK_O=block_o, DOT=TRITON_TYPES[dtype], PTX=pdl and dtype in (torch.bfloat16, torch.float16), PDL=pdl, num_warps=4,
+        _dequantize_mxfp4_kernel,
+        (cdiv(outputs, block_o), scales.shape[1], num_experts),
+        words,
+        scales,
+        out,
+        outputs,
+        inputs,
+        scales.shape[1],
+        BLOCK_O=block_o,
+        DOT=TRITON_TYPES[dtype],
+        PTX=pdl and dtype in (torch.bfloat16, torch.float16),
+        PDL=pdl,
+        num_warps=4,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -20,22 +20,9 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.moe.triton_experts import Operands, activated, normed
-from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import (
-    COLUMNS,
-    FACTOR_PTX,
-    NUM_PARTS,
-    PLACE_PTX,
-    WORDS,
-    values_of_part,
-)
+from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import COLUMNS, FACTOR_PTX, NUM_PARTS, PLACE_PTX, WORDS, values_of_part
 from compile_and_serve.custom_ops.quantized.mxfp4 import PARTS
-from compile_and_serve.custom_ops.triton_common import (
-    cdiv,
-    launch_options,
-    let_next_start,
-    supports_pdl,
-    wait_for_previous,
-)
+from compile_and_serve.custom_ops.triton_common import cdiv, launch_options, let_next_start, supports_pdl, wait_for_previous
 
 ROWS = tl.constexpr(8)  # of a half of a tile
 PAIRS = tl.constexpr(WORDS.value // 2)
@@ -96,20 +83,23 @@ def _add_products(acc_BC, tile, x_ptr, blocks_B, inputs, PTX: tl.constexpr):
         if PTX:
             pairs_BC = blocks_B[:, None] * (COLUMNS // 2) + part * PAIRS + tl.arange(0, PAIRS)[None, :]
             x_BC = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pairs_BC, mask=ok_B1, other=0)
-            factors = tl.inline_asm_elementwise(
-                FACTOR_PTX[part], "=r,r", [first_scales], dtype=tl.int32, is_pure=True, pack=1
-            )
-            second_factors = tl.inline_asm_elementwise(
-                FACTOR_PTX[part], "=r,r", [second_scales], dtype=tl.int32, is_pure=True, pack=1
-            )
+            factors = tl.inline_asm_elementwise(FACTOR_PTX[part], "=r,r", [first_scales], dtype=tl.int32, is_pure=True, pack=1)
+            second_factors = tl.inline_asm_elementwise(FACTOR_PTX[part], "=r,r", [second_scales], dtype=tl.int32, is_pure=True, pack=1)
             acc_BC = tl.inline_asm_elementwise(
-                PRODUCTS_PTX[part], CONSTRAINTS,
+                PRODUCTS_PTX[part],
+                CONSTRAINTS,
                 [
-                    first, second, x_BC, tl.broadcast_to(factors[:, None], first.shape),
-                    tl.broadcast_to(second_factors[:, None], first.shape), acc_BC,
+                    first,
+                    second,
+                    x_BC,
+                    tl.broadcast_to(factors[:, None], first.shape),
+                    tl.broadcast_to(second_factors[:, None], first.shape),
+                    acc_BC,
                 ],
-                dtype=tl.float32, is_pure=True, pack=4,
-            )  # fmt: skip
+                dtype=tl.float32,
+                is_pure=True,
+                pack=4,
+            )
         else:
             columns_BK = blocks_B[:, None] * COLUMNS + part * WORDS + tl.arange(0, WORDS)[None, :]
             x_BK = tl.load(x_ptr + columns_BK, mask=ok_B1, other=0.0).to(tl.float32)
@@ -128,9 +118,24 @@ def _sums(acc_BC, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _mxfp4_gemv_gate_up_kernel(
-    x_ptr, experts_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, x_stride, features, inputs, top_k, limit,
-    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCKS: tl.constexpr, NUM_BLOCKS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    experts_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    h_ptr,
+    x_stride,
+    features,
+    inputs,
+    top_k,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pair, first_row = tl.program_id(1), tl.program_id(0) * ROWS
     rows_R = first_row + tl.arange(0, ROWS)
     ok_R = rows_R < features
@@ -164,10 +169,25 @@ def _mxfp4_gemv_gate_up_kernel(
 
 @triton.jit
 def _mxfp4_gemv_down_kernel(
-    h_ptr, experts_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, outputs, features, residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TOP_K: tl.constexpr, BLOCKS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    experts_ptr,
+    weights_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    features,
+    residual_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token, first_row = tl.program_id(1), tl.program_id(0) * 2 * ROWS
     rows_R = first_row + tl.arange(0, ROWS)
     ok_R, second_ok_R = rows_R < outputs, rows_R + ROWS < outputs
@@ -233,17 +253,46 @@ def run_mxfp4_gemv(tiles: GemvTiles, operands: Operands, gate_up: torch.Tensor) 
     assert operands.gate_up_scale is not None
     assert operands.down_scale is not None
     launch(
-        _mxfp4_gemv_gate_up_kernel, (cdiv(features, 8), pairs),
-        x_TD, operands.ids_TK, gate_up.view(torch.int32), operands.gate_up_scale, operands.gate_up_bias, h_PF, x_TD.stride(0), features,
-        hidden, operands.top_k, operands.limit,
-        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCKS=tiles.gate_up, num_warps=tiles.gate_up,
-        NUM_BLOCKS=operands.gate_up_scale.shape[1], **constants,
-    )  # fmt: skip
+        _mxfp4_gemv_gate_up_kernel,
+        (cdiv(features, 8), pairs),
+        x_TD,
+        operands.ids_TK,
+        gate_up.view(torch.int32),
+        operands.gate_up_scale,
+        operands.gate_up_bias,
+        h_PF,
+        x_TD.stride(0),
+        features,
+        hidden,
+        operands.top_k,
+        operands.limit,
+        HAS_BIAS=operands.gate_up_bias is not None,
+        CLAMPED=operands.clamped,
+        BLOCKS=tiles.gate_up,
+        num_warps=tiles.gate_up,
+        NUM_BLOCKS=operands.gate_up_scale.shape[1],
+        **constants,
+    )
     launch(
-        _mxfp4_gemv_down_kernel, (cdiv(hidden, 16), num_tokens),
-        h_PF, operands.ids_TK, operands.weights_TK, operands.down.view(torch.int32), operands.down_scale, operands.down_bias,
-        operands.residual_TD, out_TD, hidden, features, operands.residual_stride,
-        HAS_BIAS=operands.down_bias is not None, HAS_RESIDUAL=operands.residual_TD is not None, TOP_K=operands.top_k,
-        BLOCKS=tiles.down, num_warps=tiles.down, NUM_BLOCKS=operands.down_scale.shape[1], **constants,
-    )  # fmt: skip
+        _mxfp4_gemv_down_kernel,
+        (cdiv(hidden, 16), num_tokens),
+        h_PF,
+        operands.ids_TK,
+        operands.weights_TK,
+        operands.down.view(torch.int32),
+        operands.down_scale,
+        operands.down_bias,
+        operands.residual_TD,
+        out_TD,
+        hidden,
+        features,
+        operands.residual_stride,
+        HAS_BIAS=operands.down_bias is not None,
+        HAS_RESIDUAL=operands.residual_TD is not None,
+        TOP_K=operands.top_k,
+        BLOCKS=tiles.down,
+        num_warps=tiles.down,
+        NUM_BLOCKS=operands.down_scale.shape[1],
+        **constants,
+    )
     return out_TD

@@ -56,10 +56,21 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, BINS: tl.constexpr, TILE: tl.c
 
 @triton.jit(do_not_specialize=["num_pairs", "num_counted_tiles", "max_blocks"])
 def _order_kernel(
-    ids_ptr, counts_ptr, order_ptr, block_experts_ptr, num_pairs, num_counted_tiles, max_blocks,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    ids_ptr,
+    counts_ptr,
+    order_ptr,
+    block_experts_ptr,
+    num_pairs,
+    num_counted_tiles,
+    max_blocks,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    COUNT_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     # Each program counts the pairs of every expert, and then writes its own expert's blocks. With counts, `_place_kernel` places the pairs.
     expert = tl.program_id(0)
     bins_X = tl.arange(0, BINS)
@@ -102,10 +113,18 @@ def _order_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _place_kernel(
-    ids_ptr, counts_ptr, order_ptr, num_pairs, num_tiles,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, COUNT_ROWS: tl.constexpr,
+    ids_ptr,
+    counts_ptr,
+    order_ptr,
+    num_pairs,
+    num_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNT_ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     # Each program places a tile of pairs: it sorts them by expert, and knows how many pairs of an expert the tiles before it have.
     tile = tl.program_id(0)
     bins_X = tl.arange(0, BINS)
@@ -156,19 +175,43 @@ def order_by_expert(ids_TK: torch.Tensor, num_experts: int, block_size: int) -> 
     if num_pairs > _MAX_UNCOUNTED:
         tiles = cdiv(num_pairs, _COUNT_TILE)
         counts = torch.empty(tiles, bins, dtype=torch.int32, device=device)
-        launch(
-            _count_kernel, (tiles,), ids_TK, counts, num_pairs,
-            BINS=bins, TILE=_COUNT_TILE, PDL=pdl, num_warps=4, **launch_options(pdl),
-        )  # fmt: skip
+        launch(_count_kernel, (tiles,), ids_TK, counts, num_pairs, BINS=bins, TILE=_COUNT_TILE, PDL=pdl, num_warps=4, **launch_options(pdl))
     launch(
-        _order_kernel, (num_experts,), ids_TK, counts, order.pairs, order.experts, num_pairs, tiles, blocks,
-        NUM_EXPERTS=num_experts, BINS=bins, BLOCK_SIZE=block_size, TILE=tile, HAS_COUNTS=counts is not None,
-        COUNT_ROWS=_COUNT_ROWS, PDL=pdl, num_warps=4 if tile <= 1024 else 8, **launch_options(pdl),
-    )  # fmt: skip
+        _order_kernel,
+        (num_experts,),
+        ids_TK,
+        counts,
+        order.pairs,
+        order.experts,
+        num_pairs,
+        tiles,
+        blocks,
+        NUM_EXPERTS=num_experts,
+        BINS=bins,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        HAS_COUNTS=counts is not None,
+        COUNT_ROWS=_COUNT_ROWS,
+        PDL=pdl,
+        num_warps=4 if tile <= 1024 else 8,
+        **launch_options(pdl),
+    )
     if counts is not None:
         launch(
-            _place_kernel, (tiles,), ids_TK, counts, order.pairs, num_pairs, tiles,
-            NUM_EXPERTS=num_experts, BINS=bins, BLOCK_SIZE=block_size, TILE=_COUNT_TILE, COUNT_ROWS=_COUNT_ROWS, PDL=pdl,
-            num_warps=4, **launch_options(pdl),
-        )  # fmt: skip
+            _place_kernel,
+            (tiles,),
+            ids_TK,
+            counts,
+            order.pairs,
+            num_pairs,
+            tiles,
+            NUM_EXPERTS=num_experts,
+            BINS=bins,
+            BLOCK_SIZE=block_size,
+            TILE=_COUNT_TILE,
+            COUNT_ROWS=_COUNT_ROWS,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
     return order

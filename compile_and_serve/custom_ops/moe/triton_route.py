@@ -10,19 +10,11 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.triton_common import (
-    launch_options,
-    let_next_start,
-    next_power_of_2,
-    supports_pdl,
-    wait_for_previous,
-)
+from compile_and_serve.custom_ops.triton_common import launch_options, let_next_start, next_power_of_2, supports_pdl, wait_for_previous
 
 
 @triton.jit
-def _only_best_groups(
-    choice_X, BLOCK_X: tl.constexpr, BLOCK_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr
-):
+def _only_best_groups(choice_X, BLOCK_X: tl.constexpr, BLOCK_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr):
     """The choice scores, with -inf for experts outside the TOP_GROUPS groups whose GROUP_BEST best experts have the largest sum."""
     size: tl.constexpr = BLOCK_X // BLOCK_GROUPS
     grouped_GE = tl.reshape(choice_X, (BLOCK_GROUPS, size))
@@ -43,11 +35,26 @@ def _only_best_groups(
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_stride, scale, smallest_sum,
-    NUM_EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    logits_stride,
+    scale,
+    smallest_sum,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0)
     # Groups are padded to a power of 2.
     GROUP: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -114,11 +121,28 @@ def route(
     pdl = supports_pdl(logits_TX.device)
     if num_tokens:
         launch(
-            _route_kernel, (num_tokens,),
-            logits_TX, bias_X, weights_TK, ids_TK, logits_TX.stride(0), float(scale), smallest_sum,
-            NUM_EXPERTS=num_experts, BLOCK_X=block_x, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), SIGMOID=scoring == "sigmoid",
-            RENORMALIZE=renormalize, HAS_BIAS=bias_X is not None, NUM_GROUPS=num_groups, BLOCK_GROUPS=block_groups,
-            TOP_GROUPS=top_groups, GROUP_BEST=min(group_best, group_size), PDL=pdl,
-            num_warps=1 if block_x <= 256 else 4, **launch_options(pdl),
-        )  # fmt: skip
+            _route_kernel,
+            (num_tokens,),
+            logits_TX,
+            bias_X,
+            weights_TK,
+            ids_TK,
+            logits_TX.stride(0),
+            float(scale),
+            smallest_sum,
+            NUM_EXPERTS=num_experts,
+            BLOCK_X=block_x,
+            TOP_K=top_k,
+            BLOCK_K=next_power_of_2(top_k),
+            SIGMOID=scoring == "sigmoid",
+            RENORMALIZE=renormalize,
+            HAS_BIAS=bias_X is not None,
+            NUM_GROUPS=num_groups,
+            BLOCK_GROUPS=block_groups,
+            TOP_GROUPS=top_groups,
+            GROUP_BEST=min(group_best, group_size),
+            PDL=pdl,
+            num_warps=1 if block_x <= 256 else 4,
+            **launch_options(pdl),
+        )
     return weights_TK, ids_TK

@@ -19,9 +19,8 @@ def pair_of(quantized_TI: torch.Tensor | None, quantized_scale: torch.Tensor | N
 
 
 def check_arguments(
-    packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None,
-    quantized: Quantized | None = None,
-) -> None:  # fmt: skip
+    packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None, quantized: Quantized | None = None
+) -> None:
     """Raise `ValueError` for arguments that do not go together."""
     if packed.dtype not in LARGEST:
         raise ValueError(f"quantized_linear takes float8_e4m3fn and int8 weights, not {packed.dtype}.")
@@ -32,6 +31,4 @@ def check_arguments(
     if activations == "static" and scale.dim() == 2:
         raise ValueError("quantized_linear has no static activations where the weight's scales are per block.")
     if quantized is not None and (activations == "none" or quantized[0].dtype != packed.dtype):
-        raise ValueError(
-            "quantized_linear takes quantized activations in the weight's dtype, and only where it would quantize them."
-        )
+        raise ValueError("quantized_linear takes quantized activations in the weight's dtype, and only where it would quantize them.")

@@ -83,9 +83,7 @@ class GroupLinear:
         runs = {kernel: partial(self.run, kernel) for kernel in self.kernels()}
         if len(runs) == 1:
             return next(iter(runs))
-        return fastest_kernel(
-            self.problem(), runs, self.packed, min_tokens=_MIN_EXPANDED_TOKENS, max_tokens=MAX_TILE_TOKENS
-        )
+        return fastest_kernel(self.problem(), runs, self.packed, min_tokens=_MIN_EXPANDED_TOKENS, max_tokens=MAX_TILE_TOKENS)
 
     def run(self, kernel: str, packed: torch.Tensor | None = None) -> torch.Tensor:
         """The result by one of `kernels`. packed: replaces the weight while measuring."""
@@ -93,13 +91,11 @@ class GroupLinear:
         if kernel == EXPANDED:
             in_features = self.x_TI.shape[1]
             weight_OI = dequantize(
-                packed, self.scale, self.offset, self.out_features, in_features, self.bits, self.group_size, self.x_TI.dtype,
-                self.table,
-            )  # fmt: skip
+                packed, self.scale, self.offset, self.out_features, in_features, self.bits, self.group_size, self.x_TI.dtype, self.table
+            )
             return fused_linear(
-                self.x_TI, weight_OI, self.out_features, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul,
-                self.residual_TO,
-            )  # fmt: skip
+                self.x_TI, weight_OI, self.out_features, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO
+            )
         x_TI = self.x_TI
         if self.norm_weight_I is not None:
             x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
@@ -107,9 +103,17 @@ class GroupLinear:
             library = self._few_library()
             assert library is not None, "not one of `kernels`"
             return run_group_linear(
-                library, x_TI, packed, self.scale, self.offset, self.out_features, self.group_size, self.bias_O, self.silu_mul,
+                library,
+                x_TI,
+                packed,
+                self.scale,
+                self.offset,
+                self.out_features,
+                self.group_size,
+                self.bias_O,
+                self.silu_mul,
                 self.residual_TO,
-            )  # fmt: skip
+            )
         weight = (packed, self.scale, self.offset, self.out_features, self.bits, self.group_size)
         if self.silu_mul and self.out_features // 2 % TILE_OUTPUTS:
             y_TO = silu_mul_rows(group_matmul(x_TI, *weight, self.bias_O, False, None, table=self.table))
@@ -140,7 +144,18 @@ def group_linear(
     if not x_TI.shape[0]:
         return x_TI.new_empty(0, out_features // 2 if silu_mul else out_features)
     linear = GroupLinear(
-        x_TI=x_TI, packed=packed, scale=scale, offset=offset, out_features=out_features, bits=bits, group_size=group_size,
-        norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul, residual_TO=residual_TO, table=table,
-    )  # fmt: skip
+        x_TI=x_TI,
+        packed=packed,
+        scale=scale,
+        offset=offset,
+        out_features=out_features,
+        bits=bits,
+        group_size=group_size,
+        norm_weight_I=norm_weight_I,
+        eps=eps,
+        bias_O=bias_O,
+        silu_mul=silu_mul,
+        residual_TO=residual_TO,
+        table=table,
+    )
     return linear.run(linear.fastest())

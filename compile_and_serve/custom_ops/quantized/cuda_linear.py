@@ -90,9 +90,7 @@ class QuantizedLinear:
         runs = {kernel: partial(self.run, kernel) for kernel in self.kernels()}
         return fastest_kernel(self.problem(), runs, self.weight_OI, max_tokens=max_tokens)
 
-    def run(
-        self, kernel: str, weight_OI: torch.Tensor | None = None, out_TO: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(self, kernel: str, weight_OI: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
         """The result by one of `kernels`. weight_OI: replaces the weight while measuring. out_TO: contiguous, receives the result."""
         weight_OI = self.weight_OI if weight_OI is None else weight_OI
         is_silu_mul_last = kernel not in (GEMV, TILE) and self.silu_mul and self.residual_TO is None
@@ -100,14 +98,20 @@ class QuantizedLinear:
             return out_TO.copy_(self.run(kernel, weight_OI))
         if kernel == GEMV:
             return gemv(
-                self.x_TI, weight_OI, self.scale, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO,
-                self.activations, self.input_scale,
-            )  # fmt: skip
+                self.x_TI,
+                weight_OI,
+                self.scale,
+                self.norm_weight_I,
+                self.eps,
+                self.bias_O,
+                self.silu_mul,
+                self.residual_TO,
+                self.activations,
+                self.input_scale,
+            )
         x_TI, x_scale = self.operand()
         if kernel == TILE:
-            return matmul(
-                x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype
-            )
+            return matmul(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype)
         if self.bias_O is None and not self.silu_mul:
             return scaled_gemm(kernel, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype, self.residual_TO)
         y_TO = scaled_gemm(kernel, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype)
@@ -123,9 +127,13 @@ class QuantizedLinear:
             return self.quantized
         if self.activations != "none":
             return quantize_rows(
-                self.x_TI, self.weight_OI.dtype, norm_weight_I=self.norm_weight_I, eps=self.eps,
-                per_group=self.scale.dim() == 2, input_scale=self.input_scale,
-            )  # fmt: skip
+                self.x_TI,
+                self.weight_OI.dtype,
+                norm_weight_I=self.norm_weight_I,
+                eps=self.eps,
+                per_group=self.scale.dim() == 2,
+                input_scale=self.input_scale,
+            )
         if self.norm_weight_I is not None:
             return rms_norm(self.x_TI, self.norm_weight_I, self.eps), None
         return self.x_TI, None
@@ -157,10 +165,18 @@ def quantized_linear(
 
     def run(at: slice, out_TO: torch.Tensor | None = None) -> torch.Tensor:
         linear = QuantizedLinear(
-            x_TI=x_TI[at], weight_OI=weight_OI, scale=scale, norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul,
-            residual_TO=None if residual_TO is None else residual_TO[at], activations=activations, input_scale=input_scale,
+            x_TI=x_TI[at],
+            weight_OI=weight_OI,
+            scale=scale,
+            norm_weight_I=norm_weight_I,
+            eps=eps,
+            bias_O=bias_O,
+            silu_mul=silu_mul,
+            residual_TO=None if residual_TO is None else residual_TO[at],
+            activations=activations,
+            input_scale=input_scale,
             quantized=None if quantized is None else (quantized[0][at], quantized[1][at]),
-        )  # fmt: skip
+        )
         return linear.run(linear.fastest(max_tokens), out_TO=out_TO)
 
     if num_tokens and len(chunks) == 1:

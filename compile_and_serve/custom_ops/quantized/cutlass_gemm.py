@@ -76,12 +76,23 @@ def run_gemm(
     out_TO = torch.empty(num_tokens, out_features, dtype=torch.bfloat16, device=a_TI.device)
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     args = _Arguments(
-        out=out_TO.data_ptr(), a=a_TI.data_ptr(), b=b_OI.data_ptr(), a_scale=a_scale.data_ptr(), b_scale=b_scale.data_ptr(),
-        m=num_tokens, n=out_features, k=a_TI.shape[1], out_stride=out_features, a_stride=a_TI.stride(0), b_stride=b_OI.stride(0),
+        out=out_TO.data_ptr(),
+        a=a_TI.data_ptr(),
+        b=b_OI.data_ptr(),
+        a_scale=a_scale.data_ptr(),
+        b_scale=b_scale.data_ptr(),
+        m=num_tokens,
+        n=out_features,
+        k=a_TI.shape[1],
+        out_stride=out_features,
+        a_stride=a_TI.stride(0),
+        b_stride=b_OI.stride(0),
         residual=None if residual_TO is None else residual_TO.data_ptr(),
         residual_stride=0 if residual_TO is None else residual_TO.stride(0),
-        a_per_row=a_scale.numel() > 1, b_per_row=b_scale.numel() > 1, stream=platform_of(a_TI.device).current_stream(),
-    )  # fmt: skip
+        a_per_row=a_scale.numel() > 1,
+        b_per_row=b_scale.numel() > 1,
+        stream=platform_of(a_TI.device).current_stream(),
+    )
     workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
     workspace_bytes.restype = ctypes.c_int64
     workspace = torch.empty(workspace_bytes(ctypes.byref(args)), dtype=torch.uint8, device=a_TI.device)
@@ -90,18 +101,12 @@ def run_gemm(
     launch.restype = ctypes.c_char_p
     error = launch(ctypes.byref(args))
     if error is not None:
-        raise RuntimeError(
-            f"CUTLASS' {config} could not multiply {list(a_TI.shape)} by {list(b_OI.shape)}: {error.decode()}"
-        )
+        raise RuntimeError(f"CUTLASS' {config} could not multiply {list(a_TI.shape)} by {list(b_OI.shape)}: {error.decode()}")
     return out_TO
 
 
 def scaled_gemm_reference(
-    a_TI: torch.Tensor,
-    b_OI: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    residual_TO: torch.Tensor | None = None,
+    a_TI: torch.Tensor, b_OI: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, residual_TO: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`run_gemm` in plain torch: sums in float32 and one rounding to bfloat16."""
     a, b = a_TI.float(), b_OI.float()

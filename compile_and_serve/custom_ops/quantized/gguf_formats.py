@@ -112,24 +112,22 @@ def _minimum_second(blocks: torch.Tensor) -> torch.Tensor:
 
 
 GGUF_FORMATS: Mapping[str, GgufFormat] = {
-    "Q4_0": GgufFormat(
-        block_inputs=32, block_bytes=18, bits=4, codes=lambda b: _nibbles(b[:, :, 2:]).flatten(1), scale=_scale_first
-    ),
+    "Q4_0": GgufFormat(block_inputs=32, block_bytes=18, bits=4, codes=lambda b: _nibbles(b[:, :, 2:]).flatten(1), scale=_scale_first),
     "Q4_1": GgufFormat(
-        block_inputs=32, block_bytes=20, bits=4, codes=lambda b: _nibbles(b[:, :, 4:]).flatten(1), scale=_scale_first,
+        block_inputs=32,
+        block_bytes=20,
+        bits=4,
+        codes=lambda b: _nibbles(b[:, :, 4:]).flatten(1),
+        scale=_scale_first,
         offset=_minimum_second,
     ),
-    "Q5_0": GgufFormat(
-        block_inputs=32, block_bytes=22, bits=8, codes=lambda b: _q5(b, 2).flatten(1) + 112, scale=_scale_first
-    ),
+    "Q5_0": GgufFormat(block_inputs=32, block_bytes=22, bits=8, codes=lambda b: _q5(b, 2).flatten(1) + 112, scale=_scale_first),
     "Q5_1": GgufFormat(
         block_inputs=32, block_bytes=24, bits=8, codes=lambda b: _q5(b, 4).flatten(1), scale=_scale_first, offset=_minimum_second
     ),
-    "Q8_0": GgufFormat(
-        block_inputs=32, block_bytes=34, bits=8, codes=lambda b: b[:, :, 2:].flatten(1) ^ 128, scale=_scale_first
-    ),
+    "Q8_0": GgufFormat(block_inputs=32, block_bytes=34, bits=8, codes=lambda b: b[:, :, 2:].flatten(1) ^ 128, scale=_scale_first),
     "Q4_K": GgufFormat(block_inputs=256, block_bytes=144, bits=4, codes=_q4_k, scale=_k_scale, offset=_k_minimum),
     "Q5_K": GgufFormat(block_inputs=256, block_bytes=176, bits=8, codes=_q5_k, scale=_k_scale, offset=_k_minimum),
     "Q6_K": GgufFormat(block_inputs=256, block_bytes=210, bits=8, codes=_q6_k, scale=_q6_k_scale, group_size=16),
     "IQ4_NL": GgufFormat(block_inputs=32, block_bytes=18, bits=8, codes=_iq4_nl, scale=_scale_first),
-}  # fmt: skip
+}

@@ -133,36 +133,30 @@ def read_state(state: torch.Tensor) -> dict[str, float]:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    return (
-        values.float()
-        if values.dtype == torch.float8_e4m3fn
-        else values.to(torch.promote_types(values.dtype, torch.float32))
-    )
+    return values.float() if values.dtype == torch.float8_e4m3fn else values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def dequantize_packed_experts(
-    words: torch.Tensor, scale: torch.Tensor, bits: int, in_features: int, group_size: int, zeros: torch.Tensor | None = None, *,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    in_features: int,
+    group_size: int,
+    zeros: torch.Tensor | None = None,
+    *,
     dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """compressed-tensors' packed codes of experts, one expert at a time. → `dtype` [X, O, I]
 
     words: int32 [X, O, I · bits / 32]. scale: [X, O, G], of groups of `group_size` inputs. zeros: int32 [X, O · bits / 32, G]; None: the
     zero point is 2^(bits − 1).
     """
     math_dtype = torch.promote_types(scale.dtype, torch.float32)
-    out = torch.empty(
-        *scale.shape[:2], in_features, dtype=math_dtype if math_dtype == torch.float64 else dtype, device=words.device
-    )
+    out = torch.empty(*scale.shape[:2], in_features, dtype=math_dtype if math_dtype == torch.float64 else dtype, device=words.device)
     for expert in range(len(words)):
         codes_OI = packed_rows(words[expert], bits, in_features).to(math_dtype)
         zero = 1 << (bits - 1)
-        zero_OG = (
-            torch.full_like(scale[expert], zero)
-            if zeros is None
-            else packed_columns(zeros[expert], bits, scale.shape[1])
-        )
-        scale_OI, zero_OI = (
-            one.to(math_dtype).repeat_interleave(group_size, 1)[:, :in_features] for one in (scale[expert], zero_OG)
-        )
+        zero_OG = torch.full_like(scale[expert], zero) if zeros is None else packed_columns(zeros[expert], bits, scale.shape[1])
+        scale_OI, zero_OI = (one.to(math_dtype).repeat_interleave(group_size, 1)[:, :in_features] for one in (scale[expert], zero_OG))
         out[expert] = (codes_OI - zero_OI) * scale_OI
     return out

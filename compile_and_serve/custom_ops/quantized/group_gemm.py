@@ -33,12 +33,10 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("x_stride", "residual_stride")),
         *(
             (name, ctypes.c_int32)
-            for name in (
-                "tokens", "rows", "inputs", "num_blocks", "num_groups", "group_size", "has_half_scales", "silu_mul",
-            )
+            for name in ("tokens", "rows", "inputs", "num_blocks", "num_groups", "group_size", "has_half_scales", "silu_mul")
         ),
         ("stream", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 def group_linear_library() -> NvccLibrary:
@@ -75,9 +73,15 @@ def load_group_linear(device: torch.device) -> ctypes.CDLL | None:
 
 
 def unsupported_reason(
-    x_TI: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, out_features: int, bits: int, group_size: int,
-    silu_mul: bool, table: str,
-) -> str | None:  # fmt: skip
+    x_TI: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    out_features: int,
+    bits: int,
+    group_size: int,
+    silu_mul: bool,
+    table: str,
+) -> str | None:
     """None when `run_group_linear` takes these operands, else the reason in one sentence."""
     if bits != 4 or table:
         return "codes must be integers of 4 bits"
@@ -96,9 +100,17 @@ def unsupported_reason(
 
 
 def run_group_linear(
-    library: ctypes.CDLL, x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None,
-    out_features: int, group_size: int, bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    library: ctypes.CDLL,
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    out_features: int,
+    group_size: int,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+) -> torch.Tensor:
     """y = f(x Wᵀ + bias) + residual, where f is SiLU-mul with silu_mul, in float32 with one rounding. → x's dtype [T, R]
 
     The operands have to satisfy `unsupported_reason`. packed, scale, offset: in the Triton layout. bias_O, residual_TO: of x's dtype.
@@ -110,17 +122,38 @@ def run_group_linear(
 
 
 def _launch(
-    library: ctypes.CDLL, out_TR: torch.Tensor, x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor,
-    offset: torch.Tensor | None, group_size: int, bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None,
-) -> None:  # fmt: skip
+    library: ctypes.CDLL,
+    out_TR: torch.Tensor,
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group_size: int,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+) -> None:
     (num_tokens, inputs), rows = x_TI.shape, out_TR.shape[1]
     args = _Arguments(
-        out=out_TR.data_ptr(), x=x_TI.data_ptr(), weight=packed.data_ptr(), scale=scale.data_ptr(), zeros=_pointer(offset),
-        bias=_pointer(bias_O), residual=_pointer(residual_TO), x_stride=x_TI.stride(0),
-        residual_stride=0 if residual_TO is None else residual_TO.stride(0), tokens=num_tokens, rows=rows, inputs=inputs,
-        num_blocks=packed.shape[1], num_groups=scale.shape[1], group_size=group_size,
-        has_half_scales=scale.dtype == torch.float16, silu_mul=silu_mul, stream=platform_of(x_TI.device).current_stream(),
-    )  # fmt: skip
+        out=out_TR.data_ptr(),
+        x=x_TI.data_ptr(),
+        weight=packed.data_ptr(),
+        scale=scale.data_ptr(),
+        zeros=_pointer(offset),
+        bias=_pointer(bias_O),
+        residual=_pointer(residual_TO),
+        x_stride=x_TI.stride(0),
+        residual_stride=0 if residual_TO is None else residual_TO.stride(0),
+        tokens=num_tokens,
+        rows=rows,
+        inputs=inputs,
+        num_blocks=packed.shape[1],
+        num_groups=scale.shape[1],
+        group_size=group_size,
+        has_half_scales=scale.dtype == torch.float16,
+        silu_mul=silu_mul,
+        stream=platform_of(x_TI.device).current_stream(),
+    )
     error = getattr(library, _ENTRIES[x_TI.dtype])(ctypes.byref(args))
     if error is not None:
         shape = f"{rows} {'pairs of rows' if silu_mul else 'rows'} of {inputs} inputs"

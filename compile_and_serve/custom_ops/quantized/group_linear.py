@@ -35,9 +35,7 @@ from compile_and_serve.custom_ops.quantized.group_layout import (
 log = logging.getLogger(__name__)
 
 
-def group_linear_unsupported_reason(
-    *, device: torch.device, dtype: torch.dtype, group_size: int, table: str = ""
-) -> str | None:
+def group_linear_unsupported_reason(*, device: torch.device, dtype: torch.dtype, group_size: int, table: str = "") -> str | None:
     """None when `group_linear` has a kernel for this combination, else the reason in one sentence. (The op itself runs anywhere.)
 
     dtype: of the activations.
@@ -90,9 +88,16 @@ def pack_group_scales(scale_OG: torch.Tensor, in_features: int, group_size: int,
 
 
 def unpack_group_weight(
-    packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, out_features: int, in_features: int, bits: int,
-    group_size: int, dtype: torch.dtype, table: str = "",
-) -> torch.Tensor:  # fmt: skip
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    table: str = "",
+) -> torch.Tensor:
     """The dequantized weight, from any layout. → `dtype` [O, I]"""
     step = min(group_size, CPU_INPUTS) if packed.dim() == 3 else group_size
     codes_OI = unpack_codes(packed, bits, out_features, in_features)
@@ -118,9 +123,7 @@ def _group_linear(
     dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
-    weight_OI = unpack_group_weight(
-        packed, scale, offset, out_features, x_TI.shape[1], bits, group_size, math_dtype, table
-    )
+    weight_OI = unpack_group_weight(packed, scale, offset, out_features, x_TI.shape[1], bits, group_size, math_dtype, table)
     y_TO = x_TI.to(math_dtype) @ weight_OI.T
     if bias_O is not None:
         y_TO = y_TO + bias_O
@@ -270,17 +273,5 @@ def group_linear(
     tokens on CUDA, the weight is rounded to x's dtype, and products round before bias, SiLU-mul and residual. C++: see above.
     """
     return _group_linear_op(
-        x_TI,
-        packed,
-        scale,
-        offset,
-        out_features,
-        bits,
-        group_size,
-        norm_weight_I,
-        eps,
-        bias_O,
-        silu_mul,
-        residual_TO,
-        table,
+        x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table
     )

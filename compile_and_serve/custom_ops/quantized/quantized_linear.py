@@ -24,13 +24,7 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.linear.fused_linear import finish_linear
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.quantization import (
-    Activations,
-    Quantized,
-    dtype_name,
-    expand_scale,
-    quantize_activations,
-)
+from compile_and_serve.custom_ops.quantization import Activations, Quantized, dtype_name, expand_scale, quantize_activations
 from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
 from compile_and_serve.custom_ops.quantized.cpu_layout import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
 
@@ -70,9 +64,7 @@ def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor) -> to
     """
     if not platform_of(quantized_OI.device).runs_cpp_kernels:
         return quantized_OI
-    reason = cpu_unsupported_reason(
-        weight_dtype=quantized_OI.dtype, per_block=scale.dim() == 2, in_features=quantized_OI.shape[1]
-    )
+    reason = cpu_unsupported_reason(weight_dtype=quantized_OI.dtype, per_block=scale.dim() == 2, in_features=quantized_OI.shape[1])
     if reason is None:
         return pack_weight_cpu(quantized_OI)
     _warn_slow(reason)
@@ -127,9 +119,7 @@ def quantized_linear_reference(
     return finish_linear(y_TO, silu_mul, residual_TO, dtype)
 
 
-def exact_quantized_linear(
-    x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any
-) -> torch.Tensor:
+def exact_quantized_linear(x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any) -> torch.Tensor:
     """`quantized_linear` in plain torch without quantizing x, for the verification of passes. All arguments are positional."""
     norm_weight, eps, bias, silu_mul, residual, *_ = args
     plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
@@ -226,6 +216,16 @@ def quantized_linear(
     once to x's dtype. A library's product on CUDA also rounds before bias, SiLU-mul, and a residual that CUTLASS does not add itself.
     """
     return _quantized_linear_op(
-        x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale,
+        x_TI,
+        packed,
+        scale,
+        out_features,
+        norm_weight_I,
+        eps,
+        bias_O,
+        silu_mul,
+        residual_TO,
+        activations,
+        input_scale,
         *(quantized or (None, None)),
-    )  # fmt: skip
+    )

@@ -10,14 +10,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.compat import int8_matmul, scaled_matmul
 from compile_and_serve.custom_ops.quantization import dequantize_weight
-from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
-    BLOCKS,
-    ROWS,
-    load_gemms,
-    run_gemm,
-    takes_residual,
-    unsupported_reason,
-)
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, load_gemms, run_gemm, takes_residual, unsupported_reason
 from compile_and_serve.custom_ops.triton_quantize import scale_sums
 
 TORCH = "torch"  # `scaled_matmul` or `int8_matmul`
@@ -26,9 +19,7 @@ _MIN_EXPANDED_TOKENS = 65  # with fewer, converting the weight costs more than a
 _MIN_INT8_TOKENS = 17  # of `int8_matmul`
 
 
-def gemm_names(
-    num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, is_quantized: bool
-) -> tuple[str, ...]:
+def gemm_names(num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, is_quantized: bool) -> tuple[str, ...]:
     """Names of the products for these operands. The first is the default without a measurement.
 
     dtype: of the result. is_quantized: whether the activations are quantized to the weight's dtype.
@@ -72,8 +63,6 @@ def scaled_gemm(
         return scale_sums(int8_matmul(x_TI, weight_OI.t()), x_scale, scale, dtype)
     if dtype == torch.bfloat16:
         return scaled_matmul(x_TI, weight_OI.t(), x_scale, scale[None, :], dtype=dtype)
-    one = torch.ones(
-        (), dtype=torch.float32, device=x_TI.device
-    )  # torch takes scales per row with bfloat16 results only
+    one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # torch takes scales per row with bfloat16 results only
     sums_TO = scaled_matmul(x_TI, weight_OI.t(), one, one, dtype=torch.float32)
     return scale_sums(sums_TO, x_scale, scale, dtype)

@@ -12,9 +12,7 @@ from compile_and_serve.custom_ops.triton_common import silu
 
 
 @triton.jit
-def add_splits(
-    acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
+def add_splits(acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL: tl.constexpr, SPLITS: tl.constexpr):
     """Stores the split's sums. The last program of the tile adds them in order, so that every run has the same bits.
 
     partial_ptr: float32 [tiles, SPLITS, 2, O, T]. counter_ptr: `split_counters`. → sums, sums of the up half, whether this program is
@@ -44,9 +42,22 @@ def add_splits(
 
 @triton.jit
 def store_outputs(
-    acc_OT, acc_up_OT, bias_ptr, residual_ptr, out_ptr, rows_O, row_ok_O, safe_rows_O, safe_tokens_T, token_ok_T, num_rows, residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
-):  # fmt: skip
+    acc_OT,
+    acc_up_OT,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    rows_O,
+    row_ok_O,
+    safe_rows_O,
+    safe_tokens_T,
+    token_ok_T,
+    num_rows,
+    residual_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+):
     """out = f(sums + bias) + residual, where f is SiLU-mul with SILU_MUL; rounded once."""
     if HAS_BIAS:
         acc_OT += tl.load(bias_ptr + safe_rows_O).to(tl.float32)[:, None]

@@ -60,9 +60,8 @@ def _values(words, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _row_sums(
-    words_OW, x0, x1, x2, x3, DTYPE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr, PTX: tl.constexpr,
-    HALVES: tl.constexpr,
-):  # fmt: skip
+    words_OW, x0, x1, x2, x3, DTYPE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr, PTX: tl.constexpr, HALVES: tl.constexpr
+):
     """Σ w · x over the adjacent values of a thread: [O, W / 4], in float32. x0 to x3: from `_activations`."""
     if HALVES:
         return _half_sums(words_OW, x0, x1, BLOCK_O, BLOCK_W)
@@ -117,10 +116,19 @@ def _normed(x, norm_weight, inverse_rms, x_ptr):
 
 @triton.jit
 def _activations(
-    x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale,
-    HAS_NORM: tl.constexpr, QUANTIZES: tl.constexpr, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK_W: tl.constexpr,
+    x_ptr,
+    norm_ptr,
+    cols_I,
+    in_features,
+    inverse_rms,
+    inverse_scale,
+    HAS_NORM: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     HALVES: tl.constexpr,
-):  # fmt: skip
+):
     """The activations for the first, second, third and fourth value of each word: four of [1, W], in float32.
 
     They are x, normalized and quantized to the weight's dtype as by `quantize_rows`. HALVES: for `_half_sums`, words of the first two
@@ -216,8 +224,8 @@ def _gemv_kernel(
             x_scale *= HALVES_SCALE
 
     x0, x1, x2, x3 = _activations(
-        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, QUANTIZES, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES,
-    )  # fmt: skip
+        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, QUANTIZES, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES
+    )
     acc = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
     block, chunk = first_block, 0
@@ -234,9 +242,8 @@ def _gemv_kernel(
             next_up = weight_tile(up_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
         if WIDTH > BLOCK_I:  # otherwise one chunk is all of x
             x0, x1, x2, x3 = _activations(
-                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, QUANTIZES, DTYPE, LARGEST_VALUE, BLOCK_W,
-                HALVES,
-            )  # fmt: skip
+                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, QUANTIZES, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES
+            )
         acc += _row_sums(w, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL, HALVES)
         if SILU_MUL:
             acc_up += _row_sums(up, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL, HALVES)
@@ -266,9 +273,7 @@ def _gemv_kernel(
             acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
 
 
-def gemv_config(
-    num_rows: int, in_features: int, silu_mul: bool, quantizes_float8: bool, sms: int
-) -> tuple[int, int, int, int]:
+def gemv_config(num_rows: int, in_features: int, silu_mul: bool, quantizes_float8: bool, sms: int) -> tuple[int, int, int, int]:
     """(rows per block, warps, programs per multiprocessor, MiB to prefetch into L2) of the 1-token kernel. num_rows: stored outputs.
 
     The programs just fill a multiprocessor's registers. So when they start while the previous kernel still runs, no multiprocessor gets
@@ -303,9 +308,7 @@ def gemv(
     device = x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
     quantizes_float8 = activations != "none" and weight_OI.dtype == torch.float8_e4m3fn
-    rows, warps, per_sm, prefetch_mib = config or gemv_config(
-        num_rows, in_features, silu_mul, quantizes_float8, num_sms(device)
-    )
+    rows, warps, per_sm, prefetch_mib = config or gemv_config(num_rows, in_features, silu_mul, quantizes_float8, num_sms(device))
     out = x_1I.new_empty(1, num_rows)
     pdl = supports_pdl(device)
     num_programs = min(cdiv(num_rows, rows), per_sm * num_sms(device))

@@ -38,8 +38,7 @@ MAX_BLOCK_T = 64  # tokens per tile
 def _number_instructions(power_bits: str, subtract: str) -> tuple[str, ...]:
     """PTX that makes two numbers from part 0, 1, 2 or 3 of two words ($1), less the two of $2."""
     return tuple(
-        f"{{.reg .b32 codes; shr.u32 codes, $1, {shift}; lop3.b32 codes, codes, 0x000F000F, {power_bits}, 0xEA;"
-        f"{subtract} $0, codes, $2;}}"
+        f"{{.reg .b32 codes; shr.u32 codes, $1, {shift}; lop3.b32 codes, codes, 0x000F000F, {power_bits}, 0xEA;{subtract} $0, codes, $2;}}"
         for shift in (0, 4, 8, 12)
     )
 
@@ -64,9 +63,7 @@ def _of_eight(codes, TABLE: tl.constexpr, FIRST: tl.constexpr):
     """TABLE[FIRST + the lowest three bits of the codes], by seven selections."""
     b0, b1 = (codes & 1) != 0, (codes & 2) != 0
     low = tl.where(b1, tl.where(b0, TABLE[FIRST + 3], TABLE[FIRST + 2]), tl.where(b0, TABLE[FIRST + 1], TABLE[FIRST]))
-    high = tl.where(
-        b1, tl.where(b0, TABLE[FIRST + 7], TABLE[FIRST + 6]), tl.where(b0, TABLE[FIRST + 5], TABLE[FIRST + 4])
-    )
+    high = tl.where(b1, tl.where(b0, TABLE[FIRST + 7], TABLE[FIRST + 6]), tl.where(b0, TABLE[FIRST + 5], TABLE[FIRST + 4]))
     return tl.where((codes & 4) != 0, high, low)
 
 
@@ -83,8 +80,8 @@ def _from_table(codes, TABLE: tl.constexpr):
 
 @triton.jit
 def _numbers(
-    words, zeros, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, PTX: tl.constexpr, TABLE: tl.constexpr,
-):  # fmt: skip
+    words, zeros, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, PTX: tl.constexpr, TABLE: tl.constexpr
+):
     """POWER + code PART of each word − zeros, in dtype DOT, exact. PTX: by PTX instructions, on two words at a time.
 
     TABLE: if not empty, the result is the number of code PART in the table, rounded to DOT.
@@ -92,13 +89,9 @@ def _numbers(
     if TABLE != "":
         return _from_table((words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1), TABLE).to(DOT)
     elif PTX and BITS == 4 and tl.bfloat16 == DOT:
-        return tl.inline_asm_elementwise(
-            BFLOAT16_PTX[PART], "=r,r,r", [words, zeros], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+        return tl.inline_asm_elementwise(BFLOAT16_PTX[PART], "=r,r,r", [words, zeros], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif PTX and BITS == 4 and tl.float16 == DOT:
-        return tl.inline_asm_elementwise(
-            FLOAT16_PTX[PART], "=r,r,r", [words, zeros], dtype=tl.float16, is_pure=True, pack=2
-        )
+        return tl.inline_asm_elementwise(FLOAT16_PTX[PART], "=r,r,r", [words, zeros], dtype=tl.float16, is_pure=True, pack=2)
     else:
         codes = (words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1)
         return (codes.to(tl.float32) + POWER - zeros.to(tl.float32)).to(DOT)
@@ -108,19 +101,12 @@ def _numbers(
 def _prefetch_l1(pointers):
     """Prefetch the cache lines at the pointers."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _zeros(
-    offset_ptr, at_O, HAS_ZEROS: tl.constexpr, ZERO: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
+def _zeros(offset_ptr, at_O, HAS_ZEROS: tl.constexpr, ZERO: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr):
     """What `_numbers` subtracts. HAS_ZEROS: offsets are zero points. ZERO: the zero point otherwise. → DOT [O, C]"""
     if HAS_ZEROS:
         zeros_O1 = (tl.load(offset_ptr + at_O).to(tl.float32) + POWER).to(DOT)[:, None]
@@ -153,9 +139,7 @@ def _group_matmul_kernel(
     per_split = tl.cdiv(num_blocks, SPLITS)
     begin = split * per_split
     # With SiLU-mul, num_rows is a multiple of TILE_O.
-    w_OC = (
-        w_ptr + (safe_rows_O // TILE_O * num_blocks * TILE_O + safe_rows_O % TILE_O)[:, None] * WORDS + words_C[None, :]
-    )
+    w_OC = w_ptr + (safe_rows_O // TILE_O * num_blocks * TILE_O + safe_rows_O % TILE_O)[:, None] * WORDS + words_C[None, :]
     scale_at_O = safe_rows_O // TILE_O * num_groups * TILE_O + safe_rows_O % TILE_O
     up_tiles = (num_rows // TILE_O).to(tl.int64)
     up_OC = w_OC + up_tiles * num_blocks * (TILE_O * WORDS)
@@ -233,31 +217,53 @@ def _group_matmul_kernel(
     last = True
     if SPLITS > 1:
         output_tile = token_tile * tl.num_programs(0) + tile
-        acc_OT, acc_up_OT, last = add_splits(
-            acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL, SPLITS
-        )
+        acc_OT, acc_up_OT, last = add_splits(acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL, SPLITS)
     if last:
         store_outputs(
-            acc_OT, acc_up_OT, bias_ptr, residual_ptr, out_ptr, rows_O, row_ok_O, safe_rows_O, safe_tokens_T, token_ok_T, num_rows,
-            residual_stride, HAS_BIAS, HAS_RESIDUAL, SILU_MUL,
-        )  # fmt: skip
+            acc_OT,
+            acc_up_OT,
+            bias_ptr,
+            residual_ptr,
+            out_ptr,
+            rows_O,
+            row_ok_O,
+            safe_rows_O,
+            safe_tokens_T,
+            token_ok_T,
+            num_rows,
+            residual_stride,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            SILU_MUL,
+        )
 
 
 @triton.jit
 def _dequantize_kernel(
-    w_ptr, out_ptr, scale_ptr, offset_ptr, num_rows, in_features, num_blocks, num_groups, blocks_per_group,
-    BITS: tl.constexpr, PARTS_PER_GROUP: tl.constexpr, TILE_O: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-    TABLE: tl.constexpr = "", HALF_PARTS: tl.constexpr = False,
-):  # fmt: skip
+    w_ptr,
+    out_ptr,
+    scale_ptr,
+    offset_ptr,
+    num_rows,
+    in_features,
+    num_blocks,
+    num_groups,
+    blocks_per_group,
+    BITS: tl.constexpr,
+    PARTS_PER_GROUP: tl.constexpr,
+    TILE_O: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+    TABLE: tl.constexpr = "",
+    HALF_PARTS: tl.constexpr = False,
+):
     """One tile: (code − zero point) · scale, code · scale + minimum or table[code] · scale, in float32, rounded once. num_rows: outputs."""
     tile, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     PARTS: tl.constexpr = 16 // BITS
     spots_O, words_C = tl.arange(0, TILE_O), tl.arange(0, WORDS)
     rows_O = tile * TILE_O + spots_O
     let_next_start(PDL)
-    words = tl.load(
-        w_ptr + (tile * num_blocks + block) * (TILE_O * WORDS) + spots_O[:, None] * WORDS + words_C[None, :]
-    )
+    words = tl.load(w_ptr + (tile * num_blocks + block) * (TILE_O * WORDS) + spots_O[:, None] * WORDS + words_C[None, :])
     wait_for_previous(PDL)
     for part in tl.static_range(PARTS):
         group = block // blocks_per_group * (PARTS // PARTS_PER_GROUP) + part // PARTS_PER_GROUP
@@ -283,18 +289,14 @@ def _dequantize_kernel(
         tl.store(out_OC, values.to(out_ptr.dtype.element_ty), mask=ok_OC)
 
 
-def _shape_arguments(
-    packed: torch.Tensor, scale: torch.Tensor, bits: int, group_size: int
-) -> tuple[int, int, int, int]:
+def _shape_arguments(packed: torch.Tensor, scale: torch.Tensor, bits: int, group_size: int) -> tuple[int, int, int, int]:
     """(blocks of a row, groups of a row, blocks per group, parts of a block per group)"""
     columns = TILE_WORDS * 16 // bits
     parts_per_group = max(1, min(group_size, columns) // TILE_WORDS)
     return packed.shape[1], scale.shape[1], max(1, group_size // columns), parts_per_group
 
 
-def group_matmul_config(
-    num_tokens: int, num_rows: int, num_blocks: int, silu_mul: bool, sms: int
-) -> tuple[int, int, int, int]:
+def group_matmul_config(num_tokens: int, num_rows: int, num_blocks: int, silu_mul: bool, sms: int) -> tuple[int, int, int, int]:
     """(BLOCK_O, splits, stages, warps) of the product. num_rows: stored outputs. num_blocks: of 128 inputs (8 bits: 64).
 
     Few tokens: enough programs that several run on each multiprocessor. More tokens: more outputs per tile, because x is read again for
@@ -337,9 +339,7 @@ def group_matmul(
     num_rows = out_features // 2 if silu_mul else out_features
     assert not silu_mul or num_rows % TILE_OUTPUTS == 0, "a tile has rows of both halves"
     num_blocks, num_groups, blocks_per_group, parts_per_group = _shape_arguments(packed, scale, bits, group_size)
-    block_o, splits, stages, warps = config or group_matmul_config(
-        num_tokens, num_rows, num_blocks, silu_mul, num_sms(device)
-    )
+    block_o, splits, stages, warps = config or group_matmul_config(num_tokens, num_rows, num_blocks, silu_mul, num_sms(device))
     block_t = min(MAX_BLOCK_T, max(16, next_power_of_2(num_tokens)))
     tiles, token_tiles = cdiv(num_rows, block_o), cdiv(num_tokens, block_t)
     out = x_TI.new_empty(num_tokens, num_rows)
@@ -365,17 +365,40 @@ def group_matmul(
 
 
 def dequantize(
-    packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, out_features: int, in_features: int, bits: int,
-    group_size: int, dtype: torch.dtype, table: str = "",
-) -> torch.Tensor:  # fmt: skip
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    table: str = "",
+) -> torch.Tensor:
     """The weight in `dtype`, from the Triton layout. → [O, I]"""
     out = torch.empty(out_features, in_features, dtype=dtype, device=packed.device)
     num_blocks, num_groups, blocks_per_group, parts_per_group = _shape_arguments(packed, scale, bits, group_size)
     pdl = supports_pdl(packed.device)
     launch(
-        _dequantize_kernel, (num_blocks, packed.shape[0]),
-        packed, out, scale, offset, out_features, in_features, num_blocks, num_groups, blocks_per_group,
-        BITS=bits, PARTS_PER_GROUP=parts_per_group, TILE_O=TILE_OUTPUTS, WORDS=TILE_WORDS, PDL=pdl,
-        TABLE=table, HALF_PARTS=group_size < TILE_WORDS, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+        _dequantize_kernel,
+        (num_blocks, packed.shape[0]),
+        packed,
+        out,
+        scale,
+        offset,
+        out_features,
+        in_features,
+        num_blocks,
+        num_groups,
+        blocks_per_group,
+        BITS=bits,
+        PARTS_PER_GROUP=parts_per_group,
+        TILE_O=TILE_OUTPUTS,
+        WORDS=TILE_WORDS,
+        PDL=pdl,
+        TABLE=table,
+        HALF_PARTS=group_size < TILE_WORDS,
+        num_warps=4,
+        **launch_options(pdl),
+    )
     return out

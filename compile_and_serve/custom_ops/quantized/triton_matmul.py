@@ -85,24 +85,18 @@ def _matmul_kernel(
             acc_OT += step_OT.to(tl.float32) * scale_O[:, None] * x_scale_1T
             if SILU_MUL:
                 up_scale_O = tl.load(scale_ptr + (num_rows + safe_rows_O) // GROUP * num_groups + group)
-                step_OT = tl.dot(
-                    up, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS
-                )
+                step_OT = tl.dot(up, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
                 acc_up_OT += step_OT.to(tl.float32) * up_scale_O[:, None] * x_scale_1T
         else:
             acc_OT = tl.dot(w, x_IT, acc_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
             if SILU_MUL:
-                acc_up_OT = tl.dot(
-                    up, x_IT, acc_up_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS
-                )
+                acc_up_OT = tl.dot(up, x_IT, acc_up_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
     acc_OT = acc_OT.to(tl.float32)
     acc_up_OT = acc_up_OT.to(tl.float32)
     last = True
     if SPLITS > 1:
         output_tile = token_tile * tl.num_programs(0) + tile
-        acc_OT, acc_up_OT, last = add_splits(
-            acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL, SPLITS
-        )
+        acc_OT, acc_up_OT, last = add_splits(acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL, SPLITS)
     if last:
         if not PER_BLOCK:
             x_scale_1T = tl.full((1, BLOCK_T), 1.0, dtype=tl.float32)
@@ -112,9 +106,22 @@ def _matmul_kernel(
             if SILU_MUL:
                 acc_up_OT *= tl.load(scale_ptr + num_rows + safe_rows_O)[:, None] * x_scale_1T
         store_outputs(
-            acc_OT, acc_up_OT, bias_ptr, residual_ptr, out_ptr, rows_O, row_ok_O, safe_rows_O, safe_tokens_T, token_ok_T, num_rows,
-            residual_stride, HAS_BIAS, HAS_RESIDUAL, SILU_MUL,
-        )  # fmt: skip
+            acc_OT,
+            acc_up_OT,
+            bias_ptr,
+            residual_ptr,
+            out_ptr,
+            rows_O,
+            row_ok_O,
+            safe_rows_O,
+            safe_tokens_T,
+            token_ok_T,
+            num_rows,
+            residual_stride,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            SILU_MUL,
+        )
 
 
 def matmul_config(
@@ -131,9 +138,7 @@ def matmul_config(
         return 64, 64, splits, 3, 4
     if x_bytes == 2:
         return 64, BLOCK if num_tokens > 32 else 2 * BLOCK, splits, 4, 4
-    if num_tokens > 32 or (
-        num_tokens > 16 and silu_mul
-    ):  # shared memory does not hold wider tiles of x and two tiles of W
+    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # shared memory does not hold wider tiles of x and two tiles of W
         return 64, 256, splits, 4, 4
     return 64, 512, splits, 3, 4
 

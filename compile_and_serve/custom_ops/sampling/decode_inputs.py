@@ -21,9 +21,20 @@ _ROWS = 128  # per program
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _begin_kernel(
-    last_tokens_ptr, slots_ptr, has_run_ptr, positions_ptr, seq_lens_ptr, sample_positions_ptr, block_table_ptr, input_ids_ptr,
-    slot_mapping_ptr, num_rows, table_stride, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    last_tokens_ptr,
+    slots_ptr,
+    has_run_ptr,
+    positions_ptr,
+    seq_lens_ptr,
+    sample_positions_ptr,
+    block_table_ptr,
+    input_ids_ptr,
+    slot_mapping_ptr,
+    num_rows,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     rows_S = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok_S = rows_S < num_rows
     seq_len_S = tl.load(seq_lens_ptr + rows_S, mask=ok_S, other=0)
@@ -39,15 +50,11 @@ def _begin_kernel(
     at_S = block_table_ptr + rows_S.to(tl.int64) * table_stride + position_S // BLOCK_SIZE
     block_S = tl.load(at_S, mask=is_real_S, other=0).to(tl.int64)
     tl.store(input_ids_ptr + rows_S, tl.load(last_tokens_ptr + slot_S, mask=is_real_S, other=0), mask=ok_S)
-    tl.store(
-        slot_mapping_ptr + rows_S, tl.where(is_real_S, block_S * BLOCK_SIZE + position_S % BLOCK_SIZE, -1), mask=ok_S
-    )
+    tl.store(slot_mapping_ptr + rows_S, tl.where(is_real_S, block_S * BLOCK_SIZE + position_S % BLOCK_SIZE, -1), mask=ok_S)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _end_kernel(
-    tokens_ptr, last_tokens_ptr, slots_ptr, has_run_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _end_kernel(tokens_ptr, last_tokens_ptr, slots_ptr, has_run_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
     rows_S = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wait_for_previous(PDL)
     is_real_S = tl.load(seq_lens_ptr + rows_S, mask=rows_S < num_rows, other=0) > 0
@@ -77,18 +84,27 @@ def begin_decodes(
     """
     num_rows = slots_S.shape[0]
     launch(
-        _begin_kernel, (cdiv(num_rows, _ROWS),),
-        last_tokens_R, slots_S, has_run_S, positions_S, seq_lens_S, sample_positions_S, block_table_SM, input_ids_S, slot_mapping_S,
-        num_rows, block_table_SM.stride(0), BLOCK_SIZE=block_size, ROWS=_ROWS, num_warps=4,
-    )  # fmt: skip
+        _begin_kernel,
+        (cdiv(num_rows, _ROWS),),
+        last_tokens_R,
+        slots_S,
+        has_run_S,
+        positions_S,
+        seq_lens_S,
+        sample_positions_S,
+        block_table_SM,
+        input_ids_S,
+        slot_mapping_S,
+        num_rows,
+        block_table_SM.stride(0),
+        BLOCK_SIZE=block_size,
+        ROWS=_ROWS,
+        num_warps=4,
+    )
 
 
 def end_decodes(
-    tokens_S: torch.Tensor,
-    last_tokens_R: torch.Tensor,
-    slots_S: torch.Tensor,
-    has_run_S: torch.Tensor,
-    seq_lens_S: torch.Tensor,
+    tokens_S: torch.Tensor, last_tokens_R: torch.Tensor, slots_S: torch.Tensor, has_run_S: torch.Tensor, seq_lens_S: torch.Tensor
 ) -> None:
     """last_tokens[slots] = tokens; has_run = 1. Rows of length 0 do not change.
 
@@ -96,7 +112,16 @@ def end_decodes(
     """
     num_rows, pdl = slots_S.shape[0], supports_pdl(slots_S.device)
     launch(
-        _end_kernel, (cdiv(num_rows, _ROWS),),
-        tokens_S, last_tokens_R, slots_S, has_run_S, seq_lens_S, num_rows,
-        ROWS=_ROWS, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+        _end_kernel,
+        (cdiv(num_rows, _ROWS),),
+        tokens_S,
+        last_tokens_R,
+        slots_S,
+        has_run_S,
+        seq_lens_S,
+        num_rows,
+        ROWS=_ROWS,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )

@@ -15,7 +15,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 def append_tokens(
     history_RW: torch.Tensor, slots_L: torch.Tensor, rows_L: torch.Tensor, positions_T: torch.Tensor, tokens_L: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """history[slot, positions[row] + 1] = token: what was sampled at a step's rows. Equal places hold any of their tokens afterwards.
 
     history_RW: int32, contiguous. All others are int64; positions are less than W - 1.
@@ -30,9 +30,16 @@ def append_tokens(
 
 
 def find_drafts(
-    history_RW: torch.Tensor, slots_S: torch.Tensor, lengths_S: torch.Tensor, counts_S: torch.Tensor, drafts_RK: torch.Tensor,
-    shortest: int, longest: int, *, repeats: bool = False,
-) -> None:  # fmt: skip
+    history_RW: torch.Tensor,
+    slots_S: torch.Tensor,
+    lengths_S: torch.Tensor,
+    counts_S: torch.Tensor,
+    drafts_RK: torch.Tensor,
+    shortest: int,
+    longest: int,
+    *,
+    repeats: bool = False,
+) -> None:
     """drafts[slot] = what followed the longest match of the last `shortest` to `longest` tokens, the latest of equal ones.
 
     Behind the end of the history, a draft goes on with itself, as a repeating text does. -1 stands where a sequence has no match, and
@@ -43,9 +50,7 @@ def find_drafts(
     if platform_of(history_RW.device).runs_triton_kernels:
         from compile_and_serve.custom_ops.sampling import triton_ngram_drafts
 
-        triton_ngram_drafts.find_drafts(
-            history_RW, slots_S, lengths_S, counts_S, drafts_RK, shortest, longest, repeats=repeats
-        )
+        triton_ngram_drafts.find_drafts(history_RW, slots_S, lengths_S, counts_S, drafts_RK, shortest, longest, repeats=repeats)
         return
     matches_S = _find_matches(history_RW[slots_S], lengths_S, shortest, longest)
     if repeats:

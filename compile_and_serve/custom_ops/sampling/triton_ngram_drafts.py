@@ -25,9 +25,7 @@ def _append_kernel(history_ptr, slots_ptr, rows_ptr, positions_ptr, tokens_ptr, 
 
 
 @triton.jit
-def _match_kernel(
-    history_ptr, slots_ptr, lengths_ptr, best_ptr, width, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _match_kernel(history_ptr, slots_ptr, lengths_ptr, best_ptr, width, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr):
     seq = tl.program_id(0)
     begin = tl.program_id(1) * BLOCK
     length = tl.load(lengths_ptr + seq)
@@ -49,9 +47,17 @@ def _match_kernel(
 
 @triton.jit
 def _draft_kernel(
-    history_ptr, slots_ptr, lengths_ptr, counts_ptr, best_ptr, drafts_ptr, width, NUM_DRAFTS: tl.constexpr, REPEATS: tl.constexpr,
+    history_ptr,
+    slots_ptr,
+    lengths_ptr,
+    counts_ptr,
+    best_ptr,
+    drafts_ptr,
+    width,
+    NUM_DRAFTS: tl.constexpr,
+    REPEATS: tl.constexpr,
     PLACES: tl.constexpr,
-):  # fmt: skip
+):
     seq = tl.program_id(0)
     slot = tl.load(slots_ptr + seq)
     length = tl.load(lengths_ptr + seq)
@@ -67,28 +73,63 @@ def _draft_kernel(
 
 def append_tokens(
     history_RW: torch.Tensor, slots_L: torch.Tensor, rows_L: torch.Tensor, positions_T: torch.Tensor, tokens_L: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """See `ngram_drafts.append_tokens`."""
     num_tokens = tokens_L.shape[0]
     launch(
-        _append_kernel, (cdiv(num_tokens, _ROWS),),
-        history_RW, slots_L, rows_L, positions_T, tokens_L, num_tokens, history_RW.shape[1], ROWS=_ROWS, num_warps=4,
-    )  # fmt: skip
+        _append_kernel,
+        (cdiv(num_tokens, _ROWS),),
+        history_RW,
+        slots_L,
+        rows_L,
+        positions_T,
+        tokens_L,
+        num_tokens,
+        history_RW.shape[1],
+        ROWS=_ROWS,
+        num_warps=4,
+    )
 
 
 def find_drafts(
-    history_RW: torch.Tensor, slots_S: torch.Tensor, lengths_S: torch.Tensor, counts_S: torch.Tensor, drafts_RK: torch.Tensor,
-    shortest: int, longest: int, *, repeats: bool,
-) -> None:  # fmt: skip
+    history_RW: torch.Tensor,
+    slots_S: torch.Tensor,
+    lengths_S: torch.Tensor,
+    counts_S: torch.Tensor,
+    drafts_RK: torch.Tensor,
+    shortest: int,
+    longest: int,
+    *,
+    repeats: bool,
+) -> None:
     """See `ngram_drafts.find_drafts`."""
     (num_seqs,), width, num_drafts = slots_S.shape, history_RW.shape[1], drafts_RK.shape[1]
     best_S = torch.zeros_like(slots_S)  # length of the match · W + the position behind it
     launch(
-        _match_kernel, (num_seqs, cdiv(width, _BLOCK)),
-        history_RW, slots_S, lengths_S, best_S, width, SHORTEST=shortest, LONGEST=longest, BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+        _match_kernel,
+        (num_seqs, cdiv(width, _BLOCK)),
+        history_RW,
+        slots_S,
+        lengths_S,
+        best_S,
+        width,
+        SHORTEST=shortest,
+        LONGEST=longest,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     launch(
-        _draft_kernel, (num_seqs,),
-        history_RW, slots_S, lengths_S, counts_S, best_S, drafts_RK, width,
-        NUM_DRAFTS=num_drafts, REPEATS=repeats, PLACES=triton.next_power_of_2(num_drafts), num_warps=1,
-    )  # fmt: skip
+        _draft_kernel,
+        (num_seqs,),
+        history_RW,
+        slots_S,
+        lengths_S,
+        counts_S,
+        best_S,
+        drafts_RK,
+        width,
+        NUM_DRAFTS=num_drafts,
+        REPEATS=repeats,
+        PLACES=triton.next_power_of_2(num_drafts),
+        num_warps=1,
+    )

@@ -99,11 +99,27 @@ def _rank(x, ids):
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, seed_ptr, position_ptr, rank_ptr, block_max_ptr, counter_ptr, out_ptr,
-    out_best_ptr, vocab, row_stride,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
-    GREEDY: tl.constexpr, GATHERED_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    seed_ptr,
+    position_ptr,
+    rank_ptr,
+    block_max_ptr,
+    counter_ptr,
+    out_ptr,
+    out_best_ptr,
+    vocab,
+    row_stride,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    GREEDY: tl.constexpr,
+    GATHERED_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The winner of every row over the whole vocabulary, and the maxima of the blocks of rows whose candidates will be gathered.
 
     A program keeps one maximum per lane and reduces once. The last program of a row reduces the results of all.
@@ -123,9 +139,7 @@ def _draw_kernel(
     if is_drawn:
         if not GREEDY:
             seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
-            for start in range(
-                chunk * CHUNK, (chunk + 1) * CHUNK, STEP
-            ):  # a loop, because the noise is much code per element
+            for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, STEP):  # a loop, because the noise is much code per element
                 ids = start + cols
                 x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
                 noisy = tl.where(ids < vocab, gumbel_noisy(x, ids, temperature, seed, position), float("-inf"))
@@ -180,16 +194,12 @@ def _choose_among(x_C, id_C, top_k, top_p, min_p, temperature, seed, position, K
 
 
 @triton.jit
-def _choose_checked(
-    base, token, top_k, top_p, min_p, temperature, seed, position, vocab, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr
-):
+def _choose_checked(base, token, top_k, top_p, min_p, temperature, seed, position, vocab, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr):
     """The token of a row, by checking winners against the whole row. token: the first winner; -1: none yet."""
     cols = tl.arange(0, BLOCK)
     lanes = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
-        lanes = tl.maximum(
-            lanes, tl.load(base + start + cols, mask=start + cols < vocab, other=float("-inf")).to(tl.float32)
-        )
+        lanes = tl.maximum(lanes, tl.load(base + start + cols, mask=start + cols < vocab, other=float("-inf")).to(tl.float32))
     largest = tl.max(lanes, 0)
     floor = largest + temperature * tl.log(min_p)
     if (top_k > 0) & (top_k < vocab):
@@ -266,9 +276,8 @@ def _filter_kernel(
     if (top_k > 0) & (top_k <= GATHERED_K):
         blocks_B = tl.arange(0, BLOCKS)
         max_B = tl.load(
-            block_max_ptr + row * (CHUNKS * (CHUNK // BLOCK)) + blocks_B, mask=blocks_B < CHUNKS * (CHUNK // BLOCK),
-            other=float("-inf"),
-        )  # fmt: skip
+            block_max_ptr + row * (CHUNKS * (CHUNK // BLOCK)) + blocks_B, mask=blocks_B < CHUNKS * (CHUNK // BLOCK), other=float("-inf")
+        )
         bound = _kth_largest(max_B, top_k, KEY_BITS)
         for chunk in range(program, CHUNKS, programs):
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -296,9 +305,7 @@ def _filter_kernel(
                 token = _choose_among(x_C, id_C, top_k, top_p, min_p, temperature, seed, position, KEY_BITS)
                 tl.store(out_ptr + row, token.to(tl.int64))
     if is_checked:
-        checked = _choose_checked(
-            base, start_token, top_k, top_p, min_p, temperature, seed, position, vocab, STEP, KEY_BITS
-        )
+        checked = _choose_checked(base, start_token, top_k, top_p, min_p, temperature, seed, position, vocab, STEP, KEY_BITS)
         tl.store(out_ptr + row, checked.to(tl.int64))
 
 
@@ -371,10 +378,29 @@ def _draw(
     ranks = torch.empty(num_seqs * chunks, dtype=torch.uint64, device=device)
     pdl = supports_pdl(device)
     launch(
-        _draw_kernel, (num_seqs, chunks),
-        logits_SV, temperature_S, top_k_S, seed_S, position_S, ranks, block_max, split_counters(device), out_S, out_best_S,
-        vocab, logits_SV.stride(0), CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
-        BLOCK_J=next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, PDL=pdl,
-        num_warps=8, **launch_options(pdl),
-    )  # fmt: skip
+        _draw_kernel,
+        (num_seqs, chunks),
+        logits_SV,
+        temperature_S,
+        top_k_S,
+        seed_S,
+        position_S,
+        ranks,
+        block_max,
+        split_counters(device),
+        out_S,
+        out_best_S,
+        vocab,
+        logits_SV.stride(0),
+        CHUNK=chunk,
+        CHUNKS=chunks,
+        STEP=min(chunk, _STEP),
+        BLOCK=_BLOCK,
+        BLOCK_J=next_power_of_2(chunks),
+        GREEDY=temperature_S is None,
+        GATHERED_K=_MAX_GATHERED_K,
+        PDL=pdl,
+        num_warps=8,
+        **launch_options(pdl),
+    )
     return out_S, out_best_S

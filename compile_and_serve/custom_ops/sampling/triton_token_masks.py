@@ -34,6 +34,14 @@ def mask_tokens(logits_SV: torch.Tensor, masks_MW: torch.Tensor, rows_M: torch.T
     """
     vocab = logits_SV.shape[1]
     launch(
-        _mask_kernel, (rows_M.shape[0], cdiv(vocab, _BLOCK)),
-        logits_SV, masks_MW, rows_M, vocab, logits_SV.stride(0), masks_MW.stride(0), BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+        _mask_kernel,
+        (rows_M.shape[0], cdiv(vocab, _BLOCK)),
+        logits_SV,
+        masks_MW,
+        rows_M,
+        vocab,
+        logits_SV.stride(0),
+        masks_MW.stride(0),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

@@ -62,9 +62,12 @@ class _WeightTimer:
             self._copies = self._make_copies()
         copies = self._copies
         rounds = call_seconds(
-            [lambda number: kernel(copies[number % len(copies)])], self._weight.device,
-            num_calls=max(_MIN_CALLS, len(copies)), num_rounds=_ROUNDS, long_call_seconds=_LONG_CALL_SECONDS,
-        )  # fmt: skip
+            [lambda number: kernel(copies[number % len(copies)])],
+            self._weight.device,
+            num_calls=max(_MIN_CALLS, len(copies)),
+            num_rounds=_ROUNDS,
+            long_call_seconds=_LONG_CALL_SECONDS,
+        )
         return min(rounds[0])
 
     def free_memory(self) -> None:

@@ -9,9 +9,7 @@ import torch
 
 from compile_and_serve.custom_ops.platform import Platform, TimedEvent, platform_of
 
-Call = Callable[
-    [int], object
-]  # its argument is the number of the call, so that calls can take turns on several operands
+Call = Callable[[int], object]  # its argument is the number of the call, so that calls can take turns on several operands
 Wait = Callable[[TimedEvent], None]
 
 _LONG_CALL_ROUNDS = 2
@@ -47,9 +45,7 @@ def call_seconds(
     return seconds
 
 
-def _captured(
-    call: Call, platform: Platform, num_calls: int, long_call_seconds: float, wait: Wait
-) -> tuple[Callable[[], object], int]:
+def _captured(call: Call, platform: Platform, num_calls: int, long_call_seconds: float, wait: Wait) -> tuple[Callable[[], object], int]:
     """What a round launches, and its number of calls."""
     _seconds_of(lambda: call(0), platform, wait)  # kernels are built at the first call
     if _seconds_of(lambda: call(0), platform, wait) > long_call_seconds:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import math
 
-_WIDTHS = (
-    (64, 1024),
-    (128, 2048),
-    (256, 4096),
-    (2048, math.inf),
-)  # (width of a range, token count up to which it applies)
+_WIDTHS = ((64, 1024), (128, 2048), (256, 4096), (2048, math.inf))  # (width of a range, token count up to which it applies)
 _SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: no tile has fewer rows
 
 

@@ -106,9 +106,7 @@ class Tuner:
             return None
         self._measured[key] = measurement
         if measurement.is_final and (stores := self._stores_of(problem.kind)):
-            finite = {
-                name: [s if math.isfinite(s) else None for s in times] for name, times in measurement.seconds.items()
-            }
+            finite = {name: [s if math.isfinite(s) else None for s in times] for name, times in measurement.seconds.items()}
             stores[-1].put(problem.key, finite)
         return measurement
 
@@ -131,9 +129,7 @@ class Tuner:
         known = self._fastest.get(key)
         if known is not None and known in candidates:
             return known
-        measured = self.measure(
-            problem, candidates.keys(), None if time is None else lambda: _time_each(problem, candidates, time)
-        )
+        measured = self.measure(problem, candidates.keys(), None if time is None else lambda: _time_each(problem, candidates, time))
         if measured is None:
             return next(iter(candidates))
         self._fastest[key] = measured.fastest
@@ -164,9 +160,7 @@ class Tuner:
         return self._stores[kind]
 
 
-def _time_each(
-    problem: Problem, candidates: Mapping[str, Candidate], time: Callable[[Candidate], float]
-) -> Measurement:
+def _time_each(problem: Problem, candidates: Mapping[str, Candidate], time: Callable[[Candidate], float]) -> Measurement:
     if len(candidates) == 1:  # nothing to measure
         return Measurement(seconds={next(iter(candidates)): ()})
     seconds, is_final = {}, True

@@ -15,12 +15,7 @@ from typing import Any, Protocol
 
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
-from compile_and_serve.runtime.scheduler.step_messages import (
-    ModelRunnerOutput,
-    SchedulerOutput,
-    WorkerInfo,
-    WorkerStats,
-)
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
 
 # A step of several ranks without any progress is given up after this time. A longer step is unhealthy.
 STUCK_SECONDS = 120.0

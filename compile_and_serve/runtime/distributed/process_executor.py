@@ -24,20 +24,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 import zmq
 
-from compile_and_serve.runtime.child_process import (
-    LINGER_MS,
-    boot_input,
-    describe_exit,
-    one_device,
-    private_folder,
-)
+from compile_and_serve.runtime.child_process import LINGER_MS, boot_input, describe_exit, one_device, private_folder
 from compile_and_serve.runtime.config import EngineConfig, Rank
-from compile_and_serve.runtime.distributed.executor import (
-    STUCK_SECONDS,
-    RankFailedError,
-    StepHandle,
-    report_shared_stages,
-)
+from compile_and_serve.runtime.distributed.executor import STUCK_SECONDS, RankFailedError, StepHandle, report_shared_stages
 from compile_and_serve.runtime.distributed.rank_messages import (
     CompileGrammar,
     DropAdapter,
@@ -138,16 +127,11 @@ class DistributedExecutor:
     Construction raises `ValueError` (wrong options or files) or `RankFailedError`; the message names the rank.
     """
 
-    def __init__(
-        self, config: EngineConfig, host: RankHost, on_stage: StageCallback, *, stuck_seconds: float = STUCK_SECONDS
-    ) -> None:
+    def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback, *, stuck_seconds: float = STUCK_SECONDS) -> None:
         self.num_ranks = config.num_ranks
         self._host = host
         self._stuck_seconds = stuck_seconds
-        self._on_stage = [
-            on_stage,
-            *(report_shared_stages(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks)),
-        ]
+        self._on_stage = [on_stage, *(report_shared_stages(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks))]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
@@ -356,9 +340,7 @@ class DistributedExecutor:
         behind = [i for i, rank in enumerate(self._progress) if rank.progress == least]
         duration = f"for {self._stuck_seconds:g} seconds"
         if 0 < len(silent) < size:
-            raise RankFailedError(
-                f"{_ranks(silent)} of {size} sent no sign of life {duration} while the others waited."
-            )
+            raise RankFailedError(f"{_ranks(silent)} of {size} sent no sign of life {duration} while the others waited.")
         if len(behind) < size:
             raise RankFailedError(f"{_ranks(behind)} of {size} made no progress {duration} while the others waited.")
         task = "a step" if busy else "an idle task"
@@ -433,9 +415,7 @@ class LocalRanks:
             environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
         for bootstrap in bootstraps:
             device = one_device(self._first_device + bootstrap.rank.index)[0]
-            process = subprocess.Popen(
-                [sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env={**environment, **device}
-            )
+            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env={**environment, **device})
             self._processes.append(process)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` will report

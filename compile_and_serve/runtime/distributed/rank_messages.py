@@ -5,12 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.scheduler.step_messages import (
-    ModelRunnerOutput,
-    SchedulerOutput,
-    WorkerInfo,
-    WorkerStats,
-)
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
 
 
 class StartRank(msgspec.Struct, tag="start"):
@@ -66,9 +61,7 @@ class StopRank(msgspec.Struct, tag="stop"):
     """End the process."""
 
 
-ToRank = (
-    StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | SleepRank | WakeRank | StopRank
-)
+ToRank = StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | SleepRank | WakeRank | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):

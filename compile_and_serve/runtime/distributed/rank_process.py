@@ -139,9 +139,7 @@ class RankProcess:
         self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
         platform = self._worker.platform
         self._results: _Results = (
-            _ThreadedResults(self._report_step, platform)
-            if platform.is_asynchronous
-            else _ImmediateResults(self._report_step)
+            _ThreadedResults(self._report_step, platform) if platform.is_asynchronous else _ImmediateResults(self._report_step)
         )
         self._send(RankLoaded(self._rank, self._worker.info))
         command = self._receive()
@@ -298,10 +296,7 @@ def main() -> NoReturn:
     parallel = bootstrap.config.parallel
     replica = f"replica {parallel.data_parallel_rank} " if parallel.data_parallel_size > 1 else ""
     set_up_child(
-        who=f"{replica}rank {bootstrap.rank.index}",
-        log_level=bootstrap.log_level,
-        folder=bootstrap.folder,
-        log_format=bootstrap.log_format,
+        who=f"{replica}rank {bootstrap.rank.index}", log_level=bootstrap.log_level, folder=bootstrap.folder, log_format=bootstrap.log_format
     )
     process = RankProcess(bootstrap)
     status = process.run()

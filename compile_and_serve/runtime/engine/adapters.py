@@ -20,9 +20,14 @@ class Adapters:
     """
 
     def __init__(
-        self, executor: Executor, targets: Mapping[str, list[AdapterTarget]] | None, *, max_rank: int, max_on_host: int,
+        self,
+        executor: Executor,
+        targets: Mapping[str, list[AdapterTarget]] | None,
+        *,
+        max_rank: int,
+        max_on_host: int,
         is_used: Callable[[int], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._executor, self.targets, self._is_used = executor, targets, is_used
         self._max_rank, self._max_on_host = max_rank, max_on_host
         self._known: dict[int, tuple[LoRARequest, tuple[int, int]]] = {}  # with the stamps of the files
@@ -36,14 +41,10 @@ class Adapters:
         Raises `AdapterError` for an adapter that cannot be used. The result may raise it too.
         """
         if self.targets is None:
-            raise AdapterError(
-                f"The request wants the adapter {adapter.lora_name!r}, but the engine takes none: use --enable-lora."
-            )
+            raise AdapterError(f"The request wants the adapter {adapter.lora_name!r}, but the engine takes none: use --enable-lora.")
         adapter_id = adapter.lora_int_id
         if adapter_id < 1 or adapter_id in self._unloaded:
-            raise AdapterError(
-                f"lora_int_id {adapter_id} of {adapter.lora_name!r} is not a new positive number: give each load its own."
-            )
+            raise AdapterError(f"lora_int_id {adapter_id} of {adapter.lora_name!r} is not a new positive number: give each load its own.")
         known = self._known.get(adapter_id)
         if known is not None and known[0].lora_path != adapter.lora_path:
             raise AdapterError(f"lora_int_id {adapter_id} is that of {known[0].lora_path}: give each load its own.")
@@ -52,9 +53,7 @@ class Adapters:
         if found is None:
             stamp = open_adapter(Path(adapter.lora_path), self.targets, self._max_rank).stamp
             if known is not None and known[1] != stamp:
-                raise AdapterError(
-                    f"{adapter.lora_path} has changed since it was loaded as {adapter_id}: load it with a new lora_int_id."
-                )
+                raise AdapterError(f"{adapter.lora_path} has changed since it was loaded as {adapter_id}: load it with a new lora_int_id.")
             self._known[adapter_id] = adapter, stamp
             found = self._on_host[adapter_id] = self._executor.load_adapter(adapter)
             self.num_loads += 1

@@ -18,14 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from compile_and_serve.runtime.child_process import (
-    LINGER_MS,
-    boot_input,
-    describe_error,
-    describe_exit,
-    one_device,
-    private_folder,
-)
+from compile_and_serve.runtime.child_process import LINGER_MS, boot_input, describe_error, describe_exit, one_device, private_folder
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatMonitor
 from compile_and_serve.runtime.engine.process import BOOT_CODE, Bootstrap
@@ -77,9 +70,7 @@ class SyncEngine:
 
         replicas = config.parallel.data_parallel_size
         if replicas > 1:
-            raise ValueError(
-                f"data_parallel_size is {replicas}, but only the server can run replicas: use `serve`, or set it to 1."
-            )
+            raise ValueError(f"data_parallel_size is {replicas}, but only the server can run replicas: use `serve`, or set it to 1.")
         self._core: EngineCore | None = EngineCore(config, on_stage=on_stage)
         self.info: EngineInfo = self._core.info
 

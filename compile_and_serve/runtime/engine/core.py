@@ -71,9 +71,7 @@ class EngineCore:
         if speculative is not None:
             speculator = Speculator(speculative, self.config.max_drafted_rows, is_asynchronous=found.is_asynchronous)
             if speculative.synthetic_acceptance_rate is not None:
-                logger.warning(
-                    "synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless."
-                )
+                logger.warning("synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless.")
         self._scheduler = Scheduler(
             options,
             cache,
@@ -86,10 +84,12 @@ class EngineCore:
             drafts_run_ahead=found.drafts_run_ahead,
         )
         self.adapters = Adapters(
-            self.executor, found.adapter_targets, max_rank=config.compile.max_lora_rank,
+            self.executor,
+            found.adapter_targets,
+            max_rank=config.compile.max_lora_rank,
             max_on_host=max(config.max_cpu_loras or 0, config.compile.max_loras),
             is_used=self._scheduler.is_adapter_used,
-        )  # fmt: skip
+        )
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
@@ -327,9 +327,7 @@ class EngineCore:
             self._refusal = None
             self._captures_due = self.executor.stats().captures_due
 
-    def utility(
-        self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
-    ) -> UtilityValue:
+    def utility(self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None) -> UtilityValue:
         """Answer a `UtilityCall`. Raises `ValueError` for an unknown method and names the known ones, and `AdapterError`."""
         if method == "load_adapter" and adapter is not None:
             self._load_adapter(adapter)
@@ -351,11 +349,7 @@ class EngineCore:
             return {"ok": self._scheduler.reset_prefix_cache()}
         if method == "stats":
             stats = self.stats()
-            return {
-                name: value
-                for name in stats.__struct_fields__
-                if not isinstance(value := getattr(stats, name), dict | list)
-            }
+            return {name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict | list)}
         raise ValueError(
             f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, load_adapter, unload_adapter, "
             "sleep, wake_up, is_sleeping."

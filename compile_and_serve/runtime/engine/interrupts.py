@@ -21,9 +21,7 @@ class DeferInterrupt:
         if self._is_active:
             signal.signal(signal.SIGINT, self._handle)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._is_active:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._is_pending and error is None:

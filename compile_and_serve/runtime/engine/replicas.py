@@ -180,9 +180,7 @@ class DataParallelClient:
             raise EngineDeadError(self.dead_reason)
         if method == "sleep":  # the replicas must know what they have to finish, or to end
             await self._hand_out(at_once=True)
-        answers = await asyncio.gather(
-            *(self._ask(index, method, adapter, options) for index in range(len(self.replicas)))
-        )
+        answers = await asyncio.gather(*(self._ask(index, method, adapter, options) for index in range(len(self.replicas))))
         if method in ("reset_prefix_cache", "sleep"):
             self._router.forget_prefixes()
         return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}

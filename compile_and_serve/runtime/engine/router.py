@@ -73,8 +73,7 @@ class Router:
         """
         num_sequences = len(request.request_ids)
         return num_sequences > self._max_num_seqs or any(
-            not one.requests or len(one.requests) + num_sequences <= self._num_slots(one) + self._max_ahead
-            for one in self._replicas
+            not one.requests or len(one.requests) + num_sequences <= self._num_slots(one) + self._max_ahead for one in self._replicas
         )
 
     def _num_slots(self, replica: _Replica) -> int:

@@ -49,9 +49,7 @@ def adapter_targets(
             site = stacked[part.parameter]
             before, _, after = name.removesuffix(".weight").rpartition(".0.")
             found[f"{before}.{{}}.{after}"] = [
-                AdapterTarget(
-                    site.module, site.in_features, part.num_rows, num_experts=site.num_experts, first_row=part.first_row
-                )
+                AdapterTarget(site.module, site.in_features, part.num_rows, num_experts=site.num_experts, first_row=part.first_row)
             ]
     return found
 
@@ -69,9 +67,16 @@ class DeviceAdapters:
     """
 
     def __init__(
-        self, sites: Sequence[AdapterSite], targets: Mapping[str, list[AdapterTarget]], weights: Mapping[str, torch.Tensor],
-        max_rank: int, *, device: torch.device, dtype: torch.dtype, rank: int,
-    ) -> None:  # fmt: skip
+        self,
+        sites: Sequence[AdapterSite],
+        targets: Mapping[str, list[AdapterTarget]],
+        weights: Mapping[str, torch.Tensor],
+        max_rank: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        rank: int,
+    ) -> None:
         self.targets = targets
         self._sites = {site.module: site for site in sites}
         self._weights = weights
@@ -112,9 +117,7 @@ class DeviceAdapters:
         names = list(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
         # Many small pieces: while memory is pinned, the device takes no launches.
         adapter = {
-            name: self._platform.host_zeros(self._weights[name][0].numel(), self._dtype).view(
-                self._weights[name].shape[1:]
-            )
+            name: self._platform.host_zeros(self._weights[name][0].numel(), self._dtype).view(self._weights[name].shape[1:])
             for name in names
         }
         for part, a_RI, b_OR in file.tensors():

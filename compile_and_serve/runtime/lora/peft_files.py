@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_CONFIG = 1 << 20  # bytes
-_TENSOR_NAME = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)(?:\.default)?\.weight|lora_embedding_(A|B)(?:\.default)?)"
-)
+_TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)(?:\.default)?\.weight|lora_embedding_(A|B)(?:\.default)?)")
 # What PEFT saves of an embedding that it adapts: the base model's own weight, which did not change.
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 _NESTED = ".base_layer"  # one parameter of a module is adapted inside of another one's adapter
@@ -32,10 +30,16 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.)\d+(?=\.[^.]+$)")
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 # Options that change what an adapter computes, if they are set.
 _UNSUPPORTED = {
-    "use_dora": "DoRA", "modules_to_save": "modules_to_save", "lora_bias": "lora_bias", "fan_in_fan_out": "fan_in_fan_out",
-    "layer_replication": "layer_replication", "alora_invocation_tokens": "aLoRA",
-    "trainable_token_indices": "trainable_token_indices", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
-}  # fmt: skip
+    "use_dora": "DoRA",
+    "modules_to_save": "modules_to_save",
+    "lora_bias": "lora_bias",
+    "fan_in_fan_out": "fan_in_fan_out",
+    "layer_replication": "layer_replication",
+    "alora_invocation_tokens": "aLoRA",
+    "trainable_token_indices": "trainable_token_indices",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+}
 
 
 class AdapterError(ValueError):
@@ -81,9 +85,7 @@ def open_adapter(path: Path, targets: Mapping[str, Sequence[AdapterTarget]], max
     config = _read_config(path)
     tensor_file = path / TENSOR_FILE
     if not tensor_file.is_file():
-        raise AdapterError(
-            f"{path} has no {TENSOR_FILE}: save the adapter with safetensors (other formats can run code)."
-        )
+        raise AdapterError(f"{path} has no {TENSOR_FILE}: save the adapter with safetensors (other formats can run code).")
     found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     with _open(tensor_file, "np") as file:  # "pt" would import torch, which an engine beside its ranks does without
         for name in file.keys():  # noqa: SIM118  (no mapping)
@@ -122,9 +124,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise AdapterError(f"{file} has trained biases, which are not supported: merge the adapter into the model.")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
-        raise AdapterError(
-            f"{file} was initialized with {init:.40}, which changes the base model: convert it to plain LoRA."
-        )
+        raise AdapterError(f"{file} was initialized with {init:.40}, which changes the base model: convert it to plain LoRA.")
     ranks = [config.get("r"), *_pattern(config, "rank_pattern", file).values()]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise AdapterError(f"{file} must give the rank r, and those of rank_pattern, as positive integers.")
@@ -150,9 +150,13 @@ def _is_vocabulary(module: str, shape: tuple[int, ...], targets: Mapping[str, Se
 
 
 def _part(
-    module: str, pair: Mapping[str, tuple[str, tuple[int, ...]]], config: Mapping[str, Any],
-    targets: Mapping[str, Sequence[AdapterTarget]], max_rank: int, path: Path,
-) -> AdapterPart:  # fmt: skip
+    module: str,
+    pair: Mapping[str, tuple[str, tuple[int, ...]]],
+    config: Mapping[str, Any],
+    targets: Mapping[str, Sequence[AdapterTarget]],
+    max_rank: int,
+    path: Path,
+) -> AdapterPart:
     is_embedding = any(".lora_embedding_" in name for name, _ in pair.values())
     possible, expert = _targets(module, is_embedding, targets, path)
     if len(pair) < 2:
@@ -187,11 +191,7 @@ def _targets(
         found, expert = targets.get(_EXPERT_NUMBER.sub("{}", module)), int(number[0])
     found = [one for one in found or () if one.is_embedding == is_embedding]
     if not found:
-        hint = (
-            ", and for experts only with --lora-experts (never for those of gpt-oss and Llama 4)"
-            if "experts" in module
-            else ""
-        )
+        hint = ", and for experts only with --lora-experts (never for those of gpt-oss and Llama 4)" if "experts" in module else ""
         raise AdapterError(
             f"{path} changes {module}, but this model takes adapters only for modules such as {next(iter(targets), 'none')}{hint}."
         )
@@ -207,9 +207,7 @@ def _value_for(module: str, pattern: Mapping[str, Any], default: Any, path: Path
             if re.match(rf"(.*\.)?({key})$", module):
                 return value
         except re.error as error:
-            raise AdapterError(
-                f"{path} has the pattern {key!r:.100}, which is not a regular expression: {error}."
-            ) from None
+            raise AdapterError(f"{path} has the pattern {key!r:.100}, which is not a regular expression: {error}.") from None
     return default
 
 

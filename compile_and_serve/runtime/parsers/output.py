@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compile_and_serve.runtime.parsers.events import (
-    CallArguments,
-    CallBegin,
-    CallDropped,
-    CallEnd,
-    Content,
-    Event,
-    Reasoning,
-)
+from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, CallDropped, CallEnd, Content, Event, Reasoning
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 from compile_and_serve.runtime.parsers.tools.base import ToolParser
 

@@ -35,12 +35,7 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     GraniteParser,
     Phi4Parser,
 )
-REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (
-    DeepseekR1Parser,
-    Qwen3Parser,
-    GraniteReasoningParser,
-    HarmonyParser,
-)
+REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (DeepseekR1Parser, Qwen3Parser, GraniteReasoningParser, HarmonyParser)
 # vLLM's other names of the same formats.
 _ALIASES = {
     "deepseek_v31": "deepseek_v3",

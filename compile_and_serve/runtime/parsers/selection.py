@@ -8,12 +8,7 @@ from typing import Any
 
 from compile_and_serve.runtime.parsers.output import OutputParser
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.runtime.parsers.registry import (
-    detect_reasoning_parser,
-    detect_tool_parser,
-    reasoning_parser,
-    tool_parser,
-)
+from compile_and_serve.runtime.parsers.registry import detect_reasoning_parser, detect_tool_parser, reasoning_parser, tool_parser
 from compile_and_serve.runtime.parsers.tools.base import ToolParser, uses_tools
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
@@ -49,12 +44,7 @@ class Parsers:
         return self.tokenizer.encode(parser.starts[0], add_special_tokens=False)
 
     def output_parser(
-        self,
-        prompt: str,
-        tools: type[ToolParser] | None,
-        schemas: Mapping[str, Mapping[str, Any]],
-        *,
-        max_calls: int | None,
+        self, prompt: str, tools: type[ToolParser] | None, schemas: Mapping[str, Mapping[str, Any]], *, max_calls: int | None
     ) -> OutputParser | None:
         """A parser of one completion; None if there is nothing to find. prompt: the rendered conversation."""
         if tools is None and self.reasoning is None:
@@ -73,11 +63,7 @@ class Parsers:
 
 
 def select_parsers(
-    tokenizer: Tokenizer | None,
-    *,
-    chat_template: str | None = None,
-    tools: str | None = None,
-    reasoning: str | None = None,
+    tokenizer: Tokenizer | None, *, chat_template: str | None = None, tools: str | None = None, reasoning: str | None = None
 ) -> Parsers:
     """The parsers of these names, or else those whose formats the chat templates use.
 

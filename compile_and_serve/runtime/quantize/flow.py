@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_and_serve.runtime.quantize.llm_compressor import Scheme, require_llm_compressor, write_quantized
-from compile_and_serve.runtime.quantize.source import (
-    copy_other_files,
-    require_unquantized,
-    write_gguf_tokenizer,
-    write_weights,
-)
+from compile_and_serve.runtime.quantize.source import copy_other_files, require_unquantized, write_gguf_tokenizer, write_weights
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
 from compile_and_serve.runtime.weights import read_config, resolve_model
 
@@ -84,10 +79,7 @@ def quantize_checkpoint(
         after = perplexity(str(unfinished), held_out, **options)
         unfinished.rename(output)
     return QuantizeReport(
-        tokens=sum(len(tokens) - 1 for tokens in held_out),
-        perplexity_before=before,
-        perplexity_after=after,
-        group_size=_group_size(output),
+        tokens=sum(len(tokens) - 1 for tokens in held_out), perplexity_before=before, perplexity_after=after, group_size=_group_size(output)
     )
 
 

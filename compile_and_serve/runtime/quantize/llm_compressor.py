@@ -18,9 +18,7 @@ _IGNORE = ["lm_head", r"re:.*\.(gate|router|shared_expert_gate)$"]
 def require_llm_compressor() -> None:
     """Raise `ValueError` if llm-compressor is not installed."""
     if importlib.util.find_spec("llmcompressor") is None:
-        raise ValueError(
-            "Quantizing a checkpoint needs the package llmcompressor: install compile-and-serve[quantize]."
-        )
+        raise ValueError("Quantizing a checkpoint needs the package llmcompressor: install compile-and-serve[quantize].")
 
 
 def int4_group_size(in_features: Iterable[int]) -> int:
@@ -30,9 +28,7 @@ def int4_group_size(in_features: Iterable[int]) -> int:
         if all(inputs % size == 0 for inputs in sizes):
             return size
     odd = next(inputs for inputs in sizes if inputs % GROUP_SIZES[-1])
-    raise ValueError(
-        f"--scheme int4 needs linears whose inputs are a multiple of {GROUP_SIZES[-1]}, and one has {odd}: use fp8 or int8."
-    )
+    raise ValueError(f"--scheme int4 needs linears whose inputs are a multiple of {GROUP_SIZES[-1]}, and one has {odd}: use fp8 or int8.")
 
 
 def write_quantized(source: Path, folder: Path, scheme: Scheme, calibration: Sequence[Sequence[int]]) -> None:

@@ -15,9 +15,7 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"
 def require_unquantized(path: Path) -> None:
     """Raise `ValueError` if the checkpoint in this folder is quantized already. (A .gguf file is dequantized instead.)"""
     if path.suffix != ".gguf" and read_config(path).get("quantization_config"):
-        raise ValueError(
-            f"{path} is quantized already (its config.json has a quantization_config): give the unquantized model."
-        )
+        raise ValueError(f"{path} is quantized already (its config.json has a quantization_config): give the unquantized model.")
 
 
 def write_weights(path: Path, folder: Path) -> None:

@@ -54,11 +54,7 @@ class BuildsModules(Protocol):
     """A backend whose kernels are built at first use."""
 
     def modules(
-        self,
-        dtype: torch.dtype,
-        head_dim: int,
-        device: torch.device,
-        features: frozenset[AttentionFeature] = frozenset(),
+        self, dtype: torch.dtype, head_dim: int, device: torch.device, features: frozenset[AttentionFeature] = frozenset()
     ) -> KernelModules: ...
 
 
@@ -120,17 +116,13 @@ def select_attention_backend(
     )
 
 
-def backends_of_model(
-    spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> dict[str, AttentionBackend]:
+def backends_of_model(spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> dict[str, AttentionBackend]:
     """The backend of each attention group of a model under these options; raises as `select_attention_backend` does.
 
     Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build. Built modules are
     loaded in threads while the model is compiled and read.
     """
-    return {
-        group.name: _backend_of_group(group, spec, config, device, dtype) for group in spec.state if group.is_attention
-    }
+    return {group.name: _backend_of_group(group, spec, config, device, dtype) for group in spec.state if group.is_attention}
 
 
 def _backend_of_group(
@@ -194,13 +186,14 @@ def keep_built_modules(
     return count
 
 
-def _module_fields(
-    modules: KernelModules, group: StateGroup, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+def _module_fields(modules: KernelModules, group: StateGroup, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {
-        **toolchain_fields(device), "modules": modules.key, "head_dim": _layer(group).head_dim, "dtype": str(dtype),
+        **toolchain_fields(device),
+        "modules": modules.key,
+        "head_dim": _layer(group).head_dim,
+        "dtype": str(dtype),
         "features": sorted(group.features),
-    }  # fmt: skip
+    }
 
 
 def _load(name: str) -> AttentionBackend:

@@ -40,17 +40,29 @@ class BlockDrafts:
     def follow(self, step: Step, hidden_TF: torch.Tensor) -> None:
         """Write the context of the step's tokens."""
         metadata = replace(
-            step.metadata[self._source], backend=self._backend, num_seqs=0, max_query_len=1, query_start_loc_cpu=None, seq_lens_cpu=None,
-            row_starts=None, row_seq_lens=None, row_block_table=None,
-        )  # fmt: skip
+            step.metadata[self._source],
+            backend=self._backend,
+            num_seqs=0,
+            max_query_len=1,
+            query_start_loc_cpu=None,
+            seq_lens_cpu=None,
+            row_starts=None,
+            row_seq_lens=None,
+            row_block_table=None,
+        )
         inputs = {HIDDEN_STATES: hidden_TF, "positions": step.inputs["positions"]}
         self._backend.plan(metadata)
         self._context(replace(step, inputs=inputs, state=self._state, metadata={self._group: metadata}))
 
     def draft(
-        self, slots_S: torch.Tensor, known_S: torch.Tensor, counts_S: torch.Tensor, tokens_S: torch.Tensor, num_drafts: int,
+        self,
+        slots_S: torch.Tensor,
+        known_S: torch.Tensor,
+        counts_S: torch.Tensor,
+        tokens_S: torch.Tensor,
+        num_drafts: int,
         host: Mapping[str, np.ndarray] | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """int64 [S, num_drafts]: the likeliest tokens. A block ends behind the drafts that its sequence was asked for. What is returned
         behind them means nothing.
 
@@ -76,11 +88,19 @@ class BlockDrafts:
             most_tokens = int(lens_cpu.max())
         # Each token is a sequence of its own that reads the whole block.
         metadata = AttentionMetadata(
-            backend=self._backend, query_start_loc=torch.arange(num_seqs * block + 1, dtype=torch.int32, device=slots_S.device),
-            seq_lens=lens_S.repeat_interleave(block, output_size=num_seqs * block), block_table=blocks_SM.repeat_interleave(block, dim=0),
-            slot_mapping=mapped_SB.masked_fill(~is_asked_SB, -1).flatten(), num_seqs=num_seqs * block, num_tokens=num_seqs * block,
-            max_query_len=1, max_seq_len=most_tokens, is_causal=False, query_start_loc_cpu=starts_cpu, seq_lens_cpu=lens_cpu,
-        )  # fmt: skip
+            backend=self._backend,
+            query_start_loc=torch.arange(num_seqs * block + 1, dtype=torch.int32, device=slots_S.device),
+            seq_lens=lens_S.repeat_interleave(block, output_size=num_seqs * block),
+            block_table=blocks_SM.repeat_interleave(block, dim=0),
+            slot_mapping=mapped_SB.masked_fill(~is_asked_SB, -1).flatten(),
+            num_seqs=num_seqs * block,
+            num_tokens=num_seqs * block,
+            max_query_len=1,
+            max_seq_len=most_tokens,
+            is_causal=False,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens_cpu=lens_cpu,
+        )
         if host is not None:
             self._backend.plan(metadata)
         if host is None:
@@ -90,10 +110,17 @@ class BlockDrafts:
             rows = self._platform.upload(np.flatnonzero(is_wanted_SB), through_pinned=True)
         inputs = {"input_ids": tokens_SB.flatten(), "positions": positions_SB.flatten(), "logits_indices": rows}
         step = Step(
-            inputs=inputs, state=self._state, metadata={self._group: metadata}, num_tokens=num_seqs * block, num_seqs=num_seqs * block,
-            padded_tokens=num_seqs * block, padded_seqs=num_seqs * block, num_rows=len(rows), max_query_len=1,
+            inputs=inputs,
+            state=self._state,
+            metadata={self._group: metadata},
+            num_tokens=num_seqs * block,
+            num_seqs=num_seqs * block,
+            padded_tokens=num_seqs * block,
+            padded_seqs=num_seqs * block,
+            num_rows=len(rows),
+            max_query_len=1,
             uses_optional=False,
-        )  # fmt: skip
+        )
         with counting_no_experts():
             logits = self._model(step)[LOGITS]
         drafts = argmax_rows(logits)[0]

@@ -66,11 +66,13 @@ class BlockTables:
             slots = np.concatenate([np.full(len(ids), slot, dtype=np.int64) for slot, _, ids in self._pending])
             columns = np.concatenate([np.arange(c, c + len(ids), dtype=np.int64) for _, c, ids in self._pending])
             rows = self._row_of_slot[slots]
-            packed = np.stack([
-                slots * self.num_columns + columns,
-                np.where(rows >= 0, rows, 0) * self.num_columns + columns,
-                np.concatenate([ids for _, _, ids in self._pending]),
-            ])  # fmt: skip
+            packed = np.stack(
+                [
+                    slots * self.num_columns + columns,
+                    np.where(rows >= 0, rows, 0) * self.num_columns + columns,
+                    np.concatenate([ids for _, _, ids in self._pending]),
+                ]
+            )
             self._pending.clear()
             device_packed = self._platform.upload(packed, through_pinned=True)
             blocks = device_packed[2].to(torch.int32)

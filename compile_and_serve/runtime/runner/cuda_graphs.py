@@ -69,20 +69,12 @@ def make_graph_runners(
         if not others:
             drafter = WorkGraphs(runners[-1].sizes, graphs, stats, "draft")
         elif logs:
-            logger.info(
-                "The drafter runs without CUDA graphs: its attention of %s cannot be captured.", ", ".join(others)
-            )
+            logger.info("The drafter runs without CUDA graphs: its attention of %s cannot be captured.", ", ".join(others))
     return GraphRunners(runners, drafted, drafter, has_draft_model=drafter_backends is not None)
 
 
 def _drafted_runner(
-    config: EngineConfig,
-    model: StepModel,
-    backends: Mapping[str, Any],
-    graphs: CudaGraphs,
-    stats: GraphStats,
-    *,
-    logs: bool,
+    config: EngineConfig, model: StepModel, backends: Mapping[str, Any], graphs: CudaGraphs, stats: GraphStats, *, logs: bool
 ) -> CudaGraphRunner | None:
     """Graphs of steps whose sequences all have the most draft tokens."""
     speculative = config.speculative

@@ -80,9 +80,17 @@ def begin_step(step: Step) -> None:
     paged = [(step.metadata[name], size) for name, size in step.block_sizes.items()]
     first, size = paged[0]
     begin_decodes(
-        step.last_tokens, step.slots, step.has_run, positions, step.seq_lens, step.sampling[_SAMPLE_POSITIONS],
-        first.block_table, input_ids, first.slot_mapping, size,
-    )  # fmt: skip
+        step.last_tokens,
+        step.slots,
+        step.has_run,
+        positions,
+        step.seq_lens,
+        step.sampling[_SAMPLE_POSITIONS],
+        first.block_table,
+        input_ids,
+        first.slot_mapping,
+        size,
+    )
     for metadata, size in paged[1:]:
         _map_slots(metadata, size)
 

@@ -43,9 +43,14 @@ class DeviceDrafts(ABC):
 
     @abstractmethod
     def follow(
-        self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
+        self,
+        step: Step,
+        layout: BatchLayout | None,
+        outputs: Mapping[str, torch.Tensor],
+        sampled: torch.Tensor | None,
+        *,
         keeps_state_only: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take in the target's step that was launched last.
 
         layout: of the step; None: it is made up. outputs: of the step. sampled: int64, the token of each sampled row; None: no row is.
@@ -68,9 +73,7 @@ class DeviceDrafts(ABC):
         """
         return True
 
-    def propose(
-        self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]], *, is_ahead: bool = False
-    ) -> None:
+    def propose(self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]], *, is_ahead: bool = False) -> None:
         """Draft tokens of sequences, from their last tokens on. last_tokens: of `SchedulerOutput`; those that are not wanted get no drafts.
         wanted: sequence → as many entries as tokens are wanted. is_ahead: the device adds what the sequences have gained since.
         """
@@ -93,9 +96,7 @@ class DeviceDrafts(ABC):
         asked = self._asked.device
         return asked["positions"] + asked["is_ahead"] * self._batch.gained[asked["slots"]]
 
-    def _ask(
-        self, slots: Sequence[int], asked: Sequence[tuple[int, int, int]], size: int, *, is_ahead: bool = False
-    ) -> None:
+    def _ask(self, slots: Sequence[int], asked: Sequence[tuple[int, int, int]], size: int, *, is_ahead: bool = False) -> None:
         """Fill and upload `_asked`, with padding up to `size` sequences. asked: known tokens, the last of them, number of drafts."""
         host, num_seqs = self._asked.rotate(), len(asked)
         end = aligned(max(len(slots), size))

@@ -84,10 +84,7 @@ class CompiledDrafter:
 
     def page_bytes(self, tokens_per_page: Mapping[str, int]) -> int:
         """Bytes of its own that it keeps for each page. tokens_per_page: of the target's groups."""
-        own = sum(
-            group.bytes_per_token(self.cache_dtype) * tokens_per_page[self.borrowed[group.name]]
-            for group in self.drafter.spec.state
-        )
+        own = sum(group.bytes_per_token(self.cache_dtype) * tokens_per_page[self.borrowed[group.name]] for group in self.drafter.spec.state)
         hidden = self.drafter.hidden_size * self.hidden_dtype.itemsize  # of each page's last token: see `LayersBehind`
         return own + sum(hidden + one.page_bytes(tokens_per_page) for one in self.behind)
 
@@ -99,9 +96,17 @@ class CompiledDrafter:
 
 
 def compile_drafter(
-    config: EngineConfig, drafter: DrafterSpec, max_model_len: int, *, device: torch.device, dtype: torch.dtype,
-    on_stage: StageCallback, rank: int = 0, backends: Mapping[str, AttentionBackend] | None = None, title: str = "drafter",
-) -> CompiledDrafter:  # fmt: skip
+    config: EngineConfig,
+    drafter: DrafterSpec,
+    max_model_len: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_stage: StageCallback,
+    rank: int = 0,
+    backends: Mapping[str, AttentionBackend] | None = None,
+    title: str = "drafter",
+) -> CompiledDrafter:
     """Compile a drafter for one of the ranks that share the target. `load` of the result fills it.
 
     backends: by its attention groups; None: they are chosen. title: for the log and the dumps.
@@ -118,28 +123,51 @@ def compile_drafter(
         backends = dict(backends_of_model(spec, config, device, dtype))
     dump_dir = config.compile.dump_dir
     options = replace(
-        config.compile, max_loras=0, user_passes=(), quantization=None, quantization_exclude=None, profile_tokens=(),
+        config.compile,
+        max_loras=0,
+        user_passes=(),
+        quantization=None,
+        quantization_exclude=None,
+        profile_tokens=(),
         dump_dir=None if dump_dir is None else dump_dir / title,
-    )  # fmt: skip
+    )
     model = compile_model(
-        spec, options, device=device, dtype=dtype,
+        spec,
+        options,
+        device=device,
+        dtype=dtype,
         kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
-        attention_backends=backends, kv_cache_dtype=cache_dtype,
+        attention_backends=backends,
+        kv_cache_dtype=cache_dtype,
         on_stage=lambda stage, seconds, detail: on_stage(f"{title} {stage}", seconds, detail),
-    )  # fmt: skip
+    )
     behind = tuple(
         compile_drafter(
-            config, one, max_model_len, device=device, dtype=dtype, on_stage=on_stage, rank=rank, backends=backends,
+            config,
+            one,
+            max_model_len,
+            device=device,
+            dtype=dtype,
+            on_stage=on_stage,
+            rank=rank,
+            backends=backends,
             title=f"drafter layer {number}",
         )
         for number, one in enumerate(drafter.layers_behind, start=2)
-    )  # fmt: skip
+    )
     context = None
     if drafter.context is not None:
         context = compile_drafter(
-            config, replace(drafter, spec=drafter.context, context=None, borrowed_weights={}), max_model_len, device=device, dtype=dtype,
-            on_stage=on_stage, rank=rank, backends=backends, title="drafter context",
-        )  # fmt: skip
+            config,
+            replace(drafter, spec=drafter.context, context=None, borrowed_weights={}),
+            max_model_len,
+            device=device,
+            dtype=dtype,
+            on_stage=on_stage,
+            rank=rank,
+            backends=backends,
+            title="drafter context",
+        )
     path = config.drafter_path or config.model.path
     is_dummy = config.model.load_format == "dummy"
     own = None if is_dummy else open_drafter(path)
@@ -149,9 +177,17 @@ def compile_drafter(
         start = time.perf_counter()
         checkpoint = None if own is None else _joined(own, drafter, config)
         load_weights(
-            model, spec, path, load_format=config.model.load_format, device=device, dtype=dtype, seed=config.model.seed,
-            rank=rank, checkpoint=checkpoint, fold_cache_scales=config.cache.dtype == "fp8",
-        )  # fmt: skip
+            model,
+            spec,
+            path,
+            load_format=config.model.load_format,
+            device=device,
+            dtype=dtype,
+            seed=config.model.seed,
+            rank=rank,
+            checkpoint=checkpoint,
+            fold_cache_scales=config.cache.dtype == "fp8",
+        )
         if own is None:
             for name, tensor in extras.items():
                 tensor.zero_() if name == "d2t" else tensor.fill_(1.0 / tensor.shape[-1])
@@ -196,9 +232,7 @@ def _joined(own: Checkpoint, drafter: DrafterSpec, config: EngineConfig) -> Join
     weight_map = drafter.spec.weight_map
     present = {weight_map.get(name, name) for name in own.shapes}
     lacking = {name: held for name, held in drafter.borrowed_weights.items() if name not in present}
-    return JoinedCheckpoint(
-        own, lambda: open_checkpoint(config.model.path), lambda name: name.startswith(drafter.prefix), lacking
-    )
+    return JoinedCheckpoint(own, lambda: open_checkpoint(config.model.path), lambda name: name.startswith(drafter.prefix), lacking)
 
 
 def _extras(
@@ -216,9 +250,7 @@ def _extras(
     for name, (shape, _) in expected.items():
         if shapes and shapes.get(name) != shape:
             found = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
-            raise WeightError(
-                f"{name} in {path} {found}, but must have shape {list(shape)}: use a drafter of this model."
-            )
+            raise WeightError(f"{name} in {path} {found}, but must have shape {list(shape)}: use a drafter of this model.")
     return {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in expected.items()}
 
 
@@ -227,9 +259,7 @@ def _check_token_map(extras: Mapping[str, torch.Tensor], vocab_size: int, path: 
         return
     ids = extras["d2t"].cpu() + torch.arange(len(extras["d2t"]))
     if not bool(((ids >= 0) & (ids < vocab_size)).all()):
-        raise WeightError(
-            f"d2t in {path} maps tokens to ids outside of the model's {vocab_size}: use a drafter of this model."
-        )
+        raise WeightError(f"d2t in {path} maps tokens to ids outside of the model's {vocab_size}: use a drafter of this model.")
 
 
 def _borrowed(group: StateGroup, target: ModelSpec) -> str:

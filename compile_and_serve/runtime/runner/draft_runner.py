@@ -47,9 +47,15 @@ class DraftRunner(DeviceDrafts):
     """The drafts of a compiled model."""
 
     def __init__(
-        self, compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device, dtype: torch.dtype, num_drafts: int,
+        self,
+        compiled: CompiledDrafter,
+        batch: InputBatch,
+        num_pages: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_drafts: int,
         graphs: WorkGraphs | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """num_pages: of the target. dtype: of hidden states. num_drafts: of a sequence, at most. graphs: None: nothing is captured."""
         super().__init__(batch, device, num_drafts)
         self._compiled = compiled
@@ -67,9 +73,7 @@ class DraftRunner(DeviceDrafts):
         if compiled.behind:
             states = tuple(_state_of(one, batch, num_pages, device) for one in compiled.behind)
             (source,) = compiled.borrowed.values()
-            self._behind = LayersBehind(
-                compiled.behind, states, num_slots, num_pages, batch.tokens_per_page[source], self._hidden
-            )
+            self._behind = LayersBehind(compiled.behind, states, num_slots, num_pages, batch.tokens_per_page[source], self._hidden)
         # What a captured `follow` reads of the step.
         num_rows = 0 if graphs is None else batch.max_sampled
         self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -81,12 +85,7 @@ class DraftRunner(DeviceDrafts):
     @cached_property
     def _writes_state(self) -> Callable[[Step], dict[str, torch.Tensor]] | None:
         """The model as far as it writes state, once it is loaded; None if it has none, is not compiled, or others read what it gives."""
-        if (
-            not self._groups
-            or self._kind == "block"
-            or self._behind is not None
-            or not isinstance(self._model, CompiledModel)
-        ):
+        if not self._groups or self._kind == "block" or self._behind is not None or not isinstance(self._model, CompiledModel):
             return None
         return self._model.writes_state
 
@@ -113,9 +112,14 @@ class DraftRunner(DeviceDrafts):
         return Work(name=_follow_name(step.max_query_len, keeps_state_only), run=run, addresses=step.addresses)
 
     def follow(
-        self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
+        self,
+        step: Step,
+        layout: BatchLayout | None,
+        outputs: Mapping[str, torch.Tensor],
+        sampled: torch.Tensor | None,
+        *,
         keeps_state_only: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `DeviceDrafts.follow`. keeps_state_only: only keys and values need be written."""
         keeps_state_only = keeps_state_only and self._writes_state is not None and step.max_query_len == 1
         if layout is not None and sampled is not None:  # noqa: SIM102
@@ -143,19 +147,13 @@ class DraftRunner(DeviceDrafts):
                 place_of = {name: place for place, name in enumerate(layout.request_ids)}
                 sampled_places = self._upload(np.array([place_of[name] for name in layout.sampled_ids]))
                 sequences.lasts.index_copy_(0, sampled_places, rows)
-        self._run_head(
-            step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, sequences, keeps_state_only=keeps_state_only
-        )
+        self._run_head(step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots, sequences, keeps_state_only=keeps_state_only)
 
     def _replay_follow(
         self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor, *, keeps_state_only: bool
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Replay the graph of a step of decodes, all of whose tokens are sampled; False where there is none."""
-        if (
-            self._graphs is None
-            or not layout.is_decode_only
-            or not len(sampled) == layout.num_logits == layout.num_tokens
-        ):
+        if self._graphs is None or not layout.is_decode_only or not len(sampled) == layout.num_logits == layout.num_tokens:
             return False
         if self._kind != "tokens":
             # The next replay of any graph may overwrite what the step's graph left.
@@ -166,9 +164,7 @@ class DraftRunner(DeviceDrafts):
             self._hidden_rows[:num_rows].copy_(outputs[HIDDEN_STATES])
         return self._graphs.replay(_follow_name(step.max_query_len, keeps_state_only), step.padded_seqs, step.addresses)
 
-    def _follow_decodes(
-        self, step: DecodeStep, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool
-    ) -> None:
+    def _follow_decodes(self, step: DecodeStep, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool) -> None:
         """`follow` of decodes with as many tokens each, in persistent memory."""
         size, q = step.padded_seqs, step.max_query_len
         if self._block is not None:
@@ -182,9 +178,7 @@ class DraftRunner(DeviceDrafts):
             return
         sampled = self._sampled_rows[: size * q]
         if keeps_state_only:
-            self._run_head(
-                step, metadata, self._hidden_rows[: size * q], sampled, self._one_row, None, keeps_state_only=True
-            )
+            self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, self._one_row, None, keeps_state_only=True)
             return
         rows = firsts = torch.arange(size, device=sampled.device) * q
         if q > 1:
@@ -193,16 +187,22 @@ class DraftRunner(DeviceDrafts):
         sequences = SequenceRows(step.slots, firsts, rows)
         self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, rows, step.slots, sequences)
 
-    def _run_tokens(
-        self, step: Step, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool = False
-    ) -> None:
+    def _run_tokens(self, step: Step, metadata: Mapping[str, AttentionMetadata], *, keeps_state_only: bool = False) -> None:
         inputs = {name: step.inputs[name] for name in ("input_ids", "positions")} | {"logits_indices": self._one_row}
         self._run(step, inputs, metadata, num_rows=1, keeps_state_only=keeps_state_only)
 
     def _run_head(
-        self, step: Step, metadata: Mapping[str, AttentionMetadata], hidden_TD: torch.Tensor, next_T: torch.Tensor, rows: torch.Tensor,
-        slots: torch.Tensor | None, sequences: SequenceRows | None = None, *, keeps_state_only: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        metadata: Mapping[str, AttentionMetadata],
+        hidden_TD: torch.Tensor,
+        next_T: torch.Tensor,
+        rows: torch.Tensor,
+        slots: torch.Tensor | None,
+        sequences: SequenceRows | None = None,
+        *,
+        keeps_state_only: bool = False,
+    ) -> None:
         """The head's pass over a step. next_T: int64, the token behind each of the step's. rows, slots: int64 [S], where each sequence
         goes on; slots is None where none does. sequences: all of the step, for further layers; None: it is made up.
         """
@@ -214,9 +214,7 @@ class DraftRunner(DeviceDrafts):
             return
         if "fc.weight" in self._extras:
             hidden_TD = F.linear(hidden_TD, self._extras["fc.weight"], self._extras.get("fc.bias"))
-        inputs = {
-            "input_ids": next_T, "positions": step.inputs["positions"], "hidden_states": hidden_TD, "logits_indices": rows,
-        }  # fmt: skip
+        inputs = {"input_ids": next_T, "positions": step.inputs["positions"], "hidden_states": hidden_TD, "logits_indices": rows}
         given = self._run(step, inputs, metadata, num_rows=rows.shape[0], keeps_state_only=keeps_state_only)
         if self._behind is not None:
             first = self._step_like(step, inputs, metadata, num_rows=rows.shape[0])
@@ -227,9 +225,7 @@ class DraftRunner(DeviceDrafts):
         if slots is not None:
             self._tokens.index_copy_(0, slots, self._likeliest(given[LOGITS]))
 
-    def _metadata_of(
-        self, step: Step, layout: BatchLayout | None = None, *, keeps_rows: bool = False
-    ) -> dict[str, AttentionMetadata]:
+    def _metadata_of(self, step: Step, layout: BatchLayout | None = None, *, keeps_rows: bool = False) -> dict[str, AttentionMetadata]:
         """The target's, with the drafter's own backends. It says the lengths where only the host's batch knows them.
         keeps_rows: as the target's, attention treats each token as a decode of its own.
         """
@@ -237,13 +233,15 @@ class DraftRunner(DeviceDrafts):
         metadata = {}
         for name, group in self._groups.items():
             given: AttentionMetadata = step.metadata[self._compiled.borrowed[name]]
-            rows: dict[str, Any] = (
-                {} if keeps_rows else dict.fromkeys(("row_starts", "row_seq_lens", "row_block_table"))
-            )
+            rows: dict[str, Any] = {} if keeps_rows else dict.fromkeys(("row_starts", "row_seq_lens", "row_block_table"))
             metadata[name] = replace(
-                given, backend=self._compiled.backends[name], window=group.window, chunked=group.chunked,
-                seq_lens_cpu=given.seq_lens_cpu if lens_cpu is None else lens_cpu, **rows,
-            )  # fmt: skip
+                given,
+                backend=self._compiled.backends[name],
+                window=group.window,
+                chunked=group.chunked,
+                seq_lens_cpu=given.seq_lens_cpu if lens_cpu is None else lens_cpu,
+                **rows,
+            )
         return metadata
 
     def _next_tokens(self, step: Step, layout: BatchLayout | None, sampled: torch.Tensor | None) -> torch.Tensor:
@@ -326,9 +324,14 @@ class DraftRunner(DeviceDrafts):
         return self._model(_step_of(len(hidden_SD), {HIDDEN_STATES: hidden_SD}, {}, {}))[DRAFT_TOKENS]
 
     def _chain(
-        self, num_seqs: int, passes: int, num_known: int, host: Mapping[str, np.ndarray] | None, tokens_S: torch.Tensor,
+        self,
+        num_seqs: int,
+        passes: int,
+        num_known: int,
+        host: Mapping[str, np.ndarray] | None,
+        tokens_S: torch.Tensor,
         hidden_SD: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """int64 [S, P]: each pass computes one token of each sequence and drafts the next, from the positions of `_asked` on.
 
         A sequence needs as many passes as it was asked drafts for, less `num_known`. Later ones compute its last token again, and write
@@ -364,13 +367,22 @@ class DraftRunner(DeviceDrafts):
         for i in range(passes):
             metadata = {
                 name: AttentionMetadata(
-                    backend=self._compiled.backends[name], query_start_loc=starts, seq_lens=lens[i, :num_seqs],
-                    block_table=tables[name][:num_seqs], slot_mapping=mappings[name][i, :num_seqs], num_seqs=num_seqs, num_tokens=num_seqs,
-                    max_query_len=1, max_seq_len=most_tokens if lens_cpu is None else int(lens_cpu[i].max()), window=group.window,
-                    chunked=group.chunked, query_start_loc_cpu=starts_cpu, seq_lens_cpu=None if lens_cpu is None else lens_cpu[i],
+                    backend=self._compiled.backends[name],
+                    query_start_loc=starts,
+                    seq_lens=lens[i, :num_seqs],
+                    block_table=tables[name][:num_seqs],
+                    slot_mapping=mappings[name][i, :num_seqs],
+                    num_seqs=num_seqs,
+                    num_tokens=num_seqs,
+                    max_query_len=1,
+                    max_seq_len=most_tokens if lens_cpu is None else int(lens_cpu[i].max()),
+                    window=group.window,
+                    chunked=group.chunked,
+                    query_start_loc_cpu=starts_cpu,
+                    seq_lens_cpu=None if lens_cpu is None else lens_cpu[i],
                 )
                 for name, group in self._groups.items()
-            }  # fmt: skip
+            }
             inputs = {"input_ids": tokens_S, "positions": positions[i, :num_seqs], "logits_indices": rows}
             if hidden_SD is not None:
                 inputs[HIDDEN_STATES] = hidden_SD
@@ -396,27 +408,35 @@ class DraftRunner(DeviceDrafts):
             backend.plan(metadata[name])
 
     def _run(
-        self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int,
+        self,
+        like: Step,
+        inputs: dict[str, torch.Tensor],
+        metadata: Mapping[str, AttentionMetadata],
+        *,
+        num_rows: int,
         keeps_state_only: bool = False,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
+    ) -> dict[str, torch.Tensor]:
         model = self._writes_state if keeps_state_only else self._model
         assert model is not None
         with counting_no_experts():
             return model(self._step_like(like, inputs, metadata, num_rows=num_rows))
 
-    def _step_like(
-        self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int
-    ) -> Step:
+    def _step_like(self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int) -> Step:
         return Step(
-            inputs=inputs, state=self._state, metadata=metadata, num_tokens=like.num_tokens, num_seqs=like.num_seqs,
-            padded_tokens=like.padded_tokens, padded_seqs=like.padded_seqs, num_rows=num_rows, max_query_len=like.max_query_len,
+            inputs=inputs,
+            state=self._state,
+            metadata=metadata,
+            num_tokens=like.num_tokens,
+            num_seqs=like.num_seqs,
+            padded_tokens=like.padded_tokens,
+            padded_seqs=like.padded_seqs,
+            num_rows=num_rows,
+            max_query_len=like.max_query_len,
             uses_optional=False,
-        )  # fmt: skip
+        )
 
 
-def _state_of(
-    compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device
-) -> dict[str, torch.Tensor]:
+def _state_of(compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The keys and values of a drafter, zeroed, by name."""
     state: dict[str, torch.Tensor] = {}
     for group in compiled.drafter.spec.state:
@@ -430,11 +450,18 @@ def _follow_name(query_len: int, keeps_state_only: bool) -> str:
 
 
 def _step_of(
-    num_tokens: int, inputs: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, AttentionMetadata],
-) -> Step:  # fmt: skip
+    num_tokens: int, inputs: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata]
+) -> Step:
     """A step of one token of each sequence."""
     return Step(
-        inputs=inputs, state=state, metadata=metadata, num_tokens=num_tokens, num_seqs=num_tokens, padded_tokens=num_tokens,
-        padded_seqs=num_tokens, num_rows=num_tokens, max_query_len=1, uses_optional=False,
-    )  # fmt: skip
+        inputs=inputs,
+        state=state,
+        metadata=metadata,
+        num_tokens=num_tokens,
+        num_seqs=num_tokens,
+        padded_tokens=num_tokens,
+        padded_seqs=num_tokens,
+        num_rows=num_tokens,
+        max_query_len=1,
+        uses_optional=False,
+    )

@@ -31,9 +31,16 @@ class DraftedSequences:
     """
 
     def __init__(
-        self, batch: InputBatch, sampler: Sampler, inputs: Sequence[StepInput], drafter: DeviceDrafts | None,
-        graphs: CudaGraphRunner | None, query_len: int, acceptance_rate: float | None, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        batch: InputBatch,
+        sampler: Sampler,
+        inputs: Sequence[StepInput],
+        drafter: DeviceDrafts | None,
+        graphs: CudaGraphRunner | None,
+        query_len: int,
+        acceptance_rate: float | None,
+        device: torch.device,
+    ) -> None:
         """inputs: of the model. drafter: on the device; None: the scheduler drafts. graphs: of steps whose sequences have `query_len`
         tokens each. acceptance_rate: of `SpeculativeConfig`.
         """
@@ -57,9 +64,7 @@ class DraftedSequences:
         if scheduled.is_ahead and not self.runs_ahead:
             assert self._last_step is not None
             gained = self._last_step.wait_for_tokens()
-            last_tokens = {
-                name: (count + len(gained[name]), gained[name][-1]) for name, (count, _) in last_tokens.items()
-            }
+            last_tokens = {name: (count + len(gained[name]), gained[name][-1]) for name, (count, _) in last_tokens.items()}
         if last_tokens:
             self._go_on_from(last_tokens, scheduled.drafts, grammar_slots)
 
@@ -79,24 +84,19 @@ class DraftedSequences:
         """Whether graphs can compute the step without the host knowing what the step before gained."""
         graphs, drafter, q, num_seqs = self._graphs, self._drafter, self._query_len, len(scheduled.last_tokens)
         if not (
-            scheduled.drafts
-            and self._gained_is_valid
-            and self._advances_on_device
-            and self._batch.can_run_ahead(scheduled.last_tokens)
+            scheduled.drafts and self._gained_is_valid and self._advances_on_device and self._batch.can_run_ahead(scheduled.last_tokens)
         ):
             return False
         assert graphs is not None
         assert drafter is not None
         size = graphs.padded_size(num_seqs * q, num_seqs, q)
         return (
-            size is not None
-            and graphs.captured_graph(num_seqs) is not None
-            and drafter.can_run_ahead(len(scheduled.drafts), size // q, q)
+            size is not None and graphs.captured_graph(num_seqs) is not None and drafter.can_run_ahead(len(scheduled.drafts), size // q, q)
         )
 
     def _go_on_from(
         self, last_tokens: Mapping[str, tuple[int, int]], new_drafts: Mapping[str, list[int]], grammar_slots: Collection[int]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """last_tokens, new_drafts: of `SchedulerOutput`. In a step that runs ahead the device adds what the step before gained."""
         batch, sampler = self._batch, self._sampler
         slots = [batch.slot_of(request_id) for request_id in last_tokens]

@@ -109,10 +109,21 @@ class InputBatch:
     """
 
     def __init__(
-        self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], tokens_per_page: Mapping[str, int], *,
-        num_slots: int, max_num_tokens: int, max_padded_size: int, max_model_len: int, device: torch.device,
-        num_draft_tokens: int = 0, max_host_drafts: int = 0, max_drafted_rows: int = 0, max_padded_drafts: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        inputs: Sequence[StepInput],
+        groups: Sequence[StateGroup],
+        tokens_per_page: Mapping[str, int],
+        *,
+        num_slots: int,
+        max_num_tokens: int,
+        max_padded_size: int,
+        max_model_len: int,
+        device: torch.device,
+        num_draft_tokens: int = 0,
+        max_host_drafts: int = 0,
+        max_drafted_rows: int = 0,
+        max_padded_drafts: int = 0,
+    ) -> None:
         """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to.
         num_draft_tokens: of each decode, from the model's drafter. max_host_drafts: of a decode, from the scheduler; max_drafted_rows:
         of a step with these. max_padded_drafts: steps of up to so many decodes are padded to `max_host_drafts` each.
@@ -127,10 +138,7 @@ class InputBatch:
         # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
         shares_memory = platform_of(device).shares_host_memory
         self.host_last_tokens = self.last_tokens.numpy() if shares_memory else np.zeros(num_slots + 1, dtype=np.int64)
-        self.tables = {
-            name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device)
-            for name, size in tokens_per_page.items()
-        }
+        self.tables = {name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device) for name, size in tokens_per_page.items()}
         self.tokens_per_page = dict(tokens_per_page)
         self.layout = BatchLayout()
         self._numbers = np.arange(num_slots)
@@ -222,9 +230,7 @@ class InputBatch:
                 table.write(request.slot, request.num_blocks[index], ids)
                 request.num_blocks[index] += len(ids)
 
-    def prepare(
-        self, scheduled: SchedulerOutput, *, is_ahead: bool = False
-    ) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
+    def prepare(self, scheduled: SchedulerOutput, *, is_ahead: bool = False) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
         """Lay out a step and move the requests on; the buffers that it goes to and its tokens. The tokens are None where the
         device makes the step's inputs. is_ahead: `can_run_ahead` said so, and the device moves the step's inputs on.
         """
@@ -373,9 +379,7 @@ class InputBatch:
             step_data=layout.step_data,
         )
 
-    def _lay_mixed(
-        self, layout: BatchLayout, rows: list[HeldRequest], counts_S: np.ndarray, buffers: StepBuffers
-    ) -> TokenBatch:
+    def _lay_mixed(self, layout: BatchLayout, rows: list[HeldRequest], counts_S: np.ndarray, buffers: StepBuffers) -> TokenBatch:
         host = buffers.host
         slots_S, num_seqs, num_tokens = layout.slots_S, len(rows), layout.num_tokens
         computed_S = self._computed[slots_S]
@@ -424,18 +428,20 @@ class InputBatch:
             if len(targets):
                 indices.append(starts[row] + np.arange(len(targets)))
                 layout.prompt_rows.append(
-                    PromptRows(
-                        request_id=request.request_id, begin=num_logits, targets=targets,
-                        count=request.params.prompt_logprobs,
-                    )
-                )  # fmt: skip
+                    PromptRows(request_id=request.request_id, begin=num_logits, targets=targets, count=request.params.prompt_logprobs)
+                )
                 num_logits += len(targets)
         return self._mixed_batch(layout, token_ids_T, positions_T, starts, indices, ends_S)
 
     def _mixed_batch(
-        self, layout: BatchLayout, token_ids_T: np.ndarray, positions_T: np.ndarray, starts: np.ndarray,
-        indices: list[np.ndarray], ends_S: np.ndarray,
-    ) -> TokenBatch:  # fmt: skip
+        self,
+        layout: BatchLayout,
+        token_ids_T: np.ndarray,
+        positions_T: np.ndarray,
+        starts: np.ndarray,
+        indices: list[np.ndarray],
+        ends_S: np.ndarray,
+    ) -> TokenBatch:
         num_logits = sum(map(len, indices))
         if num_logits == 0:  # a model needs a row to compute; nobody reads it
             indices = [np.zeros(1, dtype=np.int64)]
@@ -452,12 +458,7 @@ class InputBatch:
         )
 
     def _lay_pooled(
-        self,
-        layout: BatchLayout,
-        rows: list[HeldRequest],
-        computed_S: np.ndarray,
-        ends_S: np.ndarray,
-        starts: np.ndarray,
+        self, layout: BatchLayout, rows: list[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
     ) -> list[np.ndarray]:
         """The tokens of each sequence whose rows its pooling needs."""
         indices = []
@@ -475,15 +476,17 @@ class InputBatch:
             indices.append(np.arange(wanted.start, wanted.stop, dtype=np.int64))
             layout.pooled_rows.append(
                 PooledRows(
-                    request_id=request.request_id, slot=request.slot, pooling=pooling, count=len(wanted),
-                    num_prompt_tokens=request.num_prompt_tokens, is_last=is_last,
+                    request_id=request.request_id,
+                    slot=request.slot,
+                    pooling=pooling,
+                    count=len(wanted),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    is_last=is_last,
                 )
-            )  # fmt: skip
+            )
         return indices
 
-    def _lay_rows(
-        self, layout: BatchLayout, row: int, request: HeldRequest, num_tokens: int, starts: np.ndarray
-    ) -> np.ndarray:
+    def _lay_rows(self, layout: BatchLayout, row: int, request: HeldRequest, num_tokens: int, starts: np.ndarray) -> np.ndarray:
         """The tokens of a sequence whose rows are sampled: of a decode all of them, unless a row needs the tokens before it."""
         count = 1 if row >= layout.num_decodes or request.needs_history else num_tokens
         layout.sampled_counts.append(count)

@@ -46,9 +46,14 @@ class LayersBehind:
     """Call `follow` when the first layer has followed the target, and `draft` for each draft but the first."""
 
     def __init__(
-        self, layers: tuple[CompiledDrafter, ...], states: tuple[Mapping[str, torch.Tensor], ...], num_slots: int, num_pages: int,
-        tokens_per_page: int, hidden_like: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        layers: tuple[CompiledDrafter, ...],
+        states: tuple[Mapping[str, torch.Tensor], ...],
+        num_slots: int,
+        num_pages: int,
+        tokens_per_page: int,
+        hidden_like: torch.Tensor,
+    ) -> None:
         """states: keys and values of each layer, in `num_pages` pages. hidden_like: has the size, dtype and device of hidden states."""
         self._layers, self._states, self._tokens_per_page = layers, states, tokens_per_page
         # Hidden states of all layers but the last: by batch slot, then a row for padding sequences; by page, then a page that nobody reads.
@@ -95,9 +100,7 @@ class LayersBehind:
         """Layer → hidden states [S, D] of the last entry, as `draft` takes them."""
         return {index: self._hidden[index][slots_S] for index in range(len(self._layers))}
 
-    def draft(
-        self, number: int, step: Step, hidden: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+    def draft(self, number: int, step: Step, hidden: Mapping[int, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """Make a draft of each sequence: the outputs of its layer, and the hidden states for the next one.
 
         number: of the draft, from 0; `follow` makes draft 0. step: one token of each sequence. hidden: of the entry before.
@@ -110,9 +113,7 @@ class LayersBehind:
             rows = step.inputs["logits_indices"] if index == drafting else self._one_row
             before_SD = hidden[index - 1 if index >= number else index]
             inputs = step.inputs | {HIDDEN_STATES: before_SD, "logits_indices": rows}
-            one = self._layers[index - 1].model(
-                replace(step, inputs=inputs, state=self._states[index - 1], num_rows=len(rows))
-            )
+            one = self._layers[index - 1].model(replace(step, inputs=inputs, state=self._states[index - 1], num_rows=len(rows)))
             given[index] = one[HIDDEN_STATES]
             if index == drafting:
                 outputs = one

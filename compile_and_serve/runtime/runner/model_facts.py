@@ -16,9 +16,7 @@ def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     if wanted is None:
         return spec.max_model_len
     if wanted > spec.max_model_len:
-        raise ValueError(
-            f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len."
-        )
+        raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len.")
     return wanted
 
 
@@ -28,9 +26,12 @@ def pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
     if pooling is None:
         return None
     return PoolingInfo(
-        kind=pooling.kind, width=pooling.width, activation=pooling.activation, labels=list(pooling.labels),
+        kind=pooling.kind,
+        width=pooling.width,
+        activation=pooling.activation,
+        labels=list(pooling.labels),
         pooling=pooling_type_of(config.model),
-    )  # fmt: skip
+    )
 
 
 def check_speculation(spec: ModelSpec) -> None:

@@ -108,38 +108,40 @@ class ModelRunner:
         self.captures_due = 0  # steps after which the capture of a graph was due, since the start
         self.steps_on_device = 0  # whose inputs the device made of the step before's, since the start
         self.batch = InputBatch(
-            spec.inputs, spec.state, self.layout.tokens_per_page, num_slots=num_slots, max_num_tokens=self.max_num_tokens,
-            max_padded_size=max(
-                one.max_padded_size for one in (steps, self.plain_steps, drafted_steps) if one is not None
-            ), max_model_len=self.max_model_len, device=device,
+            spec.inputs,
+            spec.state,
+            self.layout.tokens_per_page,
+            num_slots=num_slots,
+            max_num_tokens=self.max_num_tokens,
+            max_padded_size=max(one.max_padded_size for one in (steps, self.plain_steps, drafted_steps) if one is not None),
+            max_model_len=self.max_model_len,
+            device=device,
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
             max_host_drafts=0 if config.speculative is None else config.speculative.num_tokens,
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=self._max_drafted_seqs,
-        )  # fmt: skip
+        )
         self.drafter: DeviceDrafts | None = None
         speculative, is_asynchronous = config.speculative, platform_of(device).is_asynchronous
         if drafter is not None:
             hidden_dtype = model_dtype(config, device)
-            self.drafter = DraftRunner(
-                drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs
-            )
+            self.drafter = DraftRunner(drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs)
         elif speculative is not None and speculative.drafts_on_device(is_asynchronous=is_asynchronous):
             self.drafter = NgramRunner(
-                self.batch, device, speculative.num_tokens, self.max_model_len, speculative.ngram_lengths,
+                self.batch,
+                device,
+                speculative.num_tokens,
+                self.max_model_len,
+                speculative.ngram_lengths,
                 repeats=speculative.synthetic_acceptance_rate is not None,
-            )  # fmt: skip
+            )
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
-        self.sampler = Sampler(
-            vocab_size=spec.vocab_size, num_slots=num_slots, device=device, logprobs_mode=config.model.logprobs_mode
-        )
+        self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=num_slots, device=device, logprobs_mode=config.model.logprobs_mode)
         self.drafted = DraftedSequences(
             self.batch, self.sampler, spec.inputs, self.drafter, drafted_steps, self._drafted_len, self._acceptance_rate, device
-        )  # fmt: skip
-        self._advances_on_device = (
-            spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         )
+        self._advances_on_device = spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
         self._masks: TokenMasks | None = None
@@ -156,10 +158,7 @@ class ModelRunner:
         if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.
             self._pinned = [
-                (
-                    platform.host_zeros(self.batch.max_sampled, torch.int64),
-                    platform.host_zeros(self.batch.max_sampled, torch.float32),
-                )
+                (platform.host_zeros(self.batch.max_sampled, torch.int64), platform.host_zeros(self.batch.max_sampled, torch.float32))
                 for _ in range(3)
             ]
             self._num_launched = 0
@@ -214,9 +213,7 @@ class ModelRunner:
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         counts = scheduled.num_scheduled_tokens
         on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
-        pending = self._pending(
-            scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
-        )
+        pending = self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted)
         if has_drafts:
             self.drafted.launched(pending, sampled_in_graph=drawn is not None and sampled.tokens_S is drawn[0])
         self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
@@ -225,14 +222,10 @@ class ModelRunner:
             self._structured_step = pending
         return pending
 
-    def _follow(
-        self, scheduled: SchedulerOutput, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None
-    ) -> None:
+    def _follow(self, scheduled: SchedulerOutput, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None) -> None:
         if self.drafter is not None:
             assert self._last_step is not None
-            self.drafter.follow(
-                self._last_step, layout, result.outputs, tokens_S, keeps_state_only=scheduled.is_drafting_off
-            )
+            self.drafter.follow(self._last_step, layout, result.outputs, tokens_S, keeps_state_only=scheduled.is_drafting_off)
 
     def drafted_step(self, size: int) -> DecodeStep:
         """As `decode_step`, where each sequence has the most draft tokens that the scheduler gives."""
@@ -253,24 +246,43 @@ class ModelRunner:
         q = query_len or batch.query_len
         buffers.pad_sequences(0, size, q, batch.num_slots)
         empty = np.empty(0, dtype=np.int64)
-        none = TokenBatch(
-            token_ids=empty, positions=empty, query_start_loc=np.zeros(1, dtype=np.int32), row_indices=empty
-        )
+        none = TokenBatch(token_ids=empty, positions=empty, query_start_loc=np.zeros(1, dtype=np.int32), row_indices=empty)
         buffers.fill(none, size * q, size * q)
         buffers.upload()
         step = self._step_in(
-            buffers, size * q, size, size * q, num_tokens=size * q, num_seqs=size, max_query_len=q,
-            max_seq_len=self.max_model_len, uses_optional=True,
-        )  # fmt: skip
+            buffers,
+            size * q,
+            size,
+            size * q,
+            num_tokens=size * q,
+            num_seqs=size,
+            max_query_len=q,
+            max_seq_len=self.max_model_len,
+            uses_optional=True,
+        )
         device = buffers.device
         return DecodeStep(
-            inputs=step.inputs, state=step.state, metadata=step.metadata, num_tokens=size * q, num_seqs=size,
-            padded_tokens=size * q, padded_seqs=size, num_rows=size * q, max_query_len=q, declared=self.spec.inputs,
-            sampling=tuple(device[name][: size * q] for name in SAMPLING_FIELDS), slots=device["slots"][:size],
-            last_tokens=batch.last_tokens, has_run=device["has_run"][:size], seq_lens=device["seq_lens"][:size],
-            scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page, gained=batch.gained,
-            drafts=None if self.drafter is None else self.drafter.drafts, verdicts=device["verdicts"][: size * q],
-        )  # fmt: skip
+            inputs=step.inputs,
+            state=step.state,
+            metadata=step.metadata,
+            num_tokens=size * q,
+            num_seqs=size,
+            padded_tokens=size * q,
+            padded_seqs=size,
+            num_rows=size * q,
+            max_query_len=q,
+            declared=self.spec.inputs,
+            sampling=tuple(device[name][: size * q] for name in SAMPLING_FIELDS),
+            slots=device["slots"][:size],
+            last_tokens=batch.last_tokens,
+            has_run=device["has_run"][:size],
+            seq_lens=device["seq_lens"][:size],
+            scratch_positions=device["positions"][:size],
+            block_sizes=batch.tokens_per_page,
+            gained=batch.gained,
+            drafts=None if self.drafter is None else self.drafter.drafts,
+            verdicts=device["verdicts"][: size * q],
+        )
 
     def drafter_work(self, size: int) -> Iterator[Work]:
         """What the drafter does for `size` decodes: what graphs are captured of."""
@@ -341,9 +353,7 @@ class ModelRunner:
             first += 1 + len(drafts)
         return found
 
-    def _fill_masks(
-        self, layout: BatchLayout, structured: list[tuple[int, MaskedRows]]
-    ) -> Callable[[torch.Tensor], None] | None:
+    def _fill_masks(self, layout: BatchLayout, structured: list[tuple[int, MaskedRows]]) -> Callable[[torch.Tensor], None] | None:
         """Compute the masks on the host, while the device runs the model; what applies them. Waits for the tokens of the step before."""
         if self._structured_step is not None:
             self._structured_step.advance_grammars()
@@ -358,9 +368,7 @@ class ModelRunner:
                 self._errors[layout.sampled_ids[index]] = rows.sequence.error
         return (lambda logits_SV: masks.apply(logits_SV, count)) if count else None
 
-    def _run(
-        self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True
-    ) -> StepResult:
+    def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True) -> StepResult:
         batch, device = self.batch, buffers.device
         num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
         if layout.uses_optional is None:  # the same for all steps of these sequences
@@ -387,9 +395,16 @@ class ModelRunner:
             buffers.update(step, layout.max_seq_len)
         else:
             step = self._step_in(
-                buffers, size, seqs, rows, num_tokens=num_tokens, num_seqs=num_seqs,
-                max_query_len=layout.max_query_len, max_seq_len=layout.max_seq_len, uses_optional=layout.uses_optional,
-            )  # fmt: skip
+                buffers,
+                size,
+                seqs,
+                rows,
+                num_tokens=num_tokens,
+                num_seqs=num_seqs,
+                max_query_len=layout.max_query_len,
+                max_seq_len=layout.max_seq_len,
+                uses_optional=layout.uses_optional,
+            )
             self._last_step, self._last_key = step, key
         if not self._shares_memory and layout.num_decodes and not layout.has_drafts:
             slots = device["slots"][: layout.num_decodes]
@@ -410,9 +425,7 @@ class ModelRunner:
         return drafted_steps or self.plain_steps
 
     def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **facts: Any) -> Step:
-        return buffers.step(
-            size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **facts
-        )
+        return buffers.step(size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **facts)
 
     def _run_again(self, layout: BatchLayout) -> StepResult:
         """The step before once more, on the inputs that the device makes from what it left."""
@@ -446,9 +459,7 @@ class ModelRunner:
                 first += count
         return self.sampler.plan([slot for slot, _ in rows], [offset for _, offset in rows], before)
 
-    def _on_accepted(
-        self, layout: BatchLayout, outputs: dict[str, torch.Tensor], scheduled: dict[str, int]
-    ) -> OnAccepted:
+    def _on_accepted(self, layout: BatchLayout, outputs: dict[str, torch.Tensor], scheduled: dict[str, int]) -> OnAccepted:
         """Takes back what was computed behind wrong guesses, and guesses on from the tokens that were accepted."""
         drafter = self.spec.drafter
         assert drafter is not None
@@ -459,9 +470,7 @@ class ModelRunner:
             rows_S = firsts + [len(tokens) - 1 for tokens in accepted]
             last_S = torch.tensor([tokens[-1] for tokens in accepted], device=self.device)
             drafts = drafter.propose(outputs, torch.from_numpy(rows_S).to(self.device), last_S).cpu().numpy()
-            for request_id, slot, tokens, guesses in zip(
-                layout.sampled_ids, layout.sampled_slots, accepted, drafts, strict=True
-            ):
+            for request_id, slot, tokens, guesses in zip(layout.sampled_ids, layout.sampled_slots, accepted, drafts, strict=True):
                 count = scheduled[request_id] if request_id in decodes else None
                 self.batch.take_sampled(slot, count, tokens, guesses)
                 self.sampler.num_outputs[slot] += len(tokens) - 1
@@ -507,4 +516,4 @@ class ModelRunner:
         errors, self._errors = self._errors, {}
         return PendingStep(
             step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted, self._acceptance_rate, drafts
-        )  # fmt: skip
+        )

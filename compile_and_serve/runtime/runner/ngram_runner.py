@@ -21,7 +21,7 @@ class NgramRunner(DeviceDrafts):
 
     def __init__(
         self, batch: InputBatch, device: torch.device, num_drafts: int, max_len: int, lengths: tuple[int, int], *, repeats: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """max_len: of a sequence, in tokens. lengths: the shortest and the longest suffix that is looked up. repeats: where nothing is
         found, the draft repeats the last token.
         """
@@ -30,18 +30,21 @@ class NgramRunner(DeviceDrafts):
         width = max_len + num_drafts + 1
         self._history_RW = torch.zeros(batch.num_slots + 1, width, dtype=torch.int32, device=device)
         self._rows_version = -1
-        self._row_slots = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # of each sampled row of the layout with this version
+        self._row_slots = torch.zeros(1, dtype=torch.int64, device=device)  # of each sampled row of the layout with this version
 
     def add(self, slot: int, token_ids: np.ndarray) -> None:
         """See `DeviceDrafts.add`."""
         self._history_RW[slot, : len(token_ids)] = self._upload(token_ids.astype(np.int32), through_pinned=True)
 
     def follow(
-        self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None, *,
+        self,
+        step: Step,
+        layout: BatchLayout | None,
+        outputs: Mapping[str, torch.Tensor],
+        sampled: torch.Tensor | None,
+        *,
         keeps_state_only: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append the sampled tokens. Arguments: `DeviceDrafts.follow`."""
         if layout is None:  # a warm-up
             self._ask([], [], 1)
@@ -64,6 +67,11 @@ class NgramRunner(DeviceDrafts):
     def _make_drafts(self, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
         asked = self._asked.device
         find_drafts(
-            self._history_RW, asked["slots"][:num_seqs], (self._known_positions() + 1)[:num_seqs], asked["counts"][:num_seqs],
-            self.drafts, *self._lengths, repeats=self._repeats,
-        )  # fmt: skip
+            self._history_RW,
+            asked["slots"][:num_seqs],
+            (self._known_positions() + 1)[:num_seqs],
+            asked["counts"][:num_seqs],
+            self.drafts,
+            *self._lengths,
+            repeats=self._repeats,
+        )

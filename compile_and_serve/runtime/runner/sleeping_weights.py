@@ -34,10 +34,7 @@ class SleepingWeights:
             if all(platform.shares_host_memory for platform in platforms):
                 self._on_host = []
                 return
-            self._on_host = [
-                platform.download(_bytes_of(storage))
-                for storage, platform in zip(self._storages, platforms, strict=True)
-            ]
+            self._on_host = [platform.download(_bytes_of(storage)) for storage, platform in zip(self._storages, platforms, strict=True)]
             for platform in set(platforms):
                 platform.synchronize()
         for storage in self._storages:

@@ -104,9 +104,7 @@ def plan_num_pages(
     if num_pages < per_request:
         advice = "lower --max-model-len or raise --kv-cache-memory"
         if not shares_host_memory and config.num_blocks is None and config.memory_bytes is None:
-            advice = (
-                "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
-            )
+            advice = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
         pages = max(num_pages, 0)
         held = pages * max_model_len // per_request if len(layout.tokens_per_page) > 1 else pages * config.block_size
         raise KVCacheTooSmallError(
@@ -119,7 +117,7 @@ def plan_num_pages(
 
 def allocate_state(
     groups: Sequence[StateGroup], layout: PageLayout, num_pages: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """Zeroed state tensors by name: [N, …] of paged groups, views of one allocation; [num_slots + 1, …] of the others.
 
     dtype: of the KV cache. On the CPU memory is only taken as it is used.
@@ -135,9 +133,7 @@ def allocate_state(
         for name, shape in group.tensor_shapes(layout.tokens_per_page[group.name], dtype).items():
             size = math.prod(shape)
             stride = size if len(paged) == 1 else layout.page_bytes // kind.itemsize
-            tensors[name] = pool.view(kind).as_strided(
-                (num_pages, *shape), (stride, *_contiguous_strides(shape)), begin // kind.itemsize
-            )
+            tensors[name] = pool.view(kind).as_strided((num_pages, *shape), (stride, *_contiguous_strides(shape)), begin // kind.itemsize)
             begin += size * kind.itemsize * (num_pages if len(paged) == 1 else 1)
     for group in groups:
         if not group.paged:

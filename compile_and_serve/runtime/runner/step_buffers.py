@@ -29,9 +29,16 @@ class StepBuffers(StagedArrays):
     """
 
     def __init__(
-        self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], *, max_tokens: int, max_seqs: int, max_sampled: int, max_rows: int,
+        self,
+        inputs: Sequence[StepInput],
+        groups: Sequence[StateGroup],
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_sampled: int,
+        max_rows: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._inputs, self._groups = tuple(inputs), tuple(groups)
         self._paged = [group.name for group in groups if group.paged]
         fields: dict[str, tuple[type[np.generic], int]] = {
@@ -118,9 +125,13 @@ class StepBuffers(StagedArrays):
         for group in self._groups:
             if not group.paged:
                 metadata[group.name] = SlotMetadata(
-                    slots=device["slots"][:seqs], query_start_loc=starts, seq_lens=lengths, num_seqs=num_seqs,
-                    num_tokens=num_tokens, max_query_len=max_query_len,
-                )  # fmt: skip
+                    slots=device["slots"][:seqs],
+                    query_start_loc=starts,
+                    seq_lens=lengths,
+                    num_seqs=num_seqs,
+                    num_tokens=num_tokens,
+                    max_query_len=max_query_len,
+                )
                 continue
             metadata[group.name] = AttentionMetadata(
                 backend=cast(AttentionBackend, backends.get(group.name)),  # None where the group's ops need none
@@ -142,9 +153,17 @@ class StepBuffers(StagedArrays):
             shape = one.shape(tokens, rows)
             inputs[one.name] = device[_INPUT + one.name][: math.prod(shape)].view(shape)
         return Step(
-            inputs=inputs, state=state, metadata=metadata, num_tokens=num_tokens, num_seqs=num_seqs, padded_tokens=tokens,
-            padded_seqs=seqs, num_rows=rows, max_query_len=max_query_len, uses_optional=uses_optional,
-        )  # fmt: skip
+            inputs=inputs,
+            state=state,
+            metadata=metadata,
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            padded_tokens=tokens,
+            padded_seqs=seqs,
+            num_rows=rows,
+            max_query_len=max_query_len,
+            uses_optional=uses_optional,
+        )
 
     def update(self, step: Step, max_seq_len: int) -> None:
         """Reuse an earlier step of the same sequences: set their lengths, and the host's arrays that are filled now."""

@@ -35,9 +35,7 @@ class WarmUp:
     logits_dtype: of the model's logits. is_alone: whether there is only one rank.
     """
 
-    def __init__(
-        self, runner: ModelRunner, graphs: GraphRunners | None, logits_dtype: torch.dtype, *, is_alone: bool
-    ) -> None:
+    def __init__(self, runner: ModelRunner, graphs: GraphRunners | None, logits_dtype: torch.dtype, *, is_alone: bool) -> None:
         self._runner = runner
         self._graphs = graphs
         self._logits_dtype = logits_dtype
@@ -68,10 +66,7 @@ class WarmUp:
 
     def to_come(self) -> dict[str, int]:
         """What `idle` has still to do: sizes of CUDA graphs to capture, ranges of token counts to choose kernels for."""
-        return {
-            "captures": 0 if self._graphs is None else self._graphs.num_to_capture,
-            "choices": len(self._to_measure),
-        }
+        return {"captures": 0 if self._graphs is None else self._graphs.num_to_capture, "choices": len(self._to_measure)}
 
     def idle(self, *, requests_wait: bool = False) -> bool:
         """Capture one more graph or measure one more range of token counts. Returns False if nothing is left to do.
@@ -178,9 +173,7 @@ def warm_up_sampler(runner: ModelRunner, logits_dtype: torch.dtype) -> None:
     sampler, device = runner.sampler, runner.device
     padding = runner.decode_step(1)
     begin_step(padding)
-    end_step(
-        {LOGITS: torch.zeros(runner.batch.query_len, sampler.vocab_size, dtype=logits_dtype, device=device)}, padding
-    )
+    end_step({LOGITS: torch.zeros(runner.batch.query_len, sampler.vocab_size, dtype=logits_dtype, device=device)}, padding)
     for dtype in {logits_dtype, torch.float32}:
         logits_SV = torch.zeros(1, sampler.vocab_size, dtype=dtype, device=device)
         for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
@@ -211,7 +204,13 @@ def _run(runner: ModelRunner, step: Step) -> None:
 def _make_step(runner: ModelRunner, sequences: Sequence[tuple[int, int]]) -> Step:
     """sequences: (cached tokens, new tokens) of each."""
     return make_step(
-        runner.spec.inputs, runner.spec.state, sequences, state=runner.state,
-        tokens_per_page=runner.layout.tokens_per_page, backends=runner.backends, device=runner.device, writes_state=False,
+        runner.spec.inputs,
+        runner.spec.state,
+        sequences,
+        state=runner.state,
+        tokens_per_page=runner.layout.tokens_per_page,
+        backends=runner.backends,
+        device=runner.device,
+        writes_state=False,
         num_columns={name: table.num_columns for name, table in runner.batch.tables.items()},
-    )  # fmt: skip
+    )

@@ -47,21 +47,10 @@ from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.decode_step import advances_on_device
-from compile_and_serve.runtime.runner.device import (
-    model_dtype,
-    num_cores,
-    resolve_kv_cache_dtype,
-    use_threads,
-    with_cache_dtype,
-)
+from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, use_threads, with_cache_dtype
 from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
-from compile_and_serve.runtime.runner.model_facts import (
-    flat_report,
-    max_model_len,
-    pooling_info,
-    prefix_caching_unsupported,
-)
+from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_len, pooling_info, prefix_caching_unsupported
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
@@ -108,10 +97,7 @@ class Worker:
         if rank.size > 1:
             assert rank.rendezvous is not None
             start = time.perf_counter()
-            join_groups(
-                rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device,
-                partitions=config.rank_groups,
-            )  # fmt: skip
+            join_groups(rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device, partitions=config.rank_groups)
             self._stage("join", start, f"{rank.size} ranks")
         tensor_rank, tensor_size = (rank_group().rank, rank_group().size) if rank.size > 1 else (0, 1)
 
@@ -120,9 +106,8 @@ class Worker:
         config = self._config = with_cache_dtype(config, model_config, device)
         self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
         spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
-            model_config, dtype=dtype, model_impl=config.model.model_impl,
-            requantize=config.compile.quantization is not None,
-        )  # fmt: skip
+            model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
+        )
         self._pools = spec.pooling is not None
         self._max_model_len = max_model_len(config, spec)
         drafter = build_drafter(config, spec, dtype)
@@ -147,9 +132,7 @@ class Worker:
                 on_stage=on_stage,
             )
         if len(model.state) > len(spec.state):  # passes added some
-            backends = self._backends = backends_of_model(
-                replace(spec, state=tuple(model.state)), config, device, dtype
-            )
+            backends = self._backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)
         spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
         # From here on the rank's part: its share of the heads.
         self._spec = replace(spec, state=tuple(group.of_rank(tensor_size) for group in spec.state))
@@ -158,23 +141,24 @@ class Worker:
         start = time.perf_counter()
         with memory_for("loading the weights", device, memory.LOADING):
             load_all = partial(
-                load_weights, model, spec, config.model.path, load_format=config.model.load_format, device=device,
-                dtype=dtype, seed=config.model.seed, rank=tensor_rank,
+                load_weights,
+                model,
+                spec,
+                config.model.path,
+                load_format=config.model.load_format,
+                device=device,
+                dtype=dtype,
+                seed=config.model.seed,
+                rank=tensor_rank,
                 fold_cache_scales=config.cache.dtype == "fp8" and not config.compile.max_loras,
-            )  # fmt: skip
+            )
             self._loaded = load_all()
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
         self._drafter = None
         if drafter is not None:
             with memory_for("loading the drafter", device, memory.LOADING):
                 self._drafter = compile_drafter(
-                    config,
-                    drafter,
-                    self._max_model_len,
-                    device=device,
-                    dtype=dtype,
-                    rank=tensor_rank,
-                    on_stage=on_stage,
+                    config, drafter, self._max_model_len, device=device, dtype=dtype, rank=tensor_rank, on_stage=on_stage
                 )
                 self._drafter.load()
         self._sleeping_weights = sleeping_weights(model, self._drafter, load_all)
@@ -210,9 +194,7 @@ class Worker:
                 if group.paged
             ],
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
-            drafts_run_ahead=self._graphs is not None
-            and self._graphs.drafts_run_ahead
-            and advances_on_device(spec.inputs),
+            drafts_run_ahead=self._graphs is not None and self._graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),
             adapter_targets=None if self._adapters is None else dict(self._adapters.targets),
             compile_report=flat_report(model.report) | facts | self._memory_facts() | self._drafter_facts(),
@@ -387,9 +369,14 @@ class Worker:
         assert isinstance(model, CompiledModel)
         sites = adapter_sites(model.plan.transforms)
         return DeviceAdapters(
-            sites, adapter_targets(sites, spec.weight_map, spec.parts), model.weights, options.max_lora_rank,
-            device=self.device, dtype=self._dtype, rank=rank,
-        )  # fmt: skip
+            sites,
+            adapter_targets(sites, spec.weight_map, spec.parts),
+            model.weights,
+            options.max_lora_rank,
+            device=self.device,
+            dtype=self._dtype,
+            rank=rank,
+        )
 
     def _plans(self) -> list[StepModel]:
         """The model with its plan for any step, then with its plan for steps without optional inputs, if it has one."""
@@ -400,7 +387,7 @@ class Worker:
         drafter_backends = None if self._drafter is None else self._drafter.backends
         return make_graph_runners(
             self._config, self._spec, self._plans(), self._backends, drafter_backends, self.device, logs=self.rank.index == 0
-        )  # fmt: skip
+        )
 
     def _choose_allreduce(self, spec: ModelSpec) -> str:
         """How all-reduces before a norm go on the ranks' GPUs, as a sentence."""
@@ -442,9 +429,7 @@ class Worker:
             drafter_graphs=None if graphs is None else graphs.drafter,
         )
         if graphs is not None:
-            graphs.bind(
-                runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step, runner.drafter_work
-            )
+            graphs.bind(runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step, runner.drafter_work)
         return runner
 
     def _num_blocks(self) -> int:
@@ -474,10 +459,7 @@ class Worker:
 
     def _memory_facts(self) -> dict[str, int | float | str]:
         plan = {} if self._memory_plan is None else asdict(self._memory_plan)
-        facts: dict[str, int | float | str] = {
-            "kv_cache_dtype": dtype_name(self._cache_dtype),
-            "loaded_bytes": self._loaded.num_bytes,
-        }
+        facts: dict[str, int | float | str] = {"kv_cache_dtype": dtype_name(self._cache_dtype), "loaded_bytes": self._loaded.num_bytes}
         return facts | {f"memory.{name}": n for name, n in plan.items()}
 
     def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compile_and_serve.runtime.sampling_params import (
-    MAX_BAD_TOKENS,
-    MAX_BAD_WORD_TOKENS,
-    SamplingParams,
-    SamplingParamsError,
-)
+from compile_and_serve.runtime.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORD_TOKENS, SamplingParams, SamplingParamsError
 
 _SHOWN = 20  # wrong ids that a message names
 
@@ -37,13 +32,11 @@ def verify_bad_words(lengths: Iterable[int]) -> None:
         total += length
         if length > MAX_BAD_WORD_TOKENS:
             raise SamplingParamsError(
-                "bad_words",
-                f"Each of bad_words may have {MAX_BAD_WORD_TOKENS} tokens, but one has at least {length}: shorten it.",
+                "bad_words", f"Each of bad_words may have {MAX_BAD_WORD_TOKENS} tokens, but one has at least {length}: shorten it."
             )
     if total > MAX_BAD_TOKENS:
         raise SamplingParamsError(
-            "bad_words",
-            f"bad_words may have {MAX_BAD_TOKENS} tokens together, but they have at least {total}: use fewer.",
+            "bad_words", f"bad_words may have {MAX_BAD_TOKENS} tokens together, but they have at least {total}: use fewer."
         )
 
 
@@ -65,6 +58,4 @@ def _verify(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     shown = ", ".join(str(token_id) for token_id in wrong[:_SHOWN])
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     ids = "token ids" if len(wrong) > 1 else "token id"
-    raise SamplingParamsError(
-        param, f"{param} has {ids} {shown:.500}{more}, but the model's ids are 0 to {vocab_size - 1}."
-    )
+    raise SamplingParamsError(param, f"{param} has {ids} {shown:.500}{more}, but the model's ids are 0 to {vocab_size - 1}.")

@@ -89,9 +89,7 @@ class LogitsProcessors:
         # int64, the last tokens of the output, newest last, padded with -1. H is the largest W of the current requests.
         self._history_SH: torch.Tensor | None = None
 
-    def add(
-        self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
-    ) -> None:
+    def add(self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray) -> None:
         """Add a request. prompt, output: int64 token ids; output is what was generated before a preemption."""
         self.remove(slot)
         bias = {int(token): value for token, value in (params.logit_bias or {}).items()}
@@ -198,11 +196,7 @@ class LogitsProcessors:
     def extend(self, tokens_of: dict[int, list[int]]) -> None:
         """Add tokens that the host knows, by slot, to penalty counts and histories."""
         options_of = {slot: self._options[slot] for slot in tokens_of if slot in self._options}
-        with_penalties = {
-            options.penalty_row: tokens_of[slot]
-            for slot, options in options_of.items()
-            if options.penalty_row is not None
-        }
+        with_penalties = {options.penalty_row: tokens_of[slot] for slot, options in options_of.items() if options.penalty_row is not None}
         if with_penalties:
             self._penalties.extend(with_penalties)
         slots = [slot for slot, options in options_of.items() if options.bad_words]
@@ -223,9 +217,7 @@ class LogitsProcessors:
         assert bad.num_before_A is not None
         return _shifted(history_AH, bad.before_AD, bad.num_before_A)
 
-    def _plan_bad_sequences(
-        self, with_words: list[tuple[int, int, dict[int, _BadWords]]], before: np.ndarray | None
-    ) -> _BadSequences:
+    def _plan_bad_sequences(self, with_words: list[tuple[int, int, dict[int, _BadWords]]], before: np.ndarray | None) -> _BadSequences:
         words = []
         row_of = {row: index for index, (row, _, _) in enumerate(with_words)}
         for width in sorted({width for _, _, by_width in with_words for width in by_width}):
@@ -235,9 +227,7 @@ class LogitsProcessors:
                 _BadWordsOfBatch(
                     prefixes_JW=self._upload(np.concatenate([found.prefixes_JW for _, _, found in with_width])),
                     history_rows_J=self._upload(np.repeat([row_of[row] for row, _, _ in with_width], counts)),
-                    last_ids_J=self._upload(
-                        np.concatenate([row * self.vocab_size + found.last_J for row, _, found in with_width])
-                    ),
+                    last_ids_J=self._upload(np.concatenate([row * self.vocab_size + found.last_J for row, _, found in with_width])),
                 )
             )
         rows_A = np.array([row for row, _, _ in with_words])
@@ -283,9 +273,7 @@ def _by_width(sequences: Sequence[Sequence[int]]) -> dict[int, _BadWords]:
         prefixes_JW = np.full((len(group), width), -1, dtype=np.int64)
         for j, word in enumerate(group):
             prefixes_JW[j, width - len(word) + 1 :] = word[:-1]
-        result[width] = _BadWords(
-            prefixes_JW=prefixes_JW, last_J=np.array([word[-1] for word in group], dtype=np.int64)
-        )
+        result[width] = _BadWords(prefixes_JW=prefixes_JW, last_J=np.array([word[-1] for word in group], dtype=np.int64))
     return result
 
 

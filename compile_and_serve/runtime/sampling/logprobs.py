@@ -27,9 +27,7 @@ class OtherLogprobs:
     def to_host(self) -> OtherLogprobs:
         """See `RowLogprobs.to_host`."""
         download = platform_of(self.ids_Lw.device).download
-        return OtherLogprobs(
-            ids_Lw=download(self.ids_Lw), logprobs_Lw=download(self.logprobs_Lw), ranks_Lw=download(self.ranks_Lw)
-        )
+        return OtherLogprobs(ids_Lw=download(self.ids_Lw), logprobs_Lw=download(self.logprobs_Lw), ranks_Lw=download(self.ranks_Lw))
 
     def rows(self) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
         """ids, log-probabilities and ranks of each row. The tensors must be on the host."""
@@ -80,12 +78,7 @@ class RowLogprobs:
 
 
 def row_logprobs(
-    logits_LV: torch.Tensor,
-    tokens_L: torch.Tensor,
-    count: int,
-    others_Lw: torch.Tensor | None = None,
-    *,
-    normalized: bool = True,
+    logits_LV: torch.Tensor, tokens_L: torch.Tensor, count: int, others_Lw: torch.Tensor | None = None, *, normalized: bool = True
 ) -> RowLogprobs:
     """log softmax at `tokens_L`, at the `count` likeliest tokens and at `others_Lw`. A rank is 1 + the number of likelier tokens.
 
@@ -127,9 +120,7 @@ def _chunk_logprobs(
         values_Lw = logits_LV.gather(1, others_Lw)
         ascending_LV = logits_LV.sort(dim=-1).values
         not_larger_Lw = torch.searchsorted(ascending_LV, values_Lw, right=True)
-        others = OtherLogprobs(
-            ids_Lw=others_Lw, logprobs_Lw=values_Lw - normalizer_L1, ranks_Lw=logits_LV.shape[1] - not_larger_Lw + 1
-        )
+        others = OtherLogprobs(ids_Lw=others_Lw, logprobs_Lw=values_Lw - normalizer_L1, ranks_Lw=logits_LV.shape[1] - not_larger_Lw + 1)
     return RowLogprobs(
         tokens_L=tokens_L,
         chosen_L=(chosen_L1 - normalizer_L1).squeeze(1),

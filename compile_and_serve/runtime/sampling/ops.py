@@ -94,10 +94,7 @@ def sample_rows(logits_SV: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tupl
 
 
 def sample_unsorted(
-    logits_RV: torch.Tensor,
-    inverse_temperature_R1: torch.Tensor,
-    log_min_p_R1: torch.Tensor | None,
-    uniform_R1: torch.Tensor,
+    logits_RV: torch.Tensor, inverse_temperature_R1: torch.Tensor, log_min_p_R1: torch.Tensor | None, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """token ~ softmax(logits / temperature) over the tokens with at least min_p times the largest probability.
 
@@ -119,9 +116,7 @@ def sample_unsorted(
     threshold_R1 = uniform_R1 * cumulative_RB[:, -1:] * _BELOW_ONE
     block_R1 = (cumulative_RB <= threshold_R1).sum(dim=-1, keepdim=True)
     before_R1 = cumulative_RB.gather(1, block_R1) - sums_RB.gather(1, block_R1)
-    inside_Rv = (
-        weights_RBv.gather(1, block_R1[:, :, None].expand(-1, 1, VOCAB_BLOCK)).squeeze(1).double().cumsum(dim=-1)
-    )
+    inside_Rv = weights_RBv.gather(1, block_R1[:, :, None].expand(-1, 1, VOCAB_BLOCK)).squeeze(1).double().cumsum(dim=-1)
     rest_R1 = torch.minimum(threshold_R1 - before_R1, inside_Rv[:, -1:] * _BELOW_ONE)
     offset_R = (inside_Rv <= rest_R1).sum(dim=-1)
     tokens_R = (block_R1.squeeze(1) * VOCAB_BLOCK + offset_R).clamp_(max=vocab_size - 1)

@@ -73,9 +73,8 @@ class PenaltyState:
         self._free_rows.append(row)
 
     def plan(
-        self, rows: list[int], state_rows: list[int], penalties: list[tuple[float, float, float]],
-        before: np.ndarray | None = None,
-    ) -> PenaltyPlan:  # fmt: skip
+        self, rows: list[int], state_rows: list[int], penalties: list[tuple[float, float, float]], before: np.ndarray | None = None
+    ) -> PenaltyPlan:
         """Prepare a batch. Its row rows[i] is the request of state_rows[i] with the (repetition, presence, frequency) penalties[i].
         before: int64, the draft tokens before each row of the batch, padded with -1.
         """

@@ -93,9 +93,7 @@ class Sampler:
     Call `add` and `remove` for each request, `plan` for each batch composition, and `inputs` and `sample` in each step.
     """
 
-    def __init__(
-        self, *, vocab_size: int, num_slots: int, device: torch.device, logprobs_mode: LogprobsMode = "raw_logprobs"
-    ) -> None:
+    def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self._logprobs_are_processed = logprobs_mode.startswith("processed")
         self._logprobs_are_normalized = logprobs_mode.endswith("logprobs")
         self.vocab_size = vocab_size
@@ -107,9 +105,7 @@ class Sampler:
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._keys = np.zeros(num_slots, dtype=np.uint64)
 
-    def add(
-        self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
-    ) -> None:
+    def add(self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray) -> None:
         """Add a request. prompt, output: int64 token ids; output is what was generated before a preemption.
 
         stop_ids: ids that min_tokens masks. A request that is not greedy must have a seed; the engine core provides it.
@@ -138,9 +134,7 @@ class Sampler:
             self.num_outputs[slot] = count
         self._processors.extend(tokens_of)
 
-    def plan(
-        self, slots: Sequence[int], offsets: Sequence[int] | None = None, before: np.ndarray | None = None
-    ) -> SamplingPlan:
+    def plan(self, slots: Sequence[int], offsets: Sequence[int] | None = None, before: np.ndarray | None = None) -> SamplingPlan:
         """Prepare a batch whose row i is the request of slots[i]. offsets: how many rows of the same slot come before each row; None: 0.
         before: int64 [S, D], the draft tokens that these rows check, padded with -1 at the end. The step's tokens
         then count as sampled only after `take`.
@@ -194,18 +188,10 @@ class Sampler:
         "temperatures" without random rows.
         """
         if self._has_triton:
-            return (
-                {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S] + plan.offsets_S}
-                if plan.num_random
-                else plan.gpu
-            )
+            return {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S] + plan.offsets_S} if plan.num_random else plan.gpu
         if not plan.num_random:
             return {}
-        return {
-            "uniforms": uniforms(
-                self._keys[plan.random_slots], self.num_outputs[plan.random_slots] + plan.random_offsets
-            )
-        }
+        return {"uniforms": uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots] + plan.random_offsets)}
 
     def sample(
         self,
@@ -249,14 +235,11 @@ class Sampler:
                 params = [self._params_of(slot) for slot in plan.slots_S[plan.logprob_rows].tolist()]
                 source_LV = processed_logits(source_LV.float(), params)
             logprobs = row_logprobs(
-                source_LV, tokens_S[rows_L], max(plan.logprob_counts), plan.logprob_others_Lw,
-                normalized=self._logprobs_are_normalized,
-            )  # fmt: skip
+                source_LV, tokens_S[rows_L], max(plan.logprob_counts), plan.logprob_others_Lw, normalized=self._logprobs_are_normalized
+            )
         return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=logprobs)
 
-    def _choose(
-        self, logits_SV: torch.Tensor, plan: SamplingPlan, inputs: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits_SV: torch.Tensor, plan: SamplingPlan, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if plan.all_greedy:
             return argmax_rows(logits_SV)
         num_rows = logits_SV.shape[0]
@@ -278,9 +261,7 @@ class Sampler:
             best_S.index_copy_(0, group.rows_R, best_R)
         return tokens_S, best_S
 
-    def _group(
-        self, rows: list[int], params: list[SamplingParams], begin: int, top_k: int, has_top_p: bool, num_rows: int
-    ) -> _RandomGroup:
+    def _group(self, rows: list[int], params: list[SamplingParams], begin: int, top_k: int, has_top_p: bool, num_rows: int) -> _RandomGroup:
         min_p = np.array([p.min_p for p in params], dtype=np.float32)
         with np.errstate(divide="ignore"):
             log_min_p = np.log(min_p)
@@ -326,9 +307,7 @@ def _padded(lists: Sequence[Sequence[int]]) -> np.ndarray:
     return padded
 
 
-def _sample_group(
-    logits_RV: torch.Tensor, group: _RandomGroup, uniforms_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_group(logits_RV: torch.Tensor, group: _RandomGroup, uniforms_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     uniform_R1 = uniforms_R[group.uniform_begin : group.uniform_end, None]
     inverse_temperature_R1, log_min_p_R1 = group.inverse_temperature_R1, group.log_min_p_R1
     if group.top_k:

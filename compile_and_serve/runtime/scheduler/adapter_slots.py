@@ -47,16 +47,13 @@ class AdapterSlots:
 
     def _victim(self) -> int | None:
         """The adapter that loses its slot next."""
-        return next(
-            (other for other in self._slots if other not in self._num_running and other not in self._pinned), None
-        )
+        return next((other for other in self._slots if other not in self._num_running and other not in self._pinned), None)
 
     def pin(self, adapter: int) -> None:
         """Let the adapter keep its slot once it has one. Raises `ValueError` where only one slot is left for the others."""
         if adapter not in self._pinned and len(self._pinned) + 1 >= self._num_slots:
             raise ValueError(
-                f"{len(self._pinned)} adapters are pinned, and one of the {self._num_slots} slots stays free for others: raise "
-                "--max-loras."
+                f"{len(self._pinned)} adapters are pinned, and one of the {self._num_slots} slots stays free for others: raise --max-loras."
             )
         self._pinned.add(adapter)
 

@@ -35,9 +35,7 @@ ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached o
 class Admission:
     """Holds the waiting requests and starts them. waiting: a heap by `Request.key`."""
 
-    def __init__(
-        self, manager: KVCacheManager, adapter_slots: AdapterSlots, *, max_num_seqs: int, admit_in_groups: bool
-    ) -> None:
+    def __init__(self, manager: KVCacheManager, adapter_slots: AdapterSlots, *, max_num_seqs: int, admit_in_groups: bool) -> None:
         self.waiting: list[tuple[tuple[float, ...], Request]] = []
         self.free_slots = FreeSlots(max_num_seqs, admit_in_groups=admit_in_groups)
         self._manager = manager
@@ -64,12 +62,7 @@ class Admission:
         return first is not None and not self._is_blocked(first[1], self._manager.num_spare - num_running)
 
     def admit(
-        self,
-        running: list[Request],
-        budget: int,
-        step: StepInFlight,
-        scheduled: dict[str, int],
-        new_requests: list[NewRequestData],
+        self, running: list[Request], budget: int, step: StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
     ) -> int:
         """Start waiting requests, in order, until the first that does not fit. Returns the budget that is left.
 

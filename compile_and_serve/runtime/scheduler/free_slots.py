@@ -28,9 +28,7 @@ class FreeSlots:
         self._admit_in_groups = admit_in_groups
         self._steps_held = 0
 
-    def are_held_back(
-        self, num_free: int, waiting: Sequence[tuple[tuple[float, ...], Request]], budget: int, *, has_prompts: bool
-    ) -> bool:
+    def are_held_back(self, num_free: int, waiting: Sequence[tuple[tuple[float, ...], Request]], budget: int, *, has_prompts: bool) -> bool:
         """Whether a step leaves its free slots empty.
 
         waiting: heap of requests. budget: tokens left in the step. has_prompts: whether it does not only decode.

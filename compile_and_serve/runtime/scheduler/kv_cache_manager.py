@@ -87,9 +87,7 @@ class KVCacheManager:
     `hash_budget`: prompt tokens that `find_prefix` may hash before the scheduler sets it again.
     """
 
-    def __init__(
-        self, num_blocks: int, groups: Sequence[PagedGroup], *, max_step_tokens: int, enable_prefix_caching: bool
-    ) -> None:
+    def __init__(self, num_blocks: int, groups: Sequence[PagedGroup], *, max_step_tokens: int, enable_prefix_caching: bool) -> None:
         sizes = [group.block_size for group in groups]
         if not sizes or min(sizes) < 1:
             raise ValueError(f"Every group of layers needs a block_size of at least 1, got {sizes}.")
@@ -371,8 +369,7 @@ class KVCacheManager:
     def _set_next_cache_len(self, request: Request) -> None:
         if self.enable_prefix_caching:
             request.next_cache_len = min(
-                (num_cached + 1) * group.block_size
-                for group, num_cached in zip(self._groups, request.num_cached_blocks, strict=True)
+                (num_cached + 1) * group.block_size for group, num_cached in zip(self._groups, request.num_cached_blocks, strict=True)
             )
         else:
             request.next_cache_len = sys.maxsize

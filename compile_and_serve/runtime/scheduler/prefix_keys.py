@@ -26,12 +26,7 @@ def root_key(cache_salt: str | None, prefix_key: str | None = None, step_data: S
 
 
 def extend_keys(
-    keys: list[bytes],
-    root: bytes,
-    token_ids: Sequence[int],
-    block_size: int,
-    num_blocks: int,
-    contents: Sequence[ContentKey] = (),
+    keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int, contents: Sequence[ContentKey] = ()
 ) -> None:
     """Append to `keys`, the chain of a sequence's leading full blocks, until it has `num_blocks` keys.
 

@@ -69,9 +69,7 @@ class Request:
         "wants_prompt_logprobs",
     )  # fmt: skip
 
-    def __init__(
-        self, request: EngineRequest, prompt: Prompt, *, key: tuple[float, ...], max_len: int, now: float
-    ) -> None:
+    def __init__(self, request: EngineRequest, prompt: Prompt, *, key: tuple[float, ...], max_len: int, now: float) -> None:
         """key: place in the queues, smaller first, unique. max_len: limit of prompt and output together, in tokens."""
         params = request.sampling_params
         self.request_id = request.request_id

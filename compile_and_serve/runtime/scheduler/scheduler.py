@@ -94,18 +94,17 @@ class Scheduler:
         self.num_draft_tokens = num_draft_tokens
         self.groups = list(groups or [PagedGroup(block_size=cache.block_size)])
         self.manager = KVCacheManager(
-            num_blocks,
-            self.groups,
-            max_step_tokens=config.token_budget,
-            enable_prefix_caching=cache.enable_prefix_caching,
+            num_blocks, self.groups, max_step_tokens=config.token_budget, enable_prefix_caching=cache.enable_prefix_caching
         )
         self.max_model_len = max_model_len
         self.max_len = self.manager.max_tokens(max_model_len)
         if self.max_len < max_model_len:
             logger.warning(
                 "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end at %d tokens.",
-                self.max_len, max_model_len, self.max_len,
-            )  # fmt: skip
+                self.max_len,
+                max_model_len,
+                self.max_len,
+            )
         self.max_num_seqs = min(config.max_num_seqs, config.token_budget // (1 + num_draft_tokens))
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
@@ -117,19 +116,11 @@ class Scheduler:
         self.adapter_slots = AdapterSlots(num_adapter_slots)
         self._adapter_users: Counter[int] = Counter()  # adapter → unfinished requests
         self._admission = Admission(
-            self.manager,
-            self.adapter_slots,
-            max_num_seqs=self.max_num_seqs,
-            admit_in_groups=bool(config.admit_in_groups),
+            self.manager, self.adapter_slots, max_num_seqs=self.max_num_seqs, admit_in_groups=bool(config.admit_in_groups)
         )
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
 
-    def add_request(
-        self,
-        request: EngineRequest,
-        grammar: Future[Any] | None = None,
-        adapter_load: Future[Any] | None = None,
-    ) -> None:
+    def add_request(self, request: EngineRequest, grammar: Future[Any] | None = None, adapter_load: Future[Any] | None = None) -> None:
         """Queue all sequences of a request. They do not run, and delay nobody, until `grammar` and `adapter_load` are done.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
@@ -189,9 +180,7 @@ class Scheduler:
 
     def fail_all(self, reason: str) -> list[RequestOutput]:
         """End every request with the error `reason` (a sentence). Steps in flight are forgotten: do not update them."""
-        outputs = [
-            RequestOutput(request_id=request_id, finish_reason="error", error=reason) for request_id in self._requests
-        ]
+        outputs = [RequestOutput(request_id=request_id, finish_reason="error", error=reason) for request_id in self._requests]
         for request in list(self._requests.values()):
             self._finish(request, "error")
         self._drop_finished()
@@ -316,9 +305,7 @@ class Scheduler:
             is_ahead=step.is_ahead,
         )
 
-    def update(
-        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float = 0.0
-    ) -> list[RequestOutput]:
+    def update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float = 0.0) -> list[RequestOutput]:
         """Take the results of the oldest step in flight. → what is new for each of its requests
 
         seconds: the step's duration; 0.0 if unknown.
@@ -452,9 +439,7 @@ class Scheduler:
                 self._finish(request, "error")
                 error = errors[request.request_id]
                 kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
-                outputs.append(
-                    RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind)
-                )
+                outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind))
 
     def _uncache_failed(self, chunk: Chunk, step: StepInFlight) -> None:
         """Forget the content that a failed prefill computed, and preempt the requests that share it. What this step and the steps

@@ -32,8 +32,7 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
 
 NOTHING_LEFT = (
-    "No token can follow: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs "
-    "together exclude every one."
+    "No token can follow: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together exclude every one."
 )
 
 

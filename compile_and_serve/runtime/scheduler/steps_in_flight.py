@@ -40,9 +40,7 @@ class StepInFlight:
         """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""
         return self.prompt_rows_left > 0 or not request.wants_prompt_logprobs
 
-    def add_chunk(
-        self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager
-    ) -> list[list[int]] | None:
+    def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
         start = request.num_computed_tokens
         num_tokens = min(request.prefill_end - start, budget)
@@ -61,8 +59,7 @@ class StepInFlight:
     def samples_for(self, request: Request) -> bool:
         """Whether the step samples for what the request runs now."""
         return request in self.decodes or any(
-            chunk.request is request and chunk.samples and chunk.num_preemptions == request.num_preemptions
-            for chunk in self.chunks
+            chunk.request is request and chunk.samples and chunk.num_preemptions == request.num_preemptions for chunk in self.chunks
         )
 
     def drop(self, request: Request) -> None:

@@ -23,7 +23,7 @@ def chances_of(step: int, num_rows: int) -> np.ndarray:
 
 def accepted_tokens(
     tokens_L: np.ndarray, counts: Sequence[int], drafts: Sequence[np.ndarray], chances_L: np.ndarray | None = None, rate: float = 0.0
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Sequence → the tokens that it gains: its accepted drafts, and one token more.
 
     tokens_L: int64 [L], sampled at the rows. counts: rows of each sequence, at least one. drafts: for each sequence, the token that each of

@@ -13,9 +13,15 @@ Method = Literal[HostMethod, DeviceMethod]
 METHODS: tuple[str, ...] = (*get_args(HostMethod), *get_args(DeviceMethod))
 MAX_DRAFT_TOKENS = 64
 _DEFAULT_DRAFT_TOKENS: Mapping[str, int] = {
-    "ngram": 5, "suffix": 24, "draft_model": 4, "eagle": 3, "eagle3": 3, "mtp": 1, "medusa": 3,
+    "ngram": 5,
+    "suffix": 24,
+    "draft_model": 4,
+    "eagle": 3,
+    "eagle3": 3,
+    "mtp": 1,
+    "medusa": 3,
     "dflash": 7,
-}  # fmt: skip
+}
 _NEEDS_MODEL: frozenset[str] = frozenset({"draft_model", "eagle", "eagle3", "medusa", "dflash"})
 _DEFAULT_NGRAM = (3, 5)
 

@@ -173,8 +173,7 @@ class Payoff:
         if not known or known[0][0] > 0:
             return {}  # measure a step without drafts
         chances = sorted(
-            ((rate ** (j + 1), name) for name, (count, rate) in drafted.items() for j in range(count)),
-            key=lambda entry: -entry[0],
+            ((rate ** (j + 1), name) for name, (count, rate) in drafted.items() for j in range(count)), key=lambda entry: -entry[0]
         )[:max_tokens]
         best = len(chances)
         if self._stats_of(num_seqs).is_known(best):

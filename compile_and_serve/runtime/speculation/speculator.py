@@ -74,9 +74,7 @@ class Speculator:
                 self._of(name).forget()
         return {name: drafts[name][:count] for name, count in lengths.items()}
 
-    def observe(
-        self, drafts: Mapping[str, Sequence[int]], accepted: Mapping[str, int], missing: Mapping[str, int]
-    ) -> None:
+    def observe(self, drafts: Mapping[str, Sequence[int]], accepted: Mapping[str, int], missing: Mapping[str, int]) -> None:
         """What became of a step's drafts. accepted: sequence → draft tokens that were accepted. missing: sequence → tokens that the runner
         had no guess for; they count as wrong when the next drafts are chosen.
         """
@@ -116,5 +114,8 @@ class Speculator:
         self._logged = now, self.num_drafts, self.num_draft_tokens, self.num_accepted
         logger.info(
             "Speculative decoding: mean accepted length %.2f (%d of %d draft tokens, in %d drafts).",
-            1 + accepted / drafts, accepted, tokens, drafts,
-        )  # fmt: skip
+            1 + accepted / drafts,
+            accepted,
+            tokens,
+            drafts,
+        )

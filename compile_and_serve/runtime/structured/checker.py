@@ -105,13 +105,9 @@ class GrammarChecker:
 
 def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> bytes:
     # The grammar does not depend on these.
-    params = msgspec.structs.replace(
-        params, begins_after=[], thinking_token_budget=None, thinking_starts=[], may_end_before=False
-    )
+    params = msgspec.structs.replace(params, begins_after=[], thinking_token_budget=None, thinking_starts=[], may_end_before=False)
     try:
-        request = msgspec.msgpack.encode(
-            CheckRequest(params, dict(special) if params.structural_tag is not None else {})
-        )
+        request = msgspec.msgpack.encode(CheckRequest(params, dict(special) if params.structural_tag is not None else {}))
     except RecursionError:
         raise GrammarError("It is nested too deeply") from None
     except (TypeError, ValueError, OverflowError) as error:

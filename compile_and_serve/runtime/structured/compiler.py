@@ -115,9 +115,7 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 vocabulary = self._load()
                 self._tokenizer = llguidance.LLTokenizer(
-                    vocabulary.to_json(),
-                    n_vocab=max(self._vocab_size, vocabulary.vocab_size),
-                    eos_token=vocabulary.eos_token_ids,
+                    vocabulary.to_json(), n_vocab=max(self._vocab_size, vocabulary.vocab_size), eos_token=vocabulary.eos_token_ids
                 )
             if rules and self._texts is None:
                 self._texts = TokenTexts.of(self._tokenizer)

@@ -122,11 +122,7 @@ class _Finder:
         most, least = part.get("maxItems"), part.get("minItems", 0)
         if not isinstance(least, int) or least > len(values) or not isinstance(most, int | None):
             return None
-        return {
-            **result,
-            "items": {"enum": values},
-            "maxItems": len(values) if most is None else min(most, len(values)),
-        }, values
+        return {**result, "items": {"enum": values}, "maxItems": len(values) if most is None else min(most, len(values))}, values
 
     def _may_rule(self, place: str, values: list[str] | None, found: dict[int, list[str] | None]) -> bool:
         """Whether all arrays that may stand at a place can follow the rule."""

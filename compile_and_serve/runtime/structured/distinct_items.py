@@ -53,9 +53,7 @@ class DistinctGrammar:
 
     @classmethod
     def create(cls, rules: Rules, texts: TokenTexts) -> DistinctGrammar:
-        return cls(
-            {k: None if values is None else frozenset(v.encode() for v in values) for k, values in rules.items()}, texts
-        )
+        return cls({k: None if values is None else frozenset(v.encode() for v in values) for k, values in rules.items()}, texts)
 
 
 class _Frame(NamedTuple):
@@ -95,9 +93,7 @@ class DistinctItems:
             banned = self._repeating(_allowed(mask_W, texts.whole))
         elif frame.values is not None:
             allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little")).tolist()
-            if (
-                len(allowed) > len(texts.texts) // 2
-            ):  # any string may be here, so it is not one of the values and can go on
+            if len(allowed) > len(texts.texts) // 2:  # any string may be here, so it is not one of the values and can go on
                 allowed = _allowed(mask_W, texts.quoted)
             banned = self._repeating(allowed)
         else:
@@ -112,11 +108,7 @@ class DistinctItems:
 
     def _repeating(self, tokens: Iterable[int]) -> list[int]:
         texts = self.grammar.texts.texts
-        return [
-            token
-            for token in tokens
-            if len(texts[token]) > _MAX_BYTES or (texts[token] and not self.copy()._read(texts[token]))
-        ]
+        return [token for token in tokens if len(texts[token]) > _MAX_BYTES or (texts[token] and not self.copy()._read(texts[token]))]
 
     def _read(self, text: bytes) -> bool:
         """Follow a piece of the output. False if it repeats an item, or can only go on to do so."""

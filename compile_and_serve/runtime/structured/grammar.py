@@ -78,11 +78,7 @@ def check_kind(params: StructuredOutputsParams) -> str:
 
 def forms_of(params: StructuredOutputsParams) -> list[str]:
     """The names of the forms that are set."""
-    return [
-        name
-        for name in KINDS
-        if getattr(params, name) not in (None, False) or (name == "json" and params.json is False)
-    ]
+    return [name for name in KINDS if getattr(params, name) not in (None, False) or (name == "json" and params.json is False)]
 
 
 def split(grammar: str) -> tuple[str, Rules]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-GRAMMAR_FAILED = (
-    "The structured output's grammar could not be followed"  # begins the error of a request whose masks fail
-)
+GRAMMAR_FAILED = "The structured output's grammar could not be followed"  # begins the error of a request whose masks fail
 
 
 class GrammarError(ValueError):

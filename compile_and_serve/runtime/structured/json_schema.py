@@ -16,9 +16,18 @@ MAX_PROPERTIES = 1000  # of one object: the time to compile grows faster than th
 MAX_DEPTH = 64  # the library's JSON reader gives up at 128 levels, of which a property takes two
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _ONE = (
-    "additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames", "additionalItems",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
+    "additionalProperties",
+    "items",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "additionalItems",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DIALECTS = re.compile(r"https?://json-schema\.org/(?:(draft-0[4-7])|(draft/20(?:19-09|20-12)))/schema#?")
@@ -56,11 +65,7 @@ def rewrite(schema: Any, path: str = "$") -> Any:
         dialect = schema["$schema"]
         schema = {name: value for name, value in schema.items() if name != "$schema"}
         if found := _DIALECTS.fullmatch(dialect):
-            schema["$schema"] = (
-                f"http://json-schema.org/{found[1]}/schema#"
-                if found[1]
-                else f"https://json-schema.org/{found[2]}/schema"
-            )
+            schema["$schema"] = f"http://json-schema.org/{found[1]}/schema#" if found[1] else f"https://json-schema.org/{found[2]}/schema"
     return _Rewriter(schema).rewrite(schema, path, 0)
 
 
@@ -78,9 +83,7 @@ class _Rewriter:
             raise GrammarError(f"The schema is nested more than {MAX_DEPTH} levels deep", path[:200])
         if isinstance(schema.get("properties"), dict) and len(schema["properties"]) > MAX_PROPERTIES:
             count = len(schema["properties"])
-            raise GrammarError(
-                f"An object may have at most {MAX_PROPERTIES} properties, this one has {count}", f"{path}.properties"
-            )
+            raise GrammarError(f"An object may have at most {MAX_PROPERTIES} properties, this one has {count}", f"{path}.properties")
         if schema.get("not") in ({}, True) and "not" in schema:
             return False
         result = dict(schema)
@@ -109,16 +112,12 @@ class _Rewriter:
             result["allOf"] = [*result.get("allOf", []), *added]
         return result
 
-    def _rewrite_not(
-        self, schema: dict[str, Any], result: dict[str, Any], added: list[Any], path: str, depth: int
-    ) -> None:
+    def _rewrite_not(self, schema: dict[str, Any], result: dict[str, Any], added: list[Any], path: str, depth: int) -> None:
         if "not" in schema and (found := negated(schema["not"])) is not None:
             del result["not"]
             added.append(self.rewrite(found, f"{path}.not", depth + 1))
 
-    def _rewrite_if(
-        self, schema: dict[str, Any], result: dict[str, Any], added: list[Any], path: str, depth: int
-    ) -> None:
+    def _rewrite_if(self, schema: dict[str, Any], result: dict[str, Any], added: list[Any], path: str, depth: int) -> None:
         given = {name: result.get(name, True) for name in ("if", "then", "else")}
         if "if" not in schema or not all(isinstance(part, dict | bool) for part in given.values()):
             return
@@ -145,8 +144,7 @@ class _Rewriter:
         alternatives: list[Any]
         if len(names) > 1 and all(name is not None for name in names) and len(set(names)) == len(names):
             alternatives = [
-                {"type": "object", "required": [name], "properties": {other: False for other in names if other != name}}
-                for name in names
+                {"type": "object", "required": [name], "properties": {other: False for other in names if other != name}} for name in names
             ]
         else:
             more = [{} for _ in branches] if _are_distinct_constants(branches) else self._exclusive(branches)
@@ -333,9 +331,7 @@ def _are_distinct_constants(branches: Any) -> bool:
     for branch in branches:
         if not isinstance(branch, dict):
             return False
-        values = (
-            branch["enum"] if isinstance(branch.get("enum"), list) else [branch["const"]] if "const" in branch else []
-        )
+        values = branch["enum"] if isinstance(branch.get("enum"), list) else [branch["const"]] if "const" in branch else []
         # 1 and 1.0 are equal in JSON Schema, so that numbers are compared as floats.
         names = {json.dumps(float(v) if type(v) in (int, float) else v, sort_keys=True) for v in values if _is_small(v)}
         if not names or len(names) < len(values) or seen & names:

@@ -34,9 +34,7 @@ class Preamble:
     anywhere: other tokens may come before starts. budget: tokens of the text after which the first marker is forced.
     """
 
-    def __init__(
-        self, markers: Sequence[Sequence[int]], starts: Sequence[int], budget: int | None, *, anywhere: bool = False
-    ) -> None:
+    def __init__(self, markers: Sequence[Sequence[int]], starts: Sequence[int], budget: int | None, *, anywhere: bool = False) -> None:
         self._anywhere = anywhere
         self._markers = [list(marker) for marker in markers]
         self._starts = list(starts)
@@ -174,9 +172,7 @@ class GrammarSequence:
         elif undecided and not self._is_free:
             self._starting = self.matcher.deep_copy() if not self._pending else self._starting
             self._pending.append(token)
-            if self._starting is not None and not (
-                self._starting.validate_tokens([token]) == 1 and self._starting.consume_token(token)
-            ):
+            if self._starting is not None and not (self._starting.validate_tokens([token]) == 1 and self._starting.consume_token(token)):
                 self._starting = None
         if preamble.is_over:
             self.preamble = None

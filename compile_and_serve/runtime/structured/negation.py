@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ANNOTATIONS = frozenset(
-    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-)
+ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_CHARS = 4000  # of the strings that a pattern excludes
 _MAX_LENGTH = 60  # of one of them: each character nests the pattern four levels deeper, of which the library takes 250
@@ -78,10 +76,7 @@ def _none_of(values: list[Any]) -> list[Any]:
     if texts:
         found.append({"type": "string", "pattern": f"^{_other_texts(texts)}$"})
     if numbers:
-        found += [
-            {"type": "number", "exclusiveMinimum": max(numbers)},
-            {"type": "number", "exclusiveMaximum": min(numbers)},
-        ]
+        found += [{"type": "number", "exclusiveMinimum": max(numbers)}, {"type": "number", "exclusiveMaximum": min(numbers)}]
     booleans = [value for value in (True, False) if not any(given is value for given in values)]
     if "boolean" in excluded and booleans:
         found.append({"enum": booleans})

@@ -49,9 +49,7 @@ class Disjointness:
         narrow = [{"allOf": [schema, more]} if more else schema for schema, more in zip(schemas, added, strict=True)]
         self._temporary.append(narrow)
         proven = all(
-            self.disjoint(narrow[k], schemas[other])
-            for i, j in combinations(range(len(schemas)), 2)
-            for k, other in ((i, j), (j, i))
+            self.disjoint(narrow[k], schemas[other]) for i, j in combinations(range(len(schemas)), 2) for k, other in ((i, j), (j, i))
         )
         return added if proven else None
 
@@ -93,9 +91,7 @@ class Disjointness:
             return False
         # `items` says nothing about the first item beside `prefixItems`.
         items = [part["items"] for part in parts if "prefixItems" not in part and isinstance(part.get("items"), dict)]
-        others = [
-            part["items"] for part in other_parts if "prefixItems" not in part and isinstance(part.get("items"), dict)
-        ]
+        others = [part["items"] for part in other_parts if "prefixItems" not in part and isinstance(part.get("items"), dict)]
         return any(self.disjoint(item, against, depth + 1) for item in items for against in others)
 
     def _has_discriminator(self, one: Any, other: Any, depth: int) -> bool:
@@ -147,9 +143,7 @@ class Disjointness:
             if self._steps > _MAX_STEPS:
                 return _TYPES
             given = part.get("type")
-            names = [
-                "number" if name == "integer" else name for name in (given if isinstance(given, list) else [given])
-            ]
+            names = ["number" if name == "integer" else name for name in (given if isinstance(given, list) else [given])]
             if all(isinstance(name, str) and name in _TYPES for name in names):
                 found &= set(names)
             if (values := _listed(part)) is not None:

@@ -96,21 +96,10 @@ class StructuralTag:
             element, here = elements[index], f"{path}[{index}]"
             index += 1
             behind = end if index == len(elements) else ""
-            if (
-                isinstance(element, dict)
-                and element.get("type") in ("any_text", "triggered_tags")
-                and index < len(elements)
-            ):
+            if isinstance(element, dict) and element.get("type") in ("any_text", "triggered_tags") and index < len(elements):
                 following = elements[index]
-                if (
-                    not isinstance(following, dict)
-                    or following.get("type") != "const_string"
-                    or not following.get("value")
-                ):
-                    raise GrammarError(
-                        f"{element['type']} must be the last element or be followed by a const_string that ends it",
-                        here,
-                    )
+                if not isinstance(following, dict) or following.get("type") != "const_string" or not following.get("value"):
+                    raise GrammarError(f"{element['type']} must be the last element or be followed by a const_string that ends it", here)
                 index += 1
                 behind = _text(following, "value", f"{path}[{index - 1}]") + (end if index == len(elements) else "")
             parts.append(self._format(element, here, behind, depth + 1))
@@ -171,9 +160,7 @@ class StructuralTag:
         tags = _list(value, "tags", path)
         if not tags:
             raise GrammarError("tags must not be empty", f"{path}.tags")
-        tag = self._rule(
-            "tag", " | ".join(self._tag(one, f"{path}.tags[{i}]", depth + 1, "") for i, one in enumerate(tags))
-        )
+        tag = self._rule("tag", " | ".join(self._tag(one, f"{path}.tags[{i}]", depth + 1, "") for i, one in enumerate(tags)))
         many = tag
         if not value.get("stop_after_first"):
             many = f"{tag} ({self._join(self._literal(_text(value, 'separator', path), path), tag)})*"

@@ -82,20 +82,14 @@ def _strftime_now(format: str) -> str:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
     # Jinja's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
@@ -108,12 +102,7 @@ def _compile(source: str) -> _Compiled:
         tree = environment.parse(source)
         constants = (node.value for node in tree.find_all(jinja2.nodes.Const))
         strings = frozenset(value for value in constants if isinstance(value, str))
-        return _Compiled(
-            environment.from_string(source),
-            _iterates_content(tree),
-            _CONTENT_IS_NONE.search(source) is not None,
-            strings,
-        )
+        return _Compiled(environment.from_string(source), _iterates_content(tree), _CONTENT_IS_NONE.search(source) is not None, strings)
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"The chat template is not valid Jinja: {error}") from error
 
@@ -163,9 +152,7 @@ def render_chat(
     further = dict(template_kwargs or {})
     taken = _RESERVED.intersection(further)
     if taken:
-        raise ChatTemplateError(
-            f"chat_template_kwargs must not set {', '.join(sorted(taken))}, which the conversation defines."
-        )
+        raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}, which the conversation defines.")
     source = template if template is not None else _choose(tokenizer, has_tools=bool(tools))
     compiled = _compile(source)
     conversation = [_normalize(message, index, compiled) for index, message in enumerate(messages)]
@@ -187,9 +174,7 @@ def render_chat(
         raise ChatTemplateError(f"The chat template refused the messages: {error!s:.200}") from error
     except Exception as error:  # a template is a foreign program and may raise anything
         logger.debug("chat template failed", exc_info=True)
-        raise ChatTemplateError(
-            f"The chat template failed on these messages ({type(error).__name__}: {error!s:.200})."
-        ) from error
+        raise ChatTemplateError(f"The chat template failed on these messages ({type(error).__name__}: {error!s:.200}).") from error
     return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -197,9 +182,7 @@ def _choose(tokenizer: HasTemplates, *, has_tools: bool) -> str:
     templates = tokenizer.chat_templates
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
     if name not in templates:
-        raise ChatTemplateError(
-            "The model has no chat template: use the completions endpoint, or start the server with a chat template."
-        )
+        raise ChatTemplateError("The model has no chat template: use the completions endpoint, or start the server with a chat template.")
     return templates[name]
 
 
@@ -220,9 +203,7 @@ def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> d
         result["content"] = None if calls and compiled.knows_none else ""
     elif isinstance(content, list):
         texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        result["content"] = (
-            [{"type": "text", "text": text} for text in texts] if compiled.iterates_parts else "\n".join(texts)
-        )
+        result["content"] = [{"type": "text", "text": text} for text in texts] if compiled.iterates_parts else "\n".join(texts)
     elif not isinstance(content, str):
         raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
     if not isinstance(calls, list):
@@ -286,9 +267,7 @@ def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
 def _cut_at_mark(text: str) -> str:
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
-        raise ChatTemplateError(
-            "continue_final_message is set, but the chat template does not render the final message."
-        )
+        raise ChatTemplateError("continue_final_message is set, but the chat template does not render the final message.")
     whole = text.startswith(_CONTINUE_MARK, at)
     # If the mark's space is gone, the template trims messages, and would have trimmed this one without the mark too.
     return text[:at] if whole else text[:at].rstrip()

@@ -29,9 +29,7 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
-) -> Detokenizer:
+def make_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
     """A detokenizer for the tokens that follow `prompt_token_ids`."""
     if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -109,20 +107,9 @@ class TextStream:
     include_stop: show the stop string too. stopped_by: the stop string that ended the text, else None.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_held",
-        "_include_stop",
-        "_min_tokens",
-        "_num_tokens",
-        "_starts",
-        "_stop",
-        "stopped_by",
-    )
+    __slots__ = ("_detokenizer", "_held", "_include_stop", "_min_tokens", "_num_tokens", "_starts", "_stop", "stopped_by")
 
-    def __init__(
-        self, detokenizer: Detokenizer, *, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
-    ) -> None:
+    def __init__(self, detokenizer: Detokenizer, *, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._starts = frozenset(text[0] for text in self._stop)

@@ -9,18 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
-from tokenizers import (
-    Tokenizer as Backend,
-)
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
 
@@ -48,9 +38,7 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "
     """
     kind = metadata.get(PREFIX + "model")
     if kind is None:
-        raise TokenizerError(
-            f"The GGUF file holds no tokenizer ({PREFIX}model is missing): name another one with --tokenizer."
-        )
+        raise TokenizerError(f"The GGUF file holds no tokenizer ({PREFIX}model is missing): name another one with --tokenizer.")
     tokens = _array(metadata, "tokens", str)
     if not tokens:
         raise TokenizerError(f"The GGUF file is damaged: {PREFIX}tokens is empty; download it again.")
@@ -60,12 +48,8 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "
     elif kind == "llama":
         backend, adds_bos = _sentencepiece_bpe(metadata, tokens), True
     else:
-        raise TokenizerError(
-            f"The GGUF tokenizer type '{kind}' is not supported, only 'gpt2' and 'llama' are: use --tokenizer."
-        )
-    backend.add_special_tokens(
-        _added(tokens, types, {CONTROL, UNKNOWN} if kind == "llama" else {CONTROL}, special=True)
-    )
+        raise TokenizerError(f"The GGUF tokenizer type '{kind}' is not supported, only 'gpt2' and 'llama' are: use --tokenizer.")
+    backend.add_special_tokens(_added(tokens, types, {CONTROL, UNKNOWN} if kind == "llama" else {CONTROL}, special=True))
     backend.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "separator")):
@@ -91,17 +75,11 @@ def _array(metadata: Mapping[str, Any], name: str, kind: type, *, length: int | 
     """An array of the metadata, checked. kind: of its items. Raises `TokenizerError`."""
     values = metadata.get(PREFIX + name)
     if values is None:
-        raise TokenizerError(
-            f"The GGUF file is damaged: {PREFIX}{name} is missing; name another tokenizer with --tokenizer."
-        )
+        raise TokenizerError(f"The GGUF file is damaged: {PREFIX}{name} is missing; name another tokenizer with --tokenizer.")
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise TokenizerError(
-            f"The GGUF file is damaged: {PREFIX}{name} is not an array of type {kind.__name__}; download it again."
-        )
+        raise TokenizerError(f"The GGUF file is damaged: {PREFIX}{name} is not an array of type {kind.__name__}; download it again.")
     if length is not None and len(values) != length:
-        raise TokenizerError(
-            f"The GGUF file is damaged: {PREFIX}{name} has {len(values)} entries for {length} tokens; download it again."
-        )
+        raise TokenizerError(f"The GGUF file is damaged: {PREFIX}{name} has {len(values)} entries for {length} tokens; download it again.")
     return values
 
 
@@ -115,9 +93,7 @@ def _model(**options: Any) -> Backend:
     try:
         return Backend(models.BPE(**options))
     except Exception as error:  # the library raises plain `Exception`, for a merge of unknown tokens for example
-        raise TokenizerError(
-            f"The GGUF file's tokenizer is damaged ({str(error)[:200]!r}): download it again."
-        ) from error
+        raise TokenizerError(f"The GGUF file's tokenizer is damaged ({str(error)[:200]!r}): download it again.") from error
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:

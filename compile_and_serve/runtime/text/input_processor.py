@@ -109,9 +109,7 @@ class InputProcessor:
             changes["structured_outputs"] = self._checked(params.structured_outputs)
         if params.bad_words:
             words = self._bad_words(params.bad_words)
-            changes["bad_words_token_ids"] = [
-                word for word in words if len(word) <= max_tokens
-            ]  # longer ones cannot occur
+            changes["bad_words_token_ids"] = [word for word in words if len(word) <= max_tokens]  # longer ones cannot occur
         return prompt, msgspec.structs.replace(params, **changes)
 
     def engine_request(
@@ -150,9 +148,7 @@ class InputProcessor:
     def require_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises `ValueError`, which names what needs it, if there is none."""
         if self.tokenizer is None:
-            raise ValueError(
-                f"The engine runs without a tokenizer, which is needed for {what}: start it without skip_tokenizer_init."
-            )
+            raise ValueError(f"The engine runs without a tokenizer, which is needed for {what}: start it without skip_tokenizer_init.")
         return self.tokenizer
 
     def _too_long(self, prompt_tokens: str, max_tokens: int | None) -> str:
@@ -169,8 +165,7 @@ class InputProcessor:
         tokenizer = self.require_tokenizer("structured output")
         if not tokenizer.eos_token_ids:
             raise SamplingParamsError(
-                "structured_outputs",
-                "structured_outputs needs an end-of-sequence id, which the tokenizer does not have.",
+                "structured_outputs", "structured_outputs needs an end-of-sequence id, which the tokenizer does not have."
             )
         if structured.compiled is not None:
             return structured
@@ -179,9 +174,7 @@ class InputProcessor:
 
         is_free = structured.thinking_token_budget is not None and not forms_of(structured)
         if not all(structured.begins_after):
-            raise SamplingParamsError(
-                "structured_outputs", "structured_outputs.begins_after must not hold empty lists."
-            )
+            raise SamplingParamsError("structured_outputs", "structured_outputs.begins_after must not hold empty lists.")
         try:
             grammar = ANY_TEXT if is_free else grammar_checker().check(structured, tokenizer.special_texts)
         except GrammarError as error:
@@ -210,9 +203,7 @@ class InputProcessor:
         vocab = self.info.vocab_size
         if min(prompt) < 0 or max(prompt) >= vocab:
             wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab)
-            raise SamplingParamsError(
-                "prompt", f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab - 1}."
-            )
+            raise SamplingParamsError("prompt", f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab - 1}.")
 
     def _truncate(self, prompt: list[int], params: SamplingParams) -> list[int]:
         keep = params.truncate_prompt_tokens

@@ -33,9 +33,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path)
     if not path.is_dir():
-        raise TokenizerError(
-            f"The tokenizer '{path}' is neither a folder nor a .gguf file: give the path of one of these."
-        )
+        raise TokenizerError(f"The tokenizer '{path}' is neither a folder nor a .gguf file: give the path of one of these.")
     if (path / "tokenizer.json").is_file():
         return _load_folder(path, _read_backend(path / "tokenizer.json"))
     ggufs = sorted(path.glob("*.gguf"))
@@ -72,16 +70,12 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(
-            f"{file} cannot be read as a tokenizer ({error}): check that the file is complete."
-        ) from error
+        raise TokenizerError(f"{file} cannot be read as a tokenizer ({error}): check that the file is complete.") from error
 
 
 def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
     if importlib.util.find_spec("transformers") is None:
-        raise TokenizerError(
-            f"'{path}' has no tokenizer.json: add one, or install transformers, which can convert other formats."
-        )
+        raise TokenizerError(f"'{path}' has no tokenizer.json: add one, or install transformers, which can convert other formats.")
     from transformers import AutoTokenizer
 
     logger.info("%s has no tokenizer.json; transformers converts the tokenizer that it finds.", path)
@@ -89,14 +83,10 @@ def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
         converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # any of a dozen types, depending on which file is missing
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TokenizerError(
-            f"'{path}' has no tokenizer that can be loaded: add a tokenizer.json (transformers: {first_line})."
-        ) from error
+        raise TokenizerError(f"'{path}' has no tokenizer that can be loaded: add a tokenizer.json (transformers: {first_line}).") from error
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
-        raise TokenizerError(
-            f"The tokenizer in '{path}' has no fast version ({type(converted).__name__}): add a tokenizer.json."
-        )
+        raise TokenizerError(f"The tokenizer in '{path}' has no fast version ({type(converted).__name__}): add a tokenizer.json.")
     return backend
 
 
@@ -106,11 +96,7 @@ def _load_folder(path: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
     tokens = {**_read_json(path / "special_tokens_map.json"), **config}
     special = {name: text for name in SPECIAL_NAMES if (text := _token_text(tokens.get(name))) is not None}
     return Tokenizer(
-        backend,
-        special_tokens=special,
-        eos_token_ids=_eos_ids(path),
-        chat_templates=_folder_templates(path, config),
-        source=str(path),
+        backend, special_tokens=special, eos_token_ids=_eos_ids(path), chat_templates=_folder_templates(path, config), source=str(path)
     )
 
 
@@ -119,9 +105,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     listed = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
-            flags = {
-                k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry
-            }
+            flags = {k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
             token = tokenizers.AddedToken(entry["content"], **flags)
             (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
 

@@ -198,9 +198,7 @@ class OutputProcessor:
         """End all sequences, when the engine dies or shuts down. Returns their engine ids."""
         ended, self._sequences = self._sequences, {}
         for sequence in ended.values():
-            sequence.sink(
-                CompletionDelta(index=sequence.index, text="", token_ids=[], finish_reason=finish_reason, error=error)
-            )
+            sequence.sink(CompletionDelta(index=sequence.index, text="", token_ids=[], finish_reason=finish_reason, error=error))
         return list(ended)
 
     def _text_stream(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> TextStream | None:
@@ -208,12 +206,7 @@ class OutputProcessor:
         if tokenizer is None or not params.detokenize:
             return None
         detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
-        return TextStream(
-            detokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        return TextStream(detokenizer, stop=params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
 
 
 def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:

@@ -41,22 +41,13 @@ class TemplatePool:
         """Raise `ChatTemplateError` if the template is not valid Jinja."""
         self._ask(RenderRequest(self._cpu_seconds, template))
 
-    def render(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template: str | None = None,
-        **options: Any,
-    ) -> str:
+    def render(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Any) -> str:
         """`compile_and_serve.runtime.text.chat_template.render_chat` in another process. Blocks the calling thread.
 
         Raises `ChatTemplateError`, also if the template exceeds its time or memory.
         """
         templates = tokenizer.chat_templates if template is None else {}
-        request = RenderRequest(
-            self._cpu_seconds, template, templates, tokenizer.special_tokens, messages, options
-        )  # fmt: skip
+        request = RenderRequest(self._cpu_seconds, template, templates, tokenizer.special_tokens, messages, options)
         return self._ask(request)
 
     def close(self) -> None:
@@ -86,9 +77,7 @@ class TemplatePool:
                 answer = msgspec.msgpack.decode(process.ask(parts, self.seconds), type=RenderAnswer)
                 is_usable = True
             except TimeoutError:
-                raise ChatTemplateError(
-                    f"The chat template did not finish these messages within {self.seconds:g} seconds."
-                ) from None
+                raise ChatTemplateError(f"The chat template did not finish these messages within {self.seconds:g} seconds.") from None
             except OSError:
                 raise ChatTemplateError("The chat template's process ended, probably for lack of memory.") from None
             finally:

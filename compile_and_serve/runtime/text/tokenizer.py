@@ -62,11 +62,7 @@ class Tokenizer:
     @cached_property
     def special_texts(self) -> dict[str, int]:
         """Text of each special token → id."""
-        return {
-            text: token_id
-            for token_id in sorted(self.special_ids)
-            if (text := self.backend.id_to_token(token_id)) is not None
-        }
+        return {text: token_id for token_id in sorted(self.special_ids) if (text := self.backend.id_to_token(token_id)) is not None}
 
     @cached_property
     def max_token_chars(self) -> int:
@@ -89,18 +85,14 @@ class Tokenizer:
                 return backend.encode(text, add_special_tokens=add_special_tokens).ids
             return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise TokenizerError(
-                "The text contains a lone surrogate, which is not a valid Unicode character."
-            ) from error
+            raise TokenizerError("The text contains a lone surrogate, which is not a valid Unicode character.") from error
 
     def encode_pair(self, text: str, pair: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of two texts, joined as the tokenizer's template says. Raises `TokenizerError` as `encode` does."""
         try:
             return self.backend.encode_batch_fast([(text, pair)], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise TokenizerError(
-                "The text contains a lone surrogate, which is not a valid Unicode character."
-            ) from error
+            raise TokenizerError("The text contains a lone surrogate, which is not a valid Unicode character.") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids without a token are dropped, and bytes that are not UTF-8 become U+FFFD."""

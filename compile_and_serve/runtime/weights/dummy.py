@@ -18,12 +18,7 @@ _SPREAD_OF_E2M1 = 2.93  # standard deviation of random codes of MXFP4
 
 
 def dummy_tensors(
-    specs: Mapping[str, TensorSpec],
-    *,
-    device: torch.device,
-    seed: int,
-    std: float,
-    quantized: Mapping[str, StoredWeight] | None = None,
+    specs: Mapping[str, TensorSpec], *, device: torch.device, seed: int, std: float, quantized: Mapping[str, StoredWeight] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor on `device`) of every spec: N(0, std²), except that norm weights are 1 and biases 0.
 
@@ -42,9 +37,7 @@ def dummy_tensors(
                 mxfp4_codes.add(stored.tensors[0][0])
                 constants |= _table_constants(stored, std)
                 continue
-            scales |= {
-                tensor: _spread_of_bits(stored.bits) for tensor, _, dtype in stored.tensors if dtype.is_floating_point
-            }
+            scales |= {tensor: _spread_of_bits(stored.bits) for tensor, _, dtype in stored.tensors if dtype.is_floating_point}
         elif isinstance(stored, Mxfp4Weight):
             mxfp4_scales.add(stored.tensors[1][0])
             mxfp4_codes.add(stored.tensors[0][0])

@@ -38,11 +38,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # llama.cpp interleaves the rotary pairs of these; other families keep Hugging Face's two halves
 _PERMUTED_ARCHITECTURES = ("llama",)
 
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -109,9 +105,7 @@ class _Cursor:
     def code(self, kind: int) -> str:
         """The struct code of a scalar type."""
         if kind not in _SCALARS:
-            raise WeightError(
-                f"{self.path} is damaged: its header has a value of unknown type {kind}; download it again."
-            )
+            raise WeightError(f"{self.path} is damaged: its header has a value of unknown type {kind}; download it again.")
         return _SCALARS[kind]
 
 
@@ -130,25 +124,19 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
     cursor.at = 4
     version = cursor.scalar("I")
     if version not in (2, 3):
-        raise WeightError(
-            f"{path} is GGUF version {version}, but only versions 2 and 3 are supported: convert it again."
-        )
+        raise WeightError(f"{path} is GGUF version {version}, but only versions 2 and 3 are supported: convert it again.")
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
     metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_values)}
     listed: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(num_tensors):
         name, rank = cursor.string(), cursor.scalar("I")
         if rank > _MAX_RANK:
-            raise WeightError(
-                f"{path} is damaged: {_shown(name)} has {rank} dimensions (at most {_MAX_RANK}); download it again."
-            )
+            raise WeightError(f"{path} is damaged: {_shown(name)} has {rank} dimensions (at most {_MAX_RANK}); download it again.")
         shape = tuple(cursor.scalar("Q") for _ in range(rank))[::-1]
         listed.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not _is_integer(alignment) or alignment < 1 or alignment & (alignment - 1):
-        raise WeightError(
-            f"{path} is damaged: general.alignment must be a power of two, got {_short(alignment)}; download it again."
-        )
+        raise WeightError(f"{path} is damaged: general.alignment must be a power of two, got {_short(alignment)}; download it again.")
     data_start = -(-cursor.at // alignment) * alignment
     infos = []
     for name, shape, kind, offset in listed:
@@ -200,9 +188,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise WeightError(
-            f"{path} holds a model of GGUF architecture {_short(kind)}, but only {supported} are supported."
-        )
+        raise WeightError(f"{path} holds a model of GGUF architecture {_short(kind)}, but only {supported} are supported.")
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{kind}.{key}", default)
@@ -280,9 +266,7 @@ class GgufCheckpoint:
         for name, info in self._infos.items():
             heads = self._num_heads(name)
             if heads is not None and (not _is_integer(heads) or heads < 1 or info.shape[0] % (2 * heads)):
-                raise WeightError(
-                    f"{path} is damaged: {info.name} has {info.shape[0]} rows for {_short(heads)} heads; download it again."
-                )
+                raise WeightError(f"{path} is damaged: {info.name} has {info.shape[0]} rows for {_short(heads)} heads; download it again.")
 
     def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         jobs = ((name, partial(self._read, name)) for name in self._infos if name in names)
@@ -340,9 +324,7 @@ def _dequantize(path: Path, info: TensorInfo) -> np.ndarray:
     return values.astype(np.float32, copy=False).reshape(info.shape)
 
 
-def _run_ahead(
-    jobs: Iterator[tuple[str, Callable[[], torch.Tensor]]], *, num_threads: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _run_ahead(jobs: Iterator[tuple[str, Callable[[], torch.Tensor]]], *, num_threads: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Results in order, computed by threads at most `num_threads` + 1 ahead, so that few tensors are in memory."""
     pending: deque[tuple[str, Future[torch.Tensor]]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="dequantize") as pool:

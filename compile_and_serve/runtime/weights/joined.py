@@ -22,9 +22,7 @@ class PickledCheckpoint:
             held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise WeightError(
-                f"{file} is not a file of plain tensors ({reason:.200}): convert it to model.safetensors."
-            ) from None
+            raise WeightError(f"{file} is not a file of plain tensors ({reason:.200}): convert it to model.safetensors.") from None
         if not isinstance(held, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
             raise WeightError(f"{file} must hold tensors by name: convert it to model.safetensors.")
         self._tensors = held
@@ -53,7 +51,7 @@ class JoinedCheckpoint:
 
     def __init__(
         self, own: Checkpoint, target: Callable[[], Checkpoint], is_own: Callable[[str], bool], borrowed: Mapping[str, Sequence[str]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._own = own
         self.shapes = {name: shape for name, shape in own.shapes.items() if is_own(name)}
         self._target = target() if borrowed else None

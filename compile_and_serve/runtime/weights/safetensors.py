@@ -27,9 +27,7 @@ class SafetensorsCheckpoint:
                 held = list(shard.keys())
                 lacking = sorted(set(names) - set(held)) if names is not None else []
                 if lacking:
-                    raise WeightError(
-                        f"{file} lacks {lacking[0]}, although {INDEX_FILE} lists it there: download it again."
-                    )
+                    raise WeightError(f"{file} lacks {lacking[0]}, although {INDEX_FILE} lists it there: download it again.")
                 self._files[file] = held if names is None else names
                 for name in self._files[file]:
                     self.shapes[name] = tuple(shard.get_slice(name).get_shape())
@@ -56,9 +54,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
         for name, file in weight_map.items():
             by_file.setdefault(file, []).append(name)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise WeightError(
-            f'{index_file} must be a JSON object with a "weight_map" from tensor name to file: download it again.'
-        ) from None
+        raise WeightError(f'{index_file} must be a JSON object with a "weight_map" from tensor name to file: download it again.') from None
     absent = sorted(file for file in by_file if not (folder / file).exists())
     if absent:
         raise WeightError(f"{INDEX_FILE} names {absent[0]}, which is not in {folder}: download the missing files.")

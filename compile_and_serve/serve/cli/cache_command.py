@@ -20,9 +20,7 @@ cache_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-CacheDir = Annotated[
-    Path | None, typer.Option(help="Folder of the artifacts and measurements; the user's cache by default.")
-]
+CacheDir = Annotated[Path | None, typer.Option(help="Folder of the artifacts and measurements; the user's cache by default.")]
 SECONDS_PER_DAY = 86400.0
 
 
@@ -48,9 +46,14 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
         days = (time.time() - entry.last_used()) / SECONDS_PER_DAY
         torch_version = str(fields.get("torch", "?")).split(" ")[0]
         table.add_row(
-            entry.kind, entry.key[:12], content, torch_version, str(fields.get("capability", "?")),
-            f"{entry.size() / 1024:.0f}", f"{days:.1f}",
-        )  # fmt: skip
+            entry.kind,
+            entry.key[:12],
+            content,
+            torch_version,
+            str(fields.get("capability", "?")),
+            f"{entry.size() / 1024:.0f}",
+            f"{days:.1f}",
+        )
     Console().print(table)
     Console().print(_measurements(cache_dir))
 
@@ -92,9 +95,7 @@ def verify_artifacts(cache_dir: CacheDir = None) -> None:
 @cache_app.command("prune")
 def prune_artifacts(
     cache_dir: CacheDir = None,
-    older_than: Annotated[
-        float | None, typer.Option(help="Also remove artifacts that were not used for this many days.")
-    ] = None,
+    older_than: Annotated[float | None, typer.Option(help="Also remove artifacts that were not used for this many days.")] = None,
     all_artifacts: Annotated[bool, typer.Option("--all", help="Remove all artifacts and measurements.")] = False,
 ) -> None:
     """Remove artifacts that can no longer be used (damaged, unfinished, of another torch version) and stale measurements."""

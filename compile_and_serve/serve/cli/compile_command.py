@@ -38,12 +38,7 @@ def compile_model_command(
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
-    from compile_and_serve.runtime.runner.device import (
-        model_dtype,
-        resolve_kv_cache_dtype,
-        use_threads,
-        with_cache_dtype,
-    )
+    from compile_and_serve.runtime.runner.device import model_dtype, resolve_kv_cache_dtype, use_threads, with_cache_dtype
     from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter
     from compile_and_serve.runtime.runner.model_facts import max_model_len
     from compile_and_serve.runtime.weights import read_config
@@ -57,9 +52,8 @@ def compile_model_command(
         model_config = read_config(config.model.path)
         config = with_cache_dtype(config, model_config, device)
         spec = build_model(
-            model_config, dtype=dtype, model_impl=config.model.model_impl,
-            requantize=config.compile.quantization is not None,
-        )  # fmt: skip
+            model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
+        )
         drafter = build_drafter(config, spec, dtype)
         spec = spec if drafter is None else drafter.target
         backends = backends_of_model(spec, config, device, dtype)
@@ -77,9 +71,7 @@ def compile_model_command(
             on_stage=stages,
         )
         if drafter is not None:
-            compiled_drafter = compile_drafter(
-                config, drafter, max_model_len(config, spec), device=device, dtype=dtype, on_stage=stages
-            )
+            compiled_drafter = compile_drafter(config, drafter, max_model_len(config, spec), device=device, dtype=dtype, on_stage=stages)
         if output is not None:
             start = time.perf_counter()
             count = keep_built_modules(backends, spec, device, dtype, output)

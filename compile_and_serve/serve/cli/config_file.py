@@ -59,8 +59,6 @@ def _read(context: typer.Context, path: Path) -> dict[str, Any]:
         if takes_many:
             value = value if isinstance(value, list) else [value]
             if not all(isinstance(one, str) for one in value):
-                raise typer.BadParameter(
-                    f"{path}: {name} must be a list of values: put words like yes and null in quotes."
-                )
+                raise typer.BadParameter(f"{path}: {name} must be a list of values: put words like yes and null in quotes.")
         values[known.name] = value
     return values

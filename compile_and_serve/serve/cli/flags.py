@@ -29,10 +29,7 @@ MODEL_PANEL, CACHE_PANEL, SCHEDULER_PANEL, COMPILER_PANEL, PARALLEL_PANEL, DEVIC
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(help="A model folder, a .gguf file, the name smollm2-135m, or a Hugging Face Hub id."),
-]
+ModelArgument = Annotated[str, typer.Argument(help="A model folder, a .gguf file, the name smollm2-135m, or a Hugging Face Hub id.")]
 VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log more, and show tracebacks of errors.")]
 
 
@@ -55,12 +52,10 @@ def parse_counts(text: str) -> list[int]:
 def engine_flags(
     *,
     revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a model on the Hugging Face Hub.", rich_help_panel=MODEL_PANEL),
+        str | None, typer.Option(help="Branch, tag or commit of a model on the Hugging Face Hub.", rich_help_panel=MODEL_PANEL)
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder or file of a tokenizer other than the model's.", rich_help_panel=MODEL_PANEL),
+        str | None, typer.Option(help="Folder or file of a tokenizer other than the model's.", rich_help_panel=MODEL_PANEL)
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -72,8 +67,7 @@ def engine_flags(
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            help="Longest sequence in tokens, prompt and output together. By default the model's own limit.",
-            rich_help_panel=MODEL_PANEL,
+            help="Longest sequence in tokens, prompt and output together. By default the model's own limit.", rich_help_panel=MODEL_PANEL
         ),
     ] = None,
     model_impl: Annotated[
@@ -101,8 +95,7 @@ def engine_flags(
     max_logprobs: Annotated[
         int,
         typer.Option(
-            help="Most log-probabilities per token that a request may ask for; -1: the whole vocabulary, which takes much time "
-            "and memory.",
+            help="Most log-probabilities per token that a request may ask for; -1: the whole vocabulary, which takes much time and memory.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = 20,
@@ -114,8 +107,7 @@ def engine_flags(
         ),
     ] = "raw_logprobs",
     load_format: Annotated[
-        Literal["auto", "dummy"],
-        typer.Option(help="dummy: random weights; only the config is read.", rich_help_panel=MODEL_PANEL),
+        Literal["auto", "dummy"], typer.Option(help="dummy: random weights; only the config is read.", rich_help_panel=MODEL_PANEL)
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
     kv_cache_dtype: Annotated[
@@ -128,8 +120,7 @@ def engine_flags(
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=CACHE_PANEL)] = 16,
     num_gpu_blocks_override: Annotated[
-        int | None,
-        typer.Option(help="Number of KV blocks, also on the CPU.", rich_help_panel=CACHE_PANEL),
+        int | None, typer.Option(help="Number of KV blocks, also on the CPU.", rich_help_panel=CACHE_PANEL)
     ] = None,
     kv_cache_memory: Annotated[
         str | None,
@@ -147,14 +138,11 @@ def engine_flags(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV blocks of equal prompt prefixes.", rich_help_panel=CACHE_PANEL)
     ] = True,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Maximum number of sequences per step.", rich_help_panel=SCHEDULER_PANEL)
-    ] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of sequences per step.", rich_help_panel=SCHEDULER_PANEL)] = 256,
     max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Maximum number of tokens per step, decodes and prefill chunks together. "
-            "By default 2048 on the CPU and 8192 on CUDA.",
+            help="Maximum number of tokens per step, decodes and prefill chunks together. By default 2048 on the CPU and 8192 on CUDA.",
             rich_help_panel=SCHEDULER_PANEL,
         ),
     ] = None,
@@ -168,8 +156,7 @@ def engine_flags(
     async_scheduling: Annotated[
         bool | None,
         typer.Option(
-            help="Schedule a step while the previous one runs. By default on with CUDA and off on the CPU.",
-            rich_help_panel=SCHEDULER_PANEL,
+            help="Schedule a step while the previous one runs. By default on with CUDA and off on the CPU.", rich_help_panel=SCHEDULER_PANEL
         ),
     ] = None,
     max_waiting: Annotated[
@@ -197,8 +184,7 @@ def engine_flags(
         ),
     ] = None,
     enforce_eager: Annotated[
-        bool,
-        typer.Option("--enforce-eager", "--eager", help="Run the model uncompiled.", rich_help_panel=COMPILER_PANEL),
+        bool, typer.Option("--enforce-eager", "--eager", help="Run the model uncompiled.", rich_help_panel=COMPILER_PANEL)
     ] = False,
     user_passes: Annotated[
         list[str] | None,
@@ -218,8 +204,7 @@ def engine_flags(
         ),
     ] = None,
     disable_pass: Annotated[
-        list[str] | None,
-        typer.Option(help="Skip this graph pass (repeatable).", rich_help_panel=COMPILER_PANEL),
+        list[str] | None, typer.Option(help="Skip this graph pass (repeatable).", rich_help_panel=COMPILER_PANEL)
     ] = None,
     verify_passes: Annotated[
         bool,
@@ -240,21 +225,14 @@ def engine_flags(
     dump_dir: Annotated[
         str | None,
         typer.Option(
-            help="Write every stage of the compilation to this folder as readable files, for `inspect`.",
-            rich_help_panel=COMPILER_PANEL,
+            help="Write every stage of the compilation to this folder as readable files, for `inspect`.", rich_help_panel=COMPILER_PANEL
         ),
     ] = None,
     cudagraph_mode: Annotated[
-        CudaGraphMode,
-        typer.Option(help="Which CUDA graphs are captured.", rich_help_panel=COMPILER_PANEL),
+        CudaGraphMode, typer.Option(help="Which CUDA graphs are captured.", rich_help_panel=COMPILER_PANEL)
     ] = "full_and_piecewise",
     cudagraph_capture_sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Token counts for which a CUDA graph is captured.",
-            rich_help_panel=COMPILER_PANEL,
-        ),
+        str | None, typer.Option(metavar="N,N,…", help="Token counts for which a CUDA graph is captured.", rich_help_panel=COMPILER_PANEL)
     ] = None,
     capture: Annotated[
         CaptureTime,
@@ -264,21 +242,16 @@ def engine_flags(
         ),
     ] = "lazy",
     cache_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder of compiled artifacts. By default the user's cache.", rich_help_panel=COMPILER_PANEL),
+        str | None, typer.Option(help="Folder of compiled artifacts. By default the user's cache.", rich_help_panel=COMPILER_PANEL)
     ] = None,
     artifact: Annotated[
         str | None,
         typer.Option(
-            help="An artifact written by `compile-and-serve compile --output`. It contains code that runs: use only one that "
-            "you trust.",
+            help="An artifact written by `compile-and-serve compile --output`. It contains code that runs: use only one that you trust.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
-    no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Neither read nor store artifacts.", rich_help_panel=COMPILER_PANEL),
-    ] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor store artifacts.", rich_help_panel=COMPILER_PANEL)] = False,
     tensor_parallel_size: Annotated[
         int,
         typer.Option(
@@ -300,8 +273,7 @@ def engine_flags(
     distributed_executor_backend: Annotated[
         Literal["mp", "ray"] | None,
         typer.Option(
-            help="How ranks are started. mp: as child processes; ray: on a Ray cluster. By default mp.",
-            rich_help_panel=PARALLEL_PANEL,
+            help="How ranks are started. mp: as child processes; ray: on a Ray cluster. By default mp.", rich_help_panel=PARALLEL_PANEL
         ),
     ] = None,
     disable_custom_all_reduce: Annotated[
@@ -312,16 +284,10 @@ def engine_flags(
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = False,
-    enable_lora: Annotated[
-        bool,
-        typer.Option("--enable-lora", help="Let requests use LoRA adapters.", rich_help_panel=LORA_PANEL),
-    ] = False,
-    max_loras: Annotated[
-        int, typer.Option(help="Adapters on the device at once, that one step may mix.", rich_help_panel=LORA_PANEL)
-    ] = 4,
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="Let requests use LoRA adapters.", rich_help_panel=LORA_PANEL)] = False,
+    max_loras: Annotated[int, typer.Option(help="Adapters on the device at once, that one step may mix.", rich_help_panel=LORA_PANEL)] = 4,
     max_lora_rank: Annotated[
-        int,
-        typer.Option(help="The largest rank of an adapter. Every slot has room for it.", rich_help_panel=LORA_PANEL),
+        int, typer.Option(help="The largest rank of an adapter. Every slot has room for it.", rich_help_panel=LORA_PANEL)
     ] = 16,
     lora_experts: Annotated[
         bool,
@@ -332,8 +298,7 @@ def engine_flags(
         ),
     ] = False,
     max_cpu_loras: Annotated[
-        int | None,
-        typer.Option(help="Adapters kept in host memory. By default --max-loras.", rich_help_panel=LORA_PANEL),
+        int | None, typer.Option(help="Adapters kept in host memory. By default --max-loras.", rich_help_panel=LORA_PANEL)
     ] = None,
     speculative_config: Annotated[
         str | None,
@@ -344,27 +309,16 @@ def engine_flags(
     ] = None,
     expert_metrics: Annotated[
         bool,
-        typer.Option(
-            "--expert-metrics",
-            help="Show the tokens of each expert of each layer under /metrics.",
-            rich_help_panel=MODEL_PANEL,
-        ),
+        typer.Option("--expert-metrics", help="Show the tokens of each expert of each layer under /metrics.", rich_help_panel=MODEL_PANEL),
     ] = False,
-    device: Annotated[
-        Device,
-        typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.", rich_help_panel=DEVICE_PANEL),
-    ] = "auto",
+    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.", rich_help_panel=DEVICE_PANEL)] = "auto",
     attention_backend: Annotated[
-        str | None,
-        typer.Option(
-            help="By default the first one that supports the model and the device.", rich_help_panel=DEVICE_PANEL
-        ),
+        str | None, typer.Option(help="By default the first one that supports the model and the device.", rich_help_panel=DEVICE_PANEL)
     ] = None,
     num_threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads per rank. By default OMP_NUM_THREADS, or the rank's share of the cores.",
-            rich_help_panel=DEVICE_PANEL,
+            help="CPU threads per rank. By default OMP_NUM_THREADS, or the rank's share of the cores.", rich_help_panel=DEVICE_PANEL
         ),
     ] = None,
 ) -> dict[str, Any]:
@@ -424,10 +378,7 @@ def engine_flags(
     }
 
 
-_FLAG_GROUPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "server_options": server_flags,
-    "engine_options": engine_flags,
-}
+_FLAG_GROUPS: dict[str, Callable[..., dict[str, Any]]] = {"server_options": server_flags, "engine_options": engine_flags}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

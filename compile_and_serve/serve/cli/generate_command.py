@@ -16,17 +16,10 @@ from compile_and_serve.serve.cli.output import StageDisplay
 def generate_command(
     model: ModelArgument,
     prompts: Annotated[
-        list[str] | None,
-        typer.Argument(help="Prompts. By default, one per line of --prompts-file or of standard input."),
+        list[str] | None, typer.Argument(help="Prompts. By default, one per line of --prompts-file or of standard input.")
     ] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw",
-            help="Continue the prompt without applying the model's chat template.",
-        ),
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without applying the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message for the chat.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of generated tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
@@ -43,9 +36,8 @@ def generate_command(
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop or [],
-        seed=engine_options["seed"],
-    )  # fmt: skip
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop or [], seed=engine_options["seed"]
+    )
     params.verify()
     with StageDisplay() as stages:
         llm = LLM(model, on_stage=stages, **engine_options)

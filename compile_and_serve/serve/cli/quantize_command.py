@@ -16,8 +16,7 @@ def quantize_command(
     model: ModelArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="A new or empty folder for the checkpoint.")],
     scheme: Annotated[
-        Literal["int4", "fp8", "int8"],
-        typer.Option(help="int4: weights only, in groups. fp8, int8: weights and activations."),
+        Literal["int4", "fp8", "int8"], typer.Option(help="int4: weights only, in groups. fp8, int8: weights and activations.")
     ],
     calibration: Annotated[
         Path | None,
@@ -38,9 +37,8 @@ def quantize_command(
         console.print(f"[dim]{time.perf_counter() - started:7.1f} s  {stage} …[/dim]")
 
     report = quantize_checkpoint(
-        model, output, scheme, calibration=calibration, num_samples=num_samples, on_stage=show, device=device,
-        num_threads=num_threads,
-    )  # fmt: skip
+        model, output, scheme, calibration=calibration, num_samples=num_samples, on_stage=show, device=device, num_threads=num_threads
+    )
     change = (report.perplexity_after / report.perplexity_before - 1) * 100
     groups = f", groups of {report.group_size} inputs" if report.group_size else ""
     typer.echo(f"{output}: {scheme}{groups}")

@@ -25,15 +25,10 @@ SERVER_PANEL = "Server"
 def serve_command(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER_PANEL)] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=SERVER_PANEL)
-    ] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=SERVER_PANEL)] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name that clients give in `model` (repeatable). By default the model argument.",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        typer.Option(help="Name that clients give in `model` (repeatable). By default the model argument.", rich_help_panel=SERVER_PANEL),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
@@ -43,10 +38,7 @@ def serve_command(
         ),
     ] = None,
     max_body_size: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE", help="Largest request body; larger ones get HTTP 413.", rich_help_panel=SERVER_PANEL
-        ),
+        str, typer.Option(metavar="SIZE", help="Largest request body; larger ones get HTTP 413.", rich_help_panel=SERVER_PANEL)
     ] = "4MiB",
     enable_prompt_tokens_details: Annotated[
         bool,
@@ -56,14 +48,9 @@ def serve_command(
             rich_help_panel=SERVER_PANEL,
         ),
     ] = False,
-    root_path: Annotated[
-        str, typer.Option(help="Path prefix under which a proxy exposes the server.", rich_help_panel=SERVER_PANEL)
-    ] = "",
+    root_path: Annotated[str, typer.Option(help="Path prefix under which a proxy exposes the server.", rich_help_panel=SERVER_PANEL)] = "",
     chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="A Jinja file or Jinja source that replaces the model's chat template.", rich_help_panel=SERVER_PANEL
-        ),
+        str | None, typer.Option(help="A Jinja file or Jinja source that replaces the model's chat template.", rich_help_panel=SERVER_PANEL)
     ] = None,
     tool_call_parser: Annotated[
         str | None,
@@ -90,9 +77,7 @@ def serve_command(
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
-    response_role: Annotated[
-        str, typer.Option(help="Role of the generated messages.", rich_help_panel=SERVER_PANEL)
-    ] = "assistant",
+    response_role: Annotated[str, typer.Option(help="Role of the generated messages.", rich_help_panel=SERVER_PANEL)] = "assistant",
     return_tokens_as_token_ids: Annotated[
         bool,
         typer.Option(
@@ -131,10 +116,7 @@ def serve_command(
         ),
     ] = False,
     shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that running requests get to finish after SIGINT or SIGTERM.", rich_help_panel=SERVER_PANEL
-        ),
+        float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", rich_help_panel=SERVER_PANEL)
     ] = 30.0,
     lora_modules: Annotated[
         list[str] | None,

@@ -19,8 +19,7 @@ def server_flags(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file that maps flags to values, like 'max-num-seqs: 64'; 'model' may be in it too. Flags of the command line "
-            "win.",
+            help="YAML file that maps flags to values, like 'max-num-seqs: 64'; 'model' may be in it too. Flags of the command line win.",
             callback=apply_config_file,
             is_eager=True,
             rich_help_panel=CONNECTION_PANEL,
@@ -36,10 +35,7 @@ def server_flags(
             rich_help_panel=ACCESS_PANEL,
         ),
     ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with API keys, one per line.", rich_help_panel=ACCESS_PANEL),
-    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with API keys, one per line.", rich_help_panel=ACCESS_PANEL)] = None,
     admin_api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,8 +45,7 @@ def server_flags(
         ),
     ] = None,
     admin_api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with admin keys, one per line.", rich_help_panel=ACCESS_PANEL),
+        Path | None, typer.Option(help="File with admin keys, one per line.", rich_help_panel=ACCESS_PANEL)
     ] = None,
     enable_admin_routes: Annotated[
         bool,
@@ -76,30 +71,22 @@ def server_flags(
         ),
     ] = None,
     ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(help="PEM certificate; the server then speaks HTTPS only.", rich_help_panel=CONNECTION_PANEL),
+        Path | None, typer.Option(help="PEM certificate; the server then speaks HTTPS only.", rich_help_panel=CONNECTION_PANEL)
     ] = None,
     ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option(help="PEM key, if it is not in --ssl-certfile.", rich_help_panel=CONNECTION_PANEL),
+        Path | None, typer.Option(help="PEM key, if it is not in --ssl-certfile.", rich_help_panel=CONNECTION_PANEL)
     ] = None,
     ssl_ca_certs: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM certificates of the CAs that may sign clients' certificates.", rich_help_panel=CONNECTION_PANEL
-        ),
+        Path | None, typer.Option(help="PEM certificates of the CAs that may sign clients' certificates.", rich_help_panel=CONNECTION_PANEL)
     ] = None,
     ssl_require_client_cert: Annotated[
         bool,
         typer.Option(
-            "--ssl-require-client-cert",
-            help="Refuse clients without a certificate of --ssl-ca-certs.",
-            rich_help_panel=CONNECTION_PANEL,
+            "--ssl-require-client-cert", help="Refuse clients without a certificate of --ssl-ca-certs.", rich_help_panel=CONNECTION_PANEL
         ),
     ] = False,
     ssl_ciphers: Annotated[
-        str | None,
-        typer.Option(help="OpenSSL's list of ciphers for TLS 1.2.", rich_help_panel=CONNECTION_PANEL),
+        str | None, typer.Option(help="OpenSSL's list of ciphers for TLS 1.2.", rich_help_panel=CONNECTION_PANEL)
     ] = None,
     request_timeout: Annotated[
         float | None,
@@ -119,16 +106,13 @@ def server_flags(
         ),
     ] = 15.0,
     log_format: Annotated[
-        Literal["text", "json"],
-        typer.Option(help="json: one JSON object per line, of all processes.", rich_help_panel=LOG_PANEL),
+        Literal["text", "json"], typer.Option(help="json: one JSON object per line, of all processes.", rich_help_panel=LOG_PANEL)
     ] = "text",
     access_log: Annotated[bool, typer.Option(help="Log every request.", rich_help_panel=LOG_PANEL)] = True,
     throughput_log: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS",
-            help="While there is load, log the throughput at this interval; 0: never.",
-            rich_help_panel=LOG_PANEL,
+            metavar="SECONDS", help="While there is load, log the throughput at this interval; 0: never.", rich_help_panel=LOG_PANEL
         ),
     ] = 10.0,
     otlp_traces_endpoint: Annotated[
@@ -144,10 +128,16 @@ def server_flags(
     """The flags as arguments of `ServerSettings`. Raises `ValueError` for flags that do not fit together."""
     from compile_and_serve.serve.tls import TlsSettings
 
-    given = [name for name, value in (
-        ("--ssl-keyfile", ssl_keyfile), ("--ssl-ca-certs", ssl_ca_certs), ("--ssl-ciphers", ssl_ciphers),
-        ("--ssl-require-client-cert", ssl_require_client_cert),
-    ) if value]  # fmt: skip
+    given = [
+        name
+        for name, value in (
+            ("--ssl-keyfile", ssl_keyfile),
+            ("--ssl-ca-certs", ssl_ca_certs),
+            ("--ssl-ciphers", ssl_ciphers),
+            ("--ssl-require-client-cert", ssl_require_client_cert),
+        )
+        if value
+    ]
     if ssl_certfile is None and given:
         raise ValueError(f"{given[0]} needs --ssl-certfile.")
     if ssl_require_client_cert and ssl_ca_certs is None:
@@ -155,15 +145,16 @@ def server_flags(
     tls = None
     if ssl_certfile is not None:
         tls = TlsSettings(
-            certfile=ssl_certfile, keyfile=ssl_keyfile, ca_certs=ssl_ca_certs, ciphers=ssl_ciphers,
+            certfile=ssl_certfile,
+            keyfile=ssl_keyfile,
+            ca_certs=ssl_ca_certs,
+            ciphers=ssl_ciphers,
             require_client_certificate=ssl_require_client_cert,
-        )  # fmt: skip
+        )
         tls.context()  # raises now, not after the model has loaded
     return {
         "api_keys": read_api_keys(api_key, api_key_file),
-        "admin_keys": read_api_keys(
-            admin_api_key, admin_api_key_file, flag="--admin-api-key", variable=ADMIN_KEY_VARIABLE
-        ),
+        "admin_keys": read_api_keys(admin_api_key, admin_api_key_file, flag="--admin-api-key", variable=ADMIN_KEY_VARIABLE),
         "admin_routes": enable_admin_routes,
         "api_server_count": api_server_count,
         "uds": uds,

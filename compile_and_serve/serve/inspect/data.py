@@ -32,13 +32,9 @@ def load_dump(folder: Path) -> dict[str, Any]:
         raise DumpError(f"{folder} contains no dump of a compilation: {hint}.") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         found = report.get("schema") if isinstance(report, dict) else None
-        raise DumpError(
-            f"The dump in {folder} has schema {found}, expected {SCHEMA}: write it again with this version."
-        )
+        raise DumpError(f"The dump in {folder} has schema {found}, expected {SCHEMA}: write it again with this version.")
     if "compilation" not in report:
-        raise DumpError(
-            f"The dump in {folder} is incomplete: the run that wrote it stopped or could not finish writing."
-        )
+        raise DumpError(f"The dump in {folder} is incomplete: the run that wrote it stopped or could not finish writing.")
     for graph in report["graphs"]:
         graph["blocks"] = collapse(graph["steps"])
     for row in report["split"]:

@@ -36,9 +36,7 @@ def build_page(report: Mapping[str, Any]) -> str:
     )
 
 
-def serve_page(
-    report: Mapping[str, Any], *, host: str, port: int, on_ready: Callable[[str], None] = lambda url: None
-) -> None:
+def serve_page(report: Mapping[str, Any], *, host: str, port: int, on_ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve the explorer until interrupted. on_ready: called with the URL. Raises `ValueError` if it cannot listen."""
     body = build_page(report).encode()
 

@@ -14,17 +14,29 @@ from rich.text import Text
 
 from compile_and_serve.serve.inspect.data import collapsed_text, near_misses, shorten, target_counts
 
-_RIGHT = frozenset({"matched", "expected", "seconds", "count", "calls", "max error", "relative", "tolerance", "ms", "GB/s",
-                    "GFLOP/s", "bandwidth", "compute", "tokens", "×", "before", "after"})  # fmt: skip
+_RIGHT = frozenset(
+    {
+        "matched",
+        "expected",
+        "seconds",
+        "count",
+        "calls",
+        "max error",
+        "relative",
+        "tolerance",
+        "ms",
+        "GB/s",
+        "GFLOP/s",
+        "bandwidth",
+        "compute",
+        "tokens",
+        "×",
+        "before",
+        "after",
+    }
+)
 
-_MEMORY = (
-    "total",
-    "others",
-    "weights",
-    "largest_step",
-    "sampling",
-    "graphs",
-)  # of `compile_and_serve.runtime.runner.memory.MemoryPlan`
+_MEMORY = ("total", "others", "weights", "largest_step", "sampling", "graphs")  # of `compile_and_serve.runtime.runner.memory.MemoryPlan`
 _PATHS = frozenset({"dump_dir", "cache_dir", "artifact_dir"})  # options that do not change the compilation
 
 
@@ -72,13 +84,7 @@ def pass_tables(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     verified = [(row["name"], row["verification"]) for row in rows if row.get("verification")]
     if verified:
         lines = [
-            (
-                name,
-                _number(v["max_error"]),
-                _number(v["relative_error"]),
-                _number(v["tolerance"]),
-                v["reason"] or "correct",
-            )
+            (name, _number(v["max_error"]), _number(v["relative_error"]), _number(v["tolerance"]), v["reason"] or "correct")
             for name, v in verified
         ]
         tables.append(_table("Verification (float64)", ("pass", "max error", "relative", "tolerance", "result"), lines))
@@ -95,10 +101,7 @@ def _graphs(report: Mapping[str, Any]) -> Table:
 
 def _block(report: Mapping[str, Any], graph: Mapping[str, Any], block: Mapping[str, Any]) -> str:
     names = list(dict.fromkeys(step["piece"] for step in graph["steps"] if "piece" in step))
-    parts = [
-        f"piece {names.index(step['piece'])}" if "piece" in step else step["op"].split(".")[-2]
-        for step in block["steps"]
-    ]
+    parts = [f"piece {names.index(step['piece'])}" if "piece" in step else step["op"].split(".")[-2] for step in block["steps"]]
     return parts[0] if block["count"] == 1 else f"({' → '.join(parts)}) × {block['count']}"
 
 
@@ -115,19 +118,22 @@ def profile_tables(profile: Mapping[str, Any] | None) -> list[Table]:
     """Tables of measured pieces and split ops (`compile_and_serve.compiler.reports.profile`); empty without a profile."""
     if not profile:
         return []
-    device = (
-        f"{profile['bandwidth'] / 1e9:.1f} GB/s and {profile['gemm_rate'] / 1e9:.0f} GFLOP/s measured on this device"
-    )
+    device = f"{profile['bandwidth'] / 1e9:.1f} GB/s and {profile['gemm_rate'] / 1e9:.0f} GFLOP/s measured on this device"
     lines = [
-        (row["name"], str(row["count"]), str(row["tokens"]), f"{row['seconds'] * 1e3:.3f}",
-         f"{row['bytes'] / row['seconds'] / 1e9:.1f}", f"{row['bytes'] / row['seconds'] / profile['bandwidth']:.0%}",
-         f"{row['flops'] / row['seconds'] / 1e9:.1f}", f"{row['flops'] / row['seconds'] / profile['gemm_rate']:.0%}")
+        (
+            row["name"],
+            str(row["count"]),
+            str(row["tokens"]),
+            f"{row['seconds'] * 1e3:.3f}",
+            f"{row['bytes'] / row['seconds'] / 1e9:.1f}",
+            f"{row['bytes'] / row['seconds'] / profile['bandwidth']:.0%}",
+            f"{row['flops'] / row['seconds'] / 1e9:.1f}",
+            f"{row['flops'] / row['seconds'] / profile['gemm_rate']:.0%}",
+        )
         for row in profile["rows"]
-    ]  # fmt: skip
-    columns = ("piece", "×", "tokens", "ms", "GB/s", "bandwidth", "GFLOP/s", "compute")
-    steps = [
-        (str(row["tokens"]), f"{row['seconds'] * 1e3:.3f}", f"{row['between'] * 1e3:.3f}") for row in profile["steps"]
     ]
+    columns = ("piece", "×", "tokens", "ms", "GB/s", "bandwidth", "GFLOP/s", "compute")
+    steps = [(str(row["tokens"]), f"{row['seconds'] * 1e3:.3f}", f"{row['between'] * 1e3:.3f}") for row in profile["steps"]]
     title = f"Whole steps, {profile['context']} tokens of context"
     loads = [
         (str(row["tokens"]), str(row["layers"]), str(row["experts"]), f"{row['distinct']:.1f}", f"{row['largest']:.2f}")
@@ -156,9 +162,7 @@ def print_comparison(before: Mapping[str, Any], after: Mapping[str, Any], consol
     counts = [target_counts(dump, graph) for dump, graph in ((before, last_before), (after, last_after))]
     if lines := _differing(*counts):
         parts.append(_table("Calls of the final graph", ("function", "before", "after"), lines))
-    stages = [
-        {name: f"{seconds:.2f} s" for name, seconds in d["compilation"]["stages"].items()} for d in (before, after)
-    ]
+    stages = [{name: f"{seconds:.2f} s" for name, seconds in d["compilation"]["stages"].items()} for d in (before, after)]
     if lines := _differing(*stages):
         parts.append(_table("Stages", ("stage", "before", "after"), lines))
     pieces = [{row["piece"]: row["count"] for row in dump["split"]} for dump in (before, after)]

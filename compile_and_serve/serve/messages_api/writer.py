@@ -58,9 +58,7 @@ class MessageWriter:
             reason = "tool_use"
         self._message |= {"stop_reason": reason, "stop_sequence": sequence}
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return (
-            parts + named_event("message_delta", delta=delta, usage=usage_of(self._usage)) + named_event("message_stop")
-        )
+        return parts + named_event("message_delta", delta=delta, usage=usage_of(self._usage)) + named_event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""
@@ -78,15 +76,11 @@ class MessageWriter:
                     block = self._new_block(kind, name)
                     self._text = ""
                     # A copy, because the block is filled later.
-                    parts.append(
-                        named_event("content_block_start", index=len(self._content), content_block=dict(block))
-                    )
+                    parts.append(named_event("content_block_start", index=len(self._content), content_block=dict(block)))
                     self._content.append(block)
                 case BlockText(text):
                     self._text += text
-                    parts.append(
-                        named_event("content_block_delta", index=len(self._content) - 1, delta=self._delta(text))
-                    )
+                    parts.append(named_event("content_block_delta", index=len(self._content) - 1, delta=self._delta(text)))
                 case BlockEnd():
                     self._close_block()
                     parts.append(named_event("content_block_stop", index=len(self._content) - 1))

@@ -42,10 +42,7 @@ def _static(name: str) -> str:
 @cache
 def _policy() -> str:
     """Only our script and style run, and the page talks to its own server alone."""
-    script, style = (
-        base64.b64encode(hashlib.sha256(_static(name).encode()).digest()).decode()
-        for name in ("playground.js", "style.css")
-    )
+    script, style = (base64.b64encode(hashlib.sha256(_static(name).encode()).digest()).decode() for name in ("playground.js", "style.css"))
     return (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -23,8 +23,7 @@ class ChatFields(RequestModel):
     """Fields that decide how a conversation becomes a prompt."""
 
     messages: Objects = Field(
-        description='Objects with "role" and "content" (a text or a list of text parts).',
-        examples=[EXAMPLE["messages"]],
+        description='Objects with "role" and "content" (a text or a list of text parts).', examples=[EXAMPLE["messages"]]
     )
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = Field(
@@ -33,13 +32,10 @@ class ChatFields(RequestModel):
     parallel_tool_calls: bool | None = Field(default=True, description="false: at most one call per answer.")
     documents: Objects | None = None
     add_generation_prompt: bool | None = Field(
-        default=None,
-        description="End the prompt with the start of the assistant's turn; true unless continue_final_message is set.",
+        default=None, description="End the prompt with the start of the assistant's turn; true unless continue_final_message is set."
     )
     continue_final_message: bool | None = False
-    add_special_tokens: bool | None = Field(
-        default=False, description="Add the tokenizer's special tokens to the rendered template."
-    )
+    add_special_tokens: bool | None = Field(default=False, description="Add the tokenizer's special tokens to the rendered template.")
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
@@ -63,18 +59,14 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    max_completion_tokens: int | None = Field(
-        default=None, description="By default, as many as the model's limit allows."
-    )
+    max_completion_tokens: int | None = Field(default=None, description="By default, as many as the model's limit allows.")
     logprobs: bool | None = False
     top_logprobs: int | None = None
     include_reasoning: bool | None = Field(default=True, description="false: leave the reasoning out of the answer.")
     thinking_token_budget: int | None = Field(
         default=None, ge=-1, lt=2**31, description="Tokens after which the reasoning is ended; -1: no limit."
     )
-    echo: bool | None = Field(
-        default=False, description="Begin the answer with the last message if that has the answer's role."
-    )
+    echo: bool | None = Field(default=False, description="Begin the answer with the last message if that has the answer's role.")
 
     def max_new_tokens(self) -> int | None:
         """The requested number of tokens; None: as many as the model's limit allows."""

@@ -67,9 +67,7 @@ class ChunkWriter:
     writes the usage so far.
     """
 
-    def __init__(
-        self, head: Mapping[str, Any], body: Callable[[bytes], bytes], *, usage: Usage, usage_in_chunks: bool | None
-    ) -> None:
+    def __init__(self, head: Mapping[str, Any], body: Callable[[bytes], bytes], *, usage: Usage, usage_in_chunks: bool | None) -> None:
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._body = body
         self._usage = usage

@@ -30,8 +30,7 @@ class CompletionRequest(GenerationFields):
 
     # A union type would try each of its four forms on every token id.
     prompt: Any = Field(
-        description="A text, a list of texts, a list of token ids, or a list of such lists.",
-        json_schema_extra=PROMPT_SCHEMA,
+        description="A text, a list of texts, a list of token ids, or a list of such lists.", json_schema_extra=PROMPT_SCHEMA
     )
     max_tokens: int | None = 16
     logprobs: int | None = None
@@ -65,14 +64,6 @@ RESPONSE_EXAMPLE = {
     "object": "text_completion",
     "created": 1_767_225_600,
     "model": "smollm2-135m",
-    "choices": [
-        {
-            "index": 0,
-            "text": ", there was a little girl",
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        }
-    ],
+    "choices": [{"index": 0, "text": ", there was a little girl", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
     "usage": {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10},
 }

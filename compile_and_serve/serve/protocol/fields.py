@@ -52,10 +52,7 @@ Integers = Annotated[list[int], _FailFast()]
 Strings = Annotated[list[str], _FailFast()]
 Objects = Annotated[list[dict[str, Any]], _FailFast()]
 Stop = Annotated[
-    str | Strings,
-    Field(
-        description=f"At most {MAX_STOP_STRINGS} texts, none empty.", json_schema_extra={"maxItems": MAX_STOP_STRINGS}
-    ),
+    str | Strings, Field(description=f"At most {MAX_STOP_STRINGS} texts, none empty.", json_schema_extra={"maxItems": MAX_STOP_STRINGS})
 ]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_check_bias)]
 
@@ -102,17 +99,12 @@ class SamplingFields(RequestModel):
     allowed_token_ids: Integers | None = Field(default=None, json_schema_extra={"minItems": 1})
     bad_words: Strings | None = Field(default=None, json_schema_extra={"maxItems": MAX_BAD_WORDS})
     logit_bias: LogitBias | None = None
-    speculate: bool | None = Field(
-        default=None, description="False keeps the request out of speculative decoding, which changes no token."
-    )
+    speculate: bool | None = Field(default=None, description="False keeps the request out of speculative decoding, which changes no token.")
     priority: int | None = Field(
         default=0, ge=-(2**31), lt=2**31, description="Lower values run first; needs --scheduling-policy priority."
     )
     cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_ID,
-        description="Requests share cached prefixes only with requests of the same salt.",
+        default=None, min_length=1, max_length=MAX_ID, description="Requests share cached prefixes only with requests of the same salt."
     )
 
 
@@ -128,15 +120,11 @@ class GenerationFields(SamplingFields):
     spaces_between_special_tokens: bool | None = Field(
         default=None, description="Accepted without effect: special tokens are always written without spaces."
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None, description="Keep only this many tokens of the prompt; -1: as many as fit."
-    )
+    truncate_prompt_tokens: int | None = Field(default=None, description="Keep only this many tokens of the prompt; -1: as many as fit.")
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="Where truncate_prompt_tokens cuts tokens off; by default left."
     )
-    prompt_logprobs: int | None = Field(
-        default=None, description="-1: the whole vocabulary.", json_schema_extra={"minimum": -1}
-    )
+    prompt_logprobs: int | None = Field(default=None, description="-1: the whole vocabulary.", json_schema_extra={"minimum": -1})
     logprob_token_ids: Integers | None = Field(
         default=None, description="Also return the log-probabilities of these tokens; needs logprobs."
     )
@@ -148,9 +136,7 @@ class GenerationFields(SamplingFields):
     )
 
     use_beam_search: bool | None = Field(default=None, description="Return the n likeliest completions, best first.")
-    length_penalty: float | None = Field(
-        default=None, description="Of beam search: above 0 favors long completions; 1 by default."
-    )
+    length_penalty: float | None = Field(default=None, description="Of beam search: above 0 favors long completions; 1 by default.")
     request_id: str | None = Field(default=None, max_length=MAX_ID)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -196,10 +182,18 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 # OpenAI's fields that do not change this server's answers.
 _HARMLESS = frozenset(
     {
-        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prompt_cache_options", "prediction", "verbosity", "moderation",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+        "verbosity",
+        "moderation",
     }
-)  # fmt: skip
+)
 
 
 def check_fields(body: RequestModel) -> None:
@@ -228,12 +222,30 @@ def sampling_params(
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true.", "stream_options")
     fields = (
-        "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "seed", "stop_token_ids", "min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-        "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "logprob_token_ids",
-        "allowed_token_ids", "bad_words", "speculate",
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop_token_ids",
+        "min_tokens",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "allowed_token_ids",
+        "bad_words",
+        "speculate",
         "logit_bias",
-    )  # fmt: skip
+    )
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}
     given["structured_outputs"] = body.structure()
     if body.stop is not None:

@@ -37,9 +37,7 @@ class LogprobsWriter:
             content.append({**self._chat_token(entry.ids[0], entry.logprobs[0]), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def completion(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int
-    ) -> dict[str, Any]:
+    def completion(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int) -> dict[str, Any]:
         """`choices[].logprobs` of a completion. offset: where the first token begins in the text.
 
         entries: None for a token without log-probabilities.

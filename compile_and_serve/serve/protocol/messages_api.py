@@ -52,9 +52,7 @@ class PromptFields(RequestModel):
     system: str | Objects | None = Field(default=None, description="A text, or blocks of the type text.")
     tools: Objects | None = Field(default=None, description="Objects with name, description, input_schema and strict.")
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = Field(
-        default=None, description="Without it, or disabled, the template gets enable_thinking=false."
-    )
+    thinking: Thinking | None = Field(default=None, description="Without it, or disabled, the template gets enable_thinking=false.")
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -72,9 +70,7 @@ class MessagesRequest(PromptFields, SamplingFields):
     max_tokens: int = Field(ge=1, lt=2**31)
     stream: bool | None = False
     stop_sequences: Strings | None = Field(
-        default=None,
-        description=f"At most {MAX_STOP_STRINGS} texts, none empty.",
-        json_schema_extra={"maxItems": MAX_STOP_STRINGS},
+        default=None, description=f"At most {MAX_STOP_STRINGS} texts, none empty.", json_schema_extra={"maxItems": MAX_STOP_STRINGS}
     )
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = Field(default=None, description="The older name of output_config.format.")

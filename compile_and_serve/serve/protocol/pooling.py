@@ -18,20 +18,14 @@ MAX_INPUTS = 2048  # of one request, as in OpenAI's API
 class PoolingFields(RequestModel):
     """Fields that all these requests share. None means the default."""
 
-    truncate_prompt_tokens: int | None = Field(
-        default=None, description="Keep only this many tokens; -1: as many as fit."
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="Where tokens are cut off; by default left."
-    )
+    truncate_prompt_tokens: int | None = Field(default=None, description="Keep only this many tokens; -1: as many as fit.")
+    truncation_side: Literal["left", "right"] | None = Field(default=None, description="Where tokens are cut off; by default left.")
     add_special_tokens: bool | None = True
     request_id: str | None = Field(default=None, max_length=MAX_ID)
     priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_ID)
     user: str | None = Field(default=None, description="Accepted without effect.")
-    use_activation: bool | None = Field(
-        default=None, description="Normalize embeddings, turn class logits into scores; true by default."
-    )
+    use_activation: bool | None = Field(default=None, description="Normalize embeddings, turn class logits into scores; true by default.")
 
     def params(self) -> PoolingParams:
         """The engine's parameters."""
@@ -47,8 +41,7 @@ class InputFields(PoolingFields):
 
     # A union type would try each of its four forms on every token id.
     input: Any = Field(
-        description="A text, a list of texts, a list of token ids, or a list of such lists.",
-        json_schema_extra=PROMPT_SCHEMA,
+        description="A text, a list of texts, a list of token ids, or a list of such lists.", json_schema_extra=PROMPT_SCHEMA
     )
 
     def inputs(self) -> list[str | list[int]]:
@@ -64,12 +57,8 @@ class EmbeddingRequest(InputFields):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    encoding_format: Literal["float", "base64"] | None = Field(
-        default="float", description="base64: little-endian float32."
-    )
-    dimensions: int | None = Field(
-        default=None, description="Cut the embedding to this many numbers, then normalize it."
-    )
+    encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: little-endian float32.")
+    dimensions: int | None = Field(default=None, description="Cut the embedding to this many numbers, then normalize it.")
     normalize: bool | None = Field(default=None, description="false: as the model computed it.")
 
     def params(self) -> PoolingParams:

@@ -20,8 +20,7 @@ class TextOptions(BaseModel):
     """The form of the answer's text."""
 
     format: dict[str, Any] | None = Field(
-        default=None,
-        description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": {…}}.',
+        default=None, description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": {…}}.'
     )
     verbosity: str | None = Field(default=None, description="Accepted without effect.")
 
@@ -30,9 +29,7 @@ class ReasoningOptions(BaseModel):
     """How the model reasons."""
 
     effort: str | None = Field(default=None, description="Passed to the chat template as reasoning_effort.")
-    summary: str | None = Field(
-        default=None, description="Accepted without effect: answers have the reasoning itself, and no summary."
-    )
+    summary: str | None = Field(default=None, description="Accepted without effect: answers have the reasoning itself, and no summary.")
 
 
 class ResponsesRequest(SamplingFields):
@@ -46,21 +43,15 @@ class ResponsesRequest(SamplingFields):
         examples=[EXAMPLE["input"]],
     )
     instructions: str | None = Field(default=None, description="A system message before the conversation.")
-    max_output_tokens: int | None = Field(
-        default=None, ge=1, lt=2**31, description="By default, as many as the model's limit allows."
-    )
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31, description="By default, as many as the model's limit allows.")
     stream: bool | None = False
     stream_options: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
-    tools: Objects | None = Field(
-        default=None, description='Functions: {"type": "function", "name": …, "parameters": …}.'
-    )
+    tools: Objects | None = Field(default=None, description='Functions: {"type": "function", "name": …, "parameters": …}.')
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="'none', 'auto', 'required', {'type': 'function', 'name': …} or allowed_tools."
     )
     parallel_tool_calls: bool | None = Field(default=True, description="false: at most one call per answer.")
-    max_tool_calls: int | None = Field(
-        default=None, description="Accepted without effect: there are no built-in tools."
-    )
+    max_tool_calls: int | None = Field(default=None, description="Accepted without effect: there are no built-in tools.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stop: Stop | None = None
@@ -70,23 +61,15 @@ class ResponsesRequest(SamplingFields):
         "Reasoning is returned as text and may be sent back.",
     )
     top_logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        description="Most likely tokens per token; has an effect only where include has message.output_text.logprobs.",
+        default=None, ge=0, description="Most likely tokens per token; has an effect only where include has message.output_text.logprobs."
     )
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="auto: a prompt that is too long keeps its end."
-    )
-    store: bool | None = Field(
-        default=None, description="By default true if the server was started with --response-store, else false."
-    )
+    truncation: Literal["auto", "disabled"] | None = Field(default=None, description="auto: a prompt that is too long keeps its end.")
+    store: bool | None = Field(default=None, description="By default true if the server was started with --response-store, else false.")
     previous_response_id: str | None = Field(
         default=None, max_length=256, description="Continue this stored response. Its instructions are not repeated."
     )
     background: bool | None = Field(default=False, description="Answer at once; needs a stored response and no stream.")
-    metadata: dict[str, str] | None = Field(
-        default=None, max_length=MAX_METADATA, description="Returned with the response."
-    )
+    metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA, description="Returned with the response.")
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = Field(
         default=None, ge=-1, lt=2**31, description="Tokens after which the reasoning is ended; -1: no limit."

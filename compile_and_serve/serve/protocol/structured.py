@@ -9,15 +9,11 @@ import msgspec
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.serve.errors import ApiError
 
-_FIELDS = (
-    "json", "json_object", "regex", "choice", "grammar", "structural_tag", "disable_any_whitespace", "whitespace_pattern",
-)  # fmt: skip
+_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag", "disable_any_whitespace", "whitespace_pattern")
 _IGNORED = ("disable_fallback",)  # of vLLM, where it chooses a library
 
 
-def structured_params(
-    response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None
-) -> StructuredOutputsParams | None:
+def structured_params(response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None) -> StructuredOutputsParams | None:
     """The form that a request's output must have, or None. Raises a 400 that names the wrong field."""
     by_format = None if response_format is None else _from_response_format(response_format)
     by_fields = None if structured_outputs is None else _from_structured_outputs(structured_outputs)
@@ -43,9 +39,7 @@ def _from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | No
         return StructuredOutputsParams(json=schema)
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=given)
-    raise ApiError(
-        400, "response_format.type must be text, json_object, json_schema or structural_tag.", "response_format.type"
-    )
+    raise ApiError(400, "response_format.type must be text, json_object, json_schema or structural_tag.", "response_format.type")
 
 
 def _from_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -55,9 +49,7 @@ def _from_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
     for name in fields:
         if name not in _FIELDS:
             known = ", ".join(_FIELDS)
-            raise ApiError(
-                400, f"structured_outputs has no field {name!r:.50}: known are {known}.", "structured_outputs"
-            )
+            raise ApiError(400, f"structured_outputs has no field {name!r:.50}: known are {known}.", "structured_outputs")
     try:
         return msgspec.convert(fields, StructuredOutputsParams)
     except msgspec.ValidationError as error:

@@ -23,11 +23,7 @@ _NAMES = {
     "response_format.json_schema.schema": "text.format",
     "structured_outputs": "text.format",
 }
-_TEXTS = {
-    ".function.parameters": ".parameters",
-    ".function.name": ".name",
-    "lower max_tokens": "lower max_output_tokens",
-}
+_TEXTS = {".function.parameters": ".parameters", ".function.name": ".name", "lower max_tokens": "lower max_output_tokens"}
 _REFUSED = {
     "conversation": "This server keeps no conversations: use previous_response_id.",
     "prompt": "This server keeps no prompt templates: send the text in input.",
@@ -101,9 +97,7 @@ def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
-        sentence = (
-            f"{where} has the type {kind!r:.{MAX_ECHO}}, but this server only supports tools of the type function."
-        )
+        sentence = f"{where} has the type {kind!r:.{MAX_ECHO}}, but this server only supports tools of the type function."
         raise ApiError(400, sentence, "tools")
     require_text(tool.get("name"), f"{where}.name")
     names = ("name", "description", "parameters", "strict")
@@ -163,9 +157,7 @@ def _messages(items: Sequence[Mapping[str, Any]], instructions: str | None) -> l
             case "function_call" if item.get("status") == "incomplete":
                 continue  # cut off or malformed
             case "function_call":
-                call = {
-                    name: require_text(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")
-                }
+                call = {name: require_text(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")}
                 _check_arguments(call["arguments"], f"{where}.arguments")
                 names[call["call_id"]] = call["name"]
                 function = {"name": call["name"], "arguments": call["arguments"]}

@@ -19,11 +19,7 @@ from compile_and_serve.serve.responses_api.text_logprobs import TextLogprobs
 from compile_and_serve.serve.responses_api.translate import new_id
 
 # Item type → the prefix of its events' names, and the type of its content part.
-_EVENTS = {
-    "message": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "function_call": "response.function_call_arguments",
-}
+_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text", "function_call": "response.function_call_arguments"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 

@@ -39,9 +39,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     answer = _Answer(body, await Conversation.create(body, request, context, request_id))
     if body.use_beam_search:
         one = answer.conversation
-        return await answer_with_beams(
-            body, request, context, [one.prompt], [one.params], answer.complete, **one.submit_options()
-        )
+        return await answer_with_beams(body, request, context, [one.prompt], [one.params], answer.complete, **one.submit_options())
     if body.stream:
         generation = await answer.conversation.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -68,10 +66,7 @@ class _Answer:
         self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
         self.role = context.settings.response_role if not body.continue_final_message else body.messages[-1]["role"]
         self.echo = self._echo()
-        self.message_options: dict[str, Any] = {
-            "with_reasoning": body.include_reasoning is not False,
-            "id_length": conversation.id_length,
-        }
+        self.message_options: dict[str, Any] = {"with_reasoning": body.include_reasoning is not False, "id_length": conversation.id_length}
 
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""

@@ -17,10 +17,7 @@ from compile_and_serve.serve.responses import client_gone_response, until_discon
 # In the documentation of a route that streams.
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 # `openapi` adds the errors of every route with a body.
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    401: {"description": "No valid API key"},
-    404: {"description": "No such model"},
-}
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {401: {"description": "No valid API key"}, 404: {"description": "No such model"}}
 
 
 def usage_options(body: GenerationFields) -> tuple[bool, bool]:
@@ -32,9 +29,7 @@ def usage_options(body: GenerationFields) -> tuple[bool, bool]:
 
 
 async def collect(
-    request: Request,
-    submit: Callable[[], Awaitable[Generation]],
-    complete: Callable[[list[CompletionOutput]], Response],
+    request: Request, submit: Callable[[], Awaitable[Generation]], complete: Callable[[list[CompletionOutput]], Response]
 ) -> Response:
     """Wait for every completion and answer with all of them. A client's disconnect ends its generation."""
     context: ServerContext = request.app.state.context

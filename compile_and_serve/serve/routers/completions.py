@@ -20,12 +20,7 @@ from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.generation import failure_event
 from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
-from compile_and_serve.serve.protocol.completions import (
-    MAX_PROMPT_TOKENS,
-    MAX_SEQUENCES,
-    RESPONSE_EXAMPLE,
-    CompletionRequest,
-)
+from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS, MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.responses import DONE, EventStream, json_response
@@ -45,9 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
     await context.check_structure(body.structure())
     answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
     if body.use_beam_search:
-        return await answer_with_beams(
-            body, request, context, answer.prompts, answer.params, answer.complete, **answer.submit_options()
-        )
+        return await answer_with_beams(body, request, context, answer.prompts, answer.params, answer.complete, **answer.submit_options())
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -89,9 +82,7 @@ class _Answer:
         check_fields(body)
         check_beam_search(body)
         context.check_priority(body.priority)
-        requested = sampling_params(
-            body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs
-        )
+        requested = sampling_params(body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs)
         if body.echo:
             with user_errors():
                 context.inputs.require_tokenizer("echo")
@@ -99,10 +90,7 @@ class _Answer:
                 requested = msgspec.structs.replace(requested, prompt_logprobs=body.logprobs)
         given = body.prompts()
         if len(given) * requested.n > MAX_SEQUENCES:
-            sentence = (
-                f"{len(given)} prompts with n={requested.n} make more than {MAX_SEQUENCES} completions: "
-                "send fewer per request."
-            )
+            sentence = f"{len(given)} prompts with n={requested.n} make more than {MAX_SEQUENCES} completions: send fewer per request."
             raise ApiError(400, sentence, "prompt")
         prompts, params, num_tokens = [], [], 0
         for ids in given:
@@ -131,12 +119,7 @@ class _Answer:
 
     def submit_options(self) -> dict[str, Any]:
         """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
-        return {
-            "request_id": self.head["id"],
-            "priority": self.body.priority or 0,
-            "cache_salt": self.cache_salt,
-            "lora": self.lora,
-        }
+        return {"request_id": self.head["id"], "priority": self.body.priority or 0, "cache_salt": self.cache_salt, "lora": self.lora}
 
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""
@@ -196,9 +179,7 @@ class _Answer:
             writer.chunk(
                 delta.index,
                 text,
-                logprobs=self._choice_logprobs(
-                    delta.index, delta.token_ids, delta.logprobs, self._echoed_entries(delta.prompt_logprobs)
-                ),
+                logprobs=self._choice_logprobs(delta.index, delta.token_ids, delta.logprobs, self._echoed_entries(delta.prompt_logprobs)),
                 finish_reason=delta.finish_reason,
                 stop_reason=delta.stop_reason,
                 token_ids=delta.token_ids if body.return_token_ids else None,
@@ -207,11 +188,7 @@ class _Answer:
         ]
 
     def _choice_logprobs(
-        self,
-        index: int,
-        token_ids: list[int],
-        entries: list[TokenLogprobs] | None,
-        prompt_entries: list[TokenLogprobs | None],
+        self, index: int, token_ids: list[int], entries: list[TokenLogprobs] | None, prompt_entries: list[TokenLogprobs | None]
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None

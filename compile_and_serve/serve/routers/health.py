@@ -16,9 +16,7 @@ from compile_and_serve.serve.responses import json_response
 router = APIRouter(tags=["Utility"])
 
 
-@router.get(
-    "/health", summary="Whether the engine is alive", responses={503: {"description": "The engine is not healthy"}}
-)
+@router.get("/health", summary="Whether the engine is alive", responses={503: {"description": "The engine is not healthy"}})
 async def health(context: Context) -> Response:
     """200 while every engine process sends heartbeats; 503 with the reason after 10 seconds of silence, or when one step
     takes more than two minutes. Names the graph passes that failed `--verify-passes`, if any.
@@ -31,11 +29,7 @@ async def health(context: Context) -> Response:
     return json_response({"status": "ok"} | ({"failed_passes": failed} if failed else {}))
 
 
-@router.get(
-    "/ready",
-    summary="Whether new requests are accepted",
-    responses={503: {"description": "No new requests are accepted"}},
-)
+@router.get("/ready", summary="Whether new requests are accepted", responses={503: {"description": "No new requests are accepted"}})
 async def ready(context: Context) -> Response:
     """200 while new requests are accepted, 503 while the server sleeps or shuts down or the engine is dead.
 

@@ -16,13 +16,7 @@ from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.completions import EXAMPLE as COMPLETION_EXAMPLE
 from compile_and_serve.serve.protocol.completions import CompletionRequest
 from compile_and_serve.serve.protocol.fields import RequestModel
-from compile_and_serve.serve.protocol.pooling import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
+from compile_and_serve.serve.protocol.pooling import ClassifyRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from compile_and_serve.serve.routers import chat, completions, pooling
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 

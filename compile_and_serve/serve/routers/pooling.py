@@ -33,19 +33,12 @@ from compile_and_serve.serve.protocol.pooling import (
     RerankRequest,
     ScoreRequest,
 )
-from compile_and_serve.serve.responses import (
-    client_gone_response,
-    json_response,
-    until_disconnect,
-)
+from compile_and_serve.serve.responses import client_gone_response, json_response, until_disconnect
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 MAX_TOKEN_NUMBERS = 1 << 22  # numbers of the task token_embed in one answer
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    **ERROR_RESPONSES,
-    501: {"description": "The model cannot do this task"},
-}
+RESPONSES: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 501: {"description": "The model cannot do this task"}}
 
 Prompts = Sequence[tuple[str | list[int], str | None]]  # each with the second text of a pair
 Write = Callable[[int, np.ndarray], Any]  # (index of the prompt, float32 [N, D]) → what the answer needs of it
@@ -54,9 +47,7 @@ Write = Callable[[int, np.ndarray], Any]  # (index of the prompt, float32 [N, D]
 @router.post("/v1/embeddings", summary="Embeddings", responses=RESPONSES)
 async def create_embedding(body: EmbeddingRequest, request: Request, context: Context) -> Response:
     """A vector for each input, of length 1 unless `normalize` is false."""
-    return await _answer_inputs(
-        body, request, context, "embed", "embd", _embedding_writer(body, "embedding", "embedding")
-    )
+    return await _answer_inputs(body, request, context, "embed", "embd", _embedding_writer(body, "embedding", "embedding"))
 
 
 @router.post("/pooling", summary="Pooled hidden states", responses=RESPONSES)
@@ -130,17 +121,19 @@ async def _answer_inputs(
 
 
 async def _answer_pairs(
-    body: PoolingFields, request: Request, context: ServerContext, pairs: list[tuple[str, str]], prefix: str,
+    body: PoolingFields,
+    request: Request,
+    context: ServerContext,
+    pairs: list[tuple[str, str]],
+    prefix: str,
     answer: Callable[[list[float], Mapping[str, Any], int], Response],
-) -> Response:  # fmt: skip
+) -> Response:
     info = context.check_task("score")
     if len(pairs) > MAX_INPUTS:
         raise ApiError(400, f"The request has {len(pairs)} pairs, but may have {MAX_INPUTS}.", None)
     params = body.params()
     if info.kind == "classify":
-        return await _run(
-            body, request, context, lambda: pairs, params, prefix, lambda _, rows_ND: float(rows_ND[0, 0]), answer
-        )
+        return await _run(body, request, context, lambda: pairs, params, prefix, lambda _, rows_ND: float(rows_ND[0, 0]), answer)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
 
     def complete(rows: list[np.ndarray], head: Mapping[str, Any], num_tokens: int) -> Response:
@@ -165,17 +158,20 @@ async def _run(
 
     Each result is written as it arrives: writing all at the end would hold up the event loop.
     """
-    ids, sampling, head, lora = await context.prepare(
-        request, lambda: _prepare(body, request, context, prompts(), params, prefix)
-    )
+    ids, sampling, head, lora = await context.prepare(request, lambda: _prepare(body, request, context, prompts(), params, prefix))
     info = context.engine.client.info.pooling
     assert info is not None
 
     async def work() -> Response:
         generation = await context.engine.submit(
-            head["id"], ids, sampling, priority=body.priority or 0,
-            cache_salt=context.cache_salt(body.cache_salt, request), lora=lora, pooling=params,
-        )  # fmt: skip
+            head["id"],
+            ids,
+            sampling,
+            priority=body.priority or 0,
+            cache_salt=context.cache_salt(body.cache_salt, request),
+            lora=lora,
+            pooling=params,
+        )
         found: list[Any] = [None] * len(ids)
         try:
             async for deltas in generation:
@@ -202,22 +198,16 @@ def _prepare(
     ids, sampling, num_tokens = [], [], 0
     for prompt, pair in prompts:
         with user_errors({"prompt": "input"} if isinstance(body, InputFields) else None):
-            one, one_sampling = prepare(
-                context.inputs, prompt, params, add_special_tokens=body.add_special_tokens is not False, pair=pair
-            )
+            one, one_sampling = prepare(context.inputs, prompt, params, add_special_tokens=body.add_special_tokens is not False, pair=pair)
         ids.append(one)
         sampling.append(one_sampling)
         num_tokens += len(one)
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise ApiError(
-                413, f"The inputs have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request."
-            )
+            raise ApiError(413, f"The inputs have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request.")
     info = context.engine.client.info.pooling
     if params.pooling == "all" and info is not None and num_tokens * info.width > MAX_TOKEN_NUMBERS:
         limit = MAX_TOKEN_NUMBERS // info.width
-        raise ApiError(
-            413, f"The task token_embed takes {limit} tokens per request, got {num_tokens}: send fewer.", "input"
-        )
+        raise ApiError(413, f"The task token_embed takes {limit} tokens per request, got {num_tokens}: send fewer.", "input")
     head = {"id": context.request_id(prefix, body.request_id, request), "created": int(time.time()), "model": model}
     return ids, sampling, head, lora
 

@@ -41,9 +41,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     with own_names():
         # Not in a thread, because the store is not thread-safe.
         history = _history(body.previous_response_id, store, owner)
-        chat, items = await context.prepare(
-            request, lambda: _translate(body, history, stores=store is not None), is_large=bool(history)
-        )
+        chat, items = await context.prepare(request, lambda: _translate(body, history, stores=store is not None), is_large=bool(history))
         conversation = await Conversation.create(chat, request, context, new_id("resp"))
     if body.store is False:
         store = None
@@ -75,10 +73,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
 
 @router.get("/v1/responses/{response_id}", summary="A stored response", responses=_LOOKUPS)
 async def retrieve_response(
-    response_id: str,
-    request: Request,
-    context: Context,
-    stream: Annotated[bool | None, Query(description="Refused unless false.")] = None,
+    response_id: str, request: Request, context: Context, stream: Annotated[bool | None, Query(description="Refused unless false.")] = None
 ) -> Response:
     """A response that was stored by a request with the same API key."""
     if stream:
@@ -145,11 +140,7 @@ def _history(response_id: str | None, store: ResponseStore | None, owner: str | 
     if response_id is None:
         return []
     if store is None:
-        raise ApiError(
-            400,
-            f"This server stores no responses: {_STORE_FLAG}, or send the conversation in input.",
-            "previous_response_id",
-        )
+        raise ApiError(400, f"This server stores no responses: {_STORE_FLAG}, or send the conversation in input.", "previous_response_id")
     stored = store.get(response_id, owner)
     if stored is None:
         raise ApiError(400, f"Previous response with id {response_id!r:.{MAX_ECHO}} not found.", "previous_response_id")
@@ -175,9 +166,7 @@ async def _cancel(store: ResponseStore, response_id: str) -> None:
         await asyncio.wait({task})
 
 
-async def _run(
-    conversation: Conversation, generation: Generation, writer: ResponseWriter, keep: Callable[[], None]
-) -> None:
+async def _run(conversation: Conversation, generation: Generation, writer: ResponseWriter, keep: Callable[[], None]) -> None:
     """Generate a background response and store it."""
     try:
         completions = await gather(conversation.context, generation)

@@ -15,9 +15,7 @@ router = APIRouter(tags=["Admin"], route_class=AdminRoute)
 
 
 @router.post("/sleep", summary="Free the device's memory")
-async def sleep(
-    context: Context, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["wait", "abort"] = "wait"
-) -> Response:
+async def sleep(context: Context, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["wait", "abort"] = "wait") -> Response:
     """Free the KV cache and the weights. Level 1 keeps the weights in host memory; level 2 drops them, and waking reads the checkpoint
     again. New requests get 503 at once. Accepted ones finish first, or with mode=abort end with what they have. Answers once the
     memory is free.
@@ -28,9 +26,7 @@ async def sleep(
 
 
 @router.post("/wake_up", summary="Bring the memory back")
-async def wake_up(
-    context: Context, tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None
-) -> Response:
+async def wake_up(context: Context, tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
     """Undo /sleep, or for the given tags only. Requests are accepted once weights and KV cache are back."""
     with user_errors():
         await context.engine.wake_up(None if tags is None else list(tags))
@@ -48,7 +44,5 @@ async def reset_prefix_cache(context: Context) -> Response:
     """Forget the KV blocks of earlier requests. 409 while requests hold blocks."""
     answer = await context.engine.client.utility("reset_prefix_cache")
     if not answer["ok"]:
-        raise ApiError(
-            409, "Requests hold KV blocks, so the prefix cache was not reset: try again when none is running."
-        )
+        raise ApiError(409, "Requests hold KV blocks, so the prefix cache was not reset: try again when none is running.")
     return json_response({"ok": True})

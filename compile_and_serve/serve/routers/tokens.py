@@ -19,9 +19,7 @@ MAX_CHARACTERS = 1 << 19  # of a text; tokenizing takes about 100 bytes per char
 def check_length(text: str, param: str) -> None:
     """Raise a 413 for a text that is too long to be tokenized here."""
     if len(text) > MAX_CHARACTERS:
-        raise ApiError(
-            413, f"The text has {len(text)} characters, but at most {MAX_CHARACTERS} are accepted here.", param
-        )
+        raise ApiError(413, f"The text has {len(text)} characters, but at most {MAX_CHARACTERS} are accepted here.", param)
 
 
 @router.post("/tokenize", summary="Text to token ids", responses=ERROR_RESPONSES)

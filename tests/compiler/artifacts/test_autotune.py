@@ -67,9 +67,7 @@ def test_the_faster_one_is_chosen_and_kept(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(autotune, "compile_piece", not_again)
     assert tuner.choose("better", quick, slow, [activations()], 2.0) == better
     assert Autotuner(CPU, [tmp_path]).choose("better", quick, slow, [activations()], 2.0) == better
-    another = Autotuner(CPU, [tmp_path]).choose(
-        "better", quick, slow, [activations()], 3.0
-    )  # another constant is another site
+    another = Autotuner(CPU, [tmp_path]).choose("better", quick, slow, [activations()], 3.0)  # another constant is another site
     assert another.failure == "AssertionError: it was measured again"
 
 
@@ -96,9 +94,7 @@ def test_what_cannot_be_measured_is_left_to_inductor(tmp_path: Path, monkeypatch
     ("ours", "use_ours", "words"),
     [(0.5, True, "100% faster"), (0.99, False, "only 1% faster than Inductor's code"), (2.0, False, "100% slower")],
 )
-def test_a_fusion_has_to_earn_its_place(
-    ours: float, use_ours: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fusion_has_to_earn_its_place(ours: float, use_ours: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "call_seconds", lambda calls, device, **options: [[2e-6, 1e-6], [ours * 1e-6, 1.0]])
     choice = Autotuner(CPU, []).choose("any", quick, quick, [activations()], 1.0)
     assert choice.use_ours is use_ours

@@ -68,10 +68,8 @@ def test_each_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: Pa
         json.dumps({"schema": 1, "kind": "piece", "fields": FIELDS, "files": {"x" * 1000: ""}}),
         json.dumps({"schema": 1, "kind": "piece", "fields": FIELDS | {"torch": "2.11.0"}, "files": {}}),
     ],
-)  # fmt: skip
-def test_a_wrong_manifest_is_reported_once_and_rebuilt(
-    text: str, tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+)
+def test_a_wrong_manifest_is_reported_once_and_rebuilt(text: str, tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture) -> None:
     entry = put(tmp_path / "store", content)
     (entry.path / MANIFEST).write_text(text)
     store = ArtifactStore(tmp_path / "store")
@@ -124,9 +122,7 @@ def test_an_artifact_that_the_machine_cannot_read_is_kept(
 
 
 @pytest.mark.parametrize("damage", ["none", "manifest", "file"])
-def test_a_read_only_store_is_not_changed(
-    damage: str, tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_read_only_store_is_not_changed(damage: str, tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture) -> None:
     entry = put(tmp_path / "store", content)
     if damage != "none":
         (entry.path / {"manifest": MANIFEST, "file": "piece.py"}[damage]).write_text("{")
@@ -157,9 +153,7 @@ def test_an_artifact_under_another_key_is_damage(tmp_path: Path, content: Path) 
     assert ArtifactStore(tmp_path / "store").get("piece", other) is None
 
 
-def test_a_file_in_the_place_of_the_cache_is_one_sentence(
-    tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_in_the_place_of_the_cache_is_one_sentence(tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "store").write_text("")
     store = ArtifactStore(tmp_path / "store")
     assert store.get("piece", FIELDS) is None

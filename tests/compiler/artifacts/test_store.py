@@ -73,9 +73,7 @@ def test_an_intact_artifact_is_not_replaced(store: ArtifactStore, content: Path)
     assert not store.leftovers()
 
 
-def test_concurrent_puts_leave_one_intact_artifact(
-    store: ArtifactStore, content: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_concurrent_puts_leave_one_intact_artifact(store: ArtifactStore, content: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ThreadPoolExecutor(8) as threads:
         entries = list(threads.map(lambda i: store.put("piece", FIELDS, content), range(24)))
     assert len(set(entries)) == 1
@@ -106,9 +104,7 @@ def test_waiting_for_another_process_is_logged(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "manifest", "schema"])
-def test_a_damaged_artifact_is_not_used(
-    store: ArtifactStore, content: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_artifact_is_not_used(store: ArtifactStore, content: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     entry = store.put("piece", FIELDS, content)
     assert entry is not None
     kernel = entry.path / "kernels" / "a.so"
@@ -164,9 +160,7 @@ def test_an_unwritable_store_is_one_warning_and_no_error(
 
 def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a folder")
-    model = compile_model(
-        tiny_spec(layers=1), CompileConfig(cache_dir=tmp_path / "store"), device=CPU, dtype=torch.float32, kernels=FUSED
-    )
+    model = compile_model(tiny_spec(layers=1), CompileConfig(cache_dir=tmp_path / "store"), device=CPU, dtype=torch.float32, kernels=FUSED)
     assert model.report["artifact"] == "made"
 
 
@@ -208,9 +202,7 @@ def started(first_start: tuple[Path, torch.Tensor], tmp_path: Path) -> tuple[Pat
     return shutil.copytree(first_start[0], tmp_path / "started"), first_start[1]
 
 
-def test_an_artifact_that_cannot_be_loaded_is_rebuilt(
-    started: tuple[Path, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_artifact_that_cannot_be_loaded_is_rebuilt(started: tuple[Path, torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
     """This is noticed while the weights are read, or, if another piece is missing, while the present ones are loaded."""
     folder, expected = started
     starts = _Starts(folder)
@@ -302,9 +294,7 @@ def _start(cache_dir: str, expected: torch.Tensor, report: str, compile_anew: bo
     if compile_anew:
         os.environ.pop("COMPILED_ONCE", None)
     spec = tiny_spec(layers=1)
-    model = compile_model(
-        spec, CompileConfig(cache_dir=Path(cache_dir)), device=CPU, dtype=torch.float32, kernels=FUSED
-    )
+    model = compile_model(spec, CompileConfig(cache_dir=Path(cache_dir)), device=CPU, dtype=torch.float32, kernels=FUSED)
     fill(model)
     logits = step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

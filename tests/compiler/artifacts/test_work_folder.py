@@ -60,17 +60,13 @@ def test_a_folder_is_removed_when_its_process_was_killed(tmp_path: Path) -> None
 def test_the_next_compilation_removes_the_folders_of_a_killed_one(tmp_path: Path) -> None:
     store = tmp_path / "store"
     (store / "piece").mkdir(parents=True)
-    with (
-        in_another_process(WORK_PREFIX, tmp_path) as (work, _),
-        in_another_process(".new-", store / "piece") as (new, _),
-    ):
+    with in_another_process(WORK_PREFIX, tmp_path) as (work, _), in_another_process(".new-", store / "piece") as (new, _):
         assert ArtifactStore(store).leftovers() == []  # it is being written
     assert ArtifactStore(store).leftovers() == [new]
     config = CompileConfig(cache_dir=store, work_dir=tmp_path)
     model = compile_model(
-        tiny_spec(layers=1), config, device=torch.device("cpu"), dtype=torch.float32,
-        kernels=frozenset({"rope_attention", "fused_linear"}),
-    )  # fmt: skip
+        tiny_spec(layers=1), config, device=torch.device("cpu"), dtype=torch.float32, kernels=frozenset({"rope_attention", "fused_linear"})
+    )
     assert not work.exists()
     assert not new.exists()
     del model

@@ -96,9 +96,7 @@ def test_blocks_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_reuse
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_the_graph_is_the_same_as_when_every_block_is_traced(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_graph_is_the_same_as_when_every_block_is_traced(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def operations() -> tuple[int, list[Any], set[Any]]:
         spec = tiny_spec(architecture, 5)
         graph = capture_spec(spec, torch.float32)
@@ -108,10 +106,7 @@ def test_the_graph_is_the_same_as_when_every_block_is_traced(
         def spelled(arg: torch.fx.Node) -> Any:
             return number.get(arg, arg.meta.get("weight") or arg.meta.get("input"))
 
-        nodes = [
-            (str(n.target), str(torch.fx.node.map_arg((n.args, n.kwargs), spelled)), node_source_line(n))
-            for n in number
-        ]
+        nodes = [(str(n.target), str(torch.fx.node.map_arg((n.args, n.kwargs), spelled)), node_source_line(n)) for n in number]
         values = [str(getattr(n.meta.get("example_value"), "shape", None)) for n in number]
         weights = {n.meta.get("weight") for n in graph.gm.graph.find_nodes(op="placeholder")}
         return graph.regions, [*zip(nodes, values, strict=True)], weights

@@ -16,12 +16,7 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_capture import GraphCaptureError
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.piecewise import max_piecewise_tokens
-from compile_and_serve.compiler.cudagraphs.runner import (
-    CudaGraphRunner,
-    capture_order,
-    default_sizes,
-    piecewise_sizes,
-)
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, capture_order, default_sizes, piecewise_sizes
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import PieceStep
@@ -88,9 +83,15 @@ class Buffers:
         ids = self.input_ids[:size]
         return Step(
             inputs={"input_ids": ids, "positions": ids, "logits_indices": self.indices[:size]},
-            state={"kv_caches.0": self.caches[0]}, metadata={KV_CACHES: metadata}, num_tokens=size, num_seqs=size,
-            padded_tokens=size, padded_seqs=size, num_rows=size, max_query_len=1,
-        )  # fmt: skip
+            state={"kv_caches.0": self.caches[0]},
+            metadata={KV_CACHES: metadata},
+            num_tokens=size,
+            num_seqs=size,
+            padded_tokens=size,
+            padded_seqs=size,
+            num_rows=size,
+            max_query_len=1,
+        )
 
 
 def run(runner: CudaGraphRunner, inputs: Step) -> torch.Tensor:
@@ -287,16 +288,13 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
     """What the graphs of a size keep is what its capture holds; the others' share is by their length."""
     spec = tiny_spec()
     model = compile_model(
-        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32,
-        kernels=frozenset({"rope_attention"}),
-    )  # fmt: skip
+        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32, kernels=frozenset({"rope_attention"})
+    )
     fill(model)
     state = caches(spec, torch.float32)
 
     def prompt(size: int) -> Step:
-        return make_step(
-            spec.inputs, spec.state, [(0, size)], state=state, tokens_per_page=PAGE_SIZES, writes_state=False
-        )
+        return make_step(spec.inputs, spec.state, [(0, size)], state=state, tokens_per_page=PAGE_SIZES, writes_state=False)
 
     runner = CudaGraphRunner(
         model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(), sizes=(8, 16, 32, 64)
@@ -334,9 +332,13 @@ def test_sizes_of_an_octave_share_its_first_graph(shared_cache_dir: Path) -> Non
     """Each octave is captured after four plain steps."""
     spec, model = compiled(shared_cache_dir)
     runner = CudaGraphRunner(
-        model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(),
+        model,
+        mode="piecewise",
+        max_num_seqs=8,
+        backends=[TorchAttention()],
+        device=FakeDevice(),
         sizes=(16, 20, 24, 28, 32, 40, 48, 56, 64),
-    )  # fmt: skip
+    )
     state = caches(spec, torch.float32)
     for length in (20, 24, 28, 20, 32, 40, 64, 56, 48, 64):
         step(runner, list(range(length)), 0, state)
@@ -346,14 +348,16 @@ def test_sizes_of_an_octave_share_its_first_graph(shared_cache_dir: Path) -> Non
 
 def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piece(shared_cache_dir: Path) -> None:
     spec, model = compiled(shared_cache_dir)
-    runner = CudaGraphRunner(
-        model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(1, 2)
-    )
+    runner = CudaGraphRunner(model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(1, 2))
     assert runner.padded_size(3, 3, 1) == 4
     made = make_step(
-        spec.inputs, spec.state, [(0, 1)] * 4, state=caches(spec, torch.float32), tokens_per_page=PAGE_SIZES,
+        spec.inputs,
+        spec.state,
+        [(0, 1)] * 4,
+        state=caches(spec, torch.float32),
+        tokens_per_page=PAGE_SIZES,
         token_ids=np.array([5, 6, 7, 8]),
-    )  # fmt: skip
+    )
     for _ in range(4):
         logits = run(runner, made)
     torch.testing.assert_close(logits, model(made)["logits"], rtol=1e-5, atol=1e-5)
@@ -368,10 +372,7 @@ def test_a_capture_that_fails_says_of_what() -> None:
             raise self.error
 
     runner, *_ = make(device=Full())
-    with pytest.raises(
-        torch.OutOfMemoryError,
-        match=r"graph of 40 decodes could not be captured: .*out of memory \(--cudagraph-mode none",
-    ):
+    with pytest.raises(torch.OutOfMemoryError, match=r"graph of 40 decodes could not be captured: .*out of memory \(--cudagraph-mode none"):
         runner.capture_next()
     Full.error = ValueError("odd")
     runner, *_ = make(device=Full())
@@ -389,9 +390,7 @@ def test_idle_moments_capture_every_piecewise_size_once(shared_cache_dir: Path) 
         wanted.append(size)
     assert wanted == sorted(piecewise_sizes(8, None, 4096), reverse=True)
 
-    piecewise = CudaGraphRunner(
-        model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice()
-    )
+    piecewise = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice())
     size = piecewise.next_piecewise_size()
     assert size is not None
     step(piecewise, [7] * 16, 0, caches(spec, torch.float32))

@@ -53,14 +53,11 @@ class Batched(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("body", "kept"),
-    [(heads_first_and_back, 0), (parts_and_means, 0), (positions_by_frequencies, 0), (sums_along_tokens, 1)],
+    ("body", "kept"), [(heads_first_and_back, 0), (parts_and_means, 0), (positions_by_frequencies, 0), (sums_along_tokens, 1)]
 )
 def test_the_result_is_the_same_without_the_axis(body: Body, kept: int) -> None:
     captured = capture_decoder(Batched(body), torch.float32)
-    ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode
-    )
+    ctx = PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode)
     Canonicalize().run(captured.gm, ctx)
     before = evaluate(captured.gm, RandomWeights(captured.weights, {}, 0))
     result = DropBatchAxis().run(captured.gm, ctx)
@@ -71,10 +68,7 @@ def test_the_result_is_the_same_without_the_axis(body: Body, kept: int) -> None:
         assert "there is no rule for cumsum" in result.near_misses[0].reason
         assert "test_drop_batch_axis.py:" in result.near_misses[0].source
     assert compare(before, evaluate(captured.gm, RandomWeights(captured.weights, {}, 0)), 1e-12).reason is None
-    shapes = [
-        getattr(n.meta.get("example_value"), "shape", ())
-        for n in captured.gm.graph.find_nodes(op="call_function", target=F.silu)
-    ]
+    shapes = [getattr(n.meta.get("example_value"), "shape", ()) for n in captured.gm.graph.find_nodes(op="call_function", target=F.silu)]
     assert all(len(shape) == 2 for shape in shapes)  # before and after an op that keeps the axis
     text = str(captured.gm.graph)
     assert DropBatchAxis().run(captured.gm, ctx) == PassResult(matched=0)

@@ -46,9 +46,7 @@ def rewritten(module: Callable[[], nn.Module]) -> tuple[CapturedGraph, PassConte
     """The graph after all passes, each of them verified, and what the first one says."""
     with torch.device("meta"):
         captured = capture_decoder(module(), torch.float32)
-    ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode
-    )
+    ctx = PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode)
     records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier({}))
     assert all(record.verification is None or record.verification.passed for record in records)
     assert isinstance(records[0].result, PassResult)
@@ -227,12 +225,7 @@ def wider_sum_into_a_column(m: Writes, h: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("body", "writes"),
-    [
-        (wider_operand, 2),
-        (compared, 1),
-        (cast_first, 1),
-        pytest.param(wider_sum_into_a_column, 2, marks=not_in_torch211),
-    ],
+    [(wider_operand, 2), (compared, 1), (cast_first, 1), pytest.param(wider_sum_into_a_column, 2, marks=not_in_torch211)],
 )
 def test_the_dtype_stays(body: Body, writes: int) -> None:
     check(lambda: Writes(body, torch.bfloat16), writes)
@@ -302,8 +295,11 @@ def list_of_tensors(m: Writes, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (view_taken_before, r"^add_ at .*test_functionalize.py:\d+, in view_taken_before writes in place to a tensor that is read "
-                            r"through another view at .*test_functionalize.py:\d+, in view_taken_before: copy it first"),
+        (
+            view_taken_before,
+            r"^add_ at .*test_functionalize.py:\d+, in view_taken_before writes in place to a tensor that is read "
+            r"through another view at .*test_functionalize.py:\d+, in view_taken_before: copy it first",
+        ),
         (base_read_after, "^mul_ at .* read through another view"),
         (same_tensor_after_a_cast, "^add_ at .* read through another view"),
         (part_kept_after_it_is_put_back, "^add_ at .* read through another view"),
@@ -315,7 +311,7 @@ def list_of_tensors(m: Writes, h: torch.Tensor) -> torch.Tensor:
         (sum_in_another_dtype, r"^sum\(out=…\) at .* a result of torch.float32 to a tensor of torch.float64: cast the result instead"),
         (list_of_tensors, "^_foreach_add_ at .* no function returns a new tensor"),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_wrong_is_refused_with_its_line(body: Body, sentence: str) -> None:
     with pytest.raises(PassError, match=sentence):
         rewritten(lambda: Writes(body))
@@ -370,9 +366,14 @@ def nowhere(block: Block, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("body", "outer_writes", "writes", "as_one"),
-    [(on_a_fresh_tensor, False, 8, True), (on_its_input, False, 4, False), (on_its_input_alone, False, 4, True),
-     (nowhere, True, 4, True), (on_its_input_alone, True, 8, True)],
-)  # fmt: skip
+    [
+        (on_a_fresh_tensor, False, 8, True),
+        (on_its_input, False, 4, False),
+        (on_its_input_alone, False, 4, True),
+        (nowhere, True, 4, True),
+        (on_its_input_alone, True, 8, True),
+    ],
+)
 def test_alike_blocks_write_each_their_own(body: Any, outer_writes: bool, writes: int, as_one: bool) -> None:
     with torch.device("meta"):
         captured = capture_decoder(Stack(body, outer_writes), torch.float32)
@@ -455,15 +456,16 @@ def in_place_layer(
     return x_TD.add_(layer.mlp(layer.post_attention_layernorm(x_TD)))
 
 
-def test_a_model_that_writes_in_place_compiles_to_the_same_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_writes_in_place_compiles_to_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(verify_passes: bool) -> tuple[torch.Tensor, CompiledModel]:
         spec = tiny_spec()
         model = compile_model(
-            spec, CompileConfig(cache_dir=tmp_path, verify_passes=verify_passes), device=torch.device("cpu"), dtype=torch.float32,
+            spec,
+            CompileConfig(cache_dir=tmp_path, verify_passes=verify_passes),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
             kernels=frozenset({"fused_linear"}),
-        )  # fmt: skip
+        )
         fill(model)
         return step(model, [5, 6, 7, 8], 0, caches(spec, torch.float32)), model
 

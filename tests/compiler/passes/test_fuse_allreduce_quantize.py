@@ -13,18 +13,11 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED
-from compile_and_serve.compiler.passes.fuse_allreduce_quantize import (
-    FUSED_QUANTIZE,
-    FuseAllreduceQuantize,
-    may_quantize,
-)
+from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FUSED_QUANTIZE, FuseAllreduceQuantize, may_quantize
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
-from compile_and_serve.custom_ops.collectives.allreduce_norm import (
-    allreduce_add_rms_norm,
-    allreduce_add_rms_norm_quantize,
-)
+from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
 from compile_and_serve.custom_ops.quantization import QuantizedWeight, quantize_activations
 from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
 from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
@@ -35,21 +28,14 @@ from tests.support.tiny_models import caches, fill, step, tiny_spec
 NAME = "fuse_allreduce_quantize"
 ALLREDUCE = KERNELS | {"allreduce_add_rms_norm"}
 WITH_IT = ALLREDUCE | {"allreduce_add_rms_norm_quantize"}
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}  # blocks of 128 on each rank
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64}  # blocks of 128 on each rank
 SITES = 2 * LAYERS - 1  # all but the last, whose norm the output head reads unquantized
 
 
 def run(quantization: Any = "fp8", kernels: frozenset[str] = WITH_IT, ranks: int = 2, **options: Any) -> Any:
     model = WIDE if quantization == "fp8-block" else {}
     spec = tiny_spec("LlamaForCausalLM", LAYERS, torch.bfloat16, **model)
-    return rewrite(
-        spec, CompileConfig(tensor_parallel_size=ranks, quantization=quantization), kernels=kernels, **options
-    )
+    return rewrite(spec, CompileConfig(tensor_parallel_size=ranks, quantization=quantization), kernels=kernels, **options)
 
 
 def calls(gm: GraphModule, target: Any) -> list[Node]:
@@ -58,9 +44,7 @@ def calls(gm: GraphModule, target: Any) -> list[Node]:
 
 def test_who_may_have_sites_is_known_before_the_model_is_compiled() -> None:
     def stored(dtype: torch.dtype, activations: Any, *, per_block: bool = False) -> dict[str, QuantizedWeight]:
-        return {
-            "w": QuantizedWeight(dtype=dtype, scale="s", scale_shape=(1,), activations=activations, per_block=per_block)
-        }
+        return {"w": QuantizedWeight(dtype=dtype, scale="s", scale_shape=(1,), activations=activations, per_block=per_block)}
 
     float8, plain = torch.float8_e4m3fn, CompileConfig()
     assert may_quantize(CompileConfig(quantization="fp8"), {})
@@ -119,10 +103,7 @@ def test_nothing_is_expected_without_quantized_activations(quantization: Any) ->
 
 @pytest.mark.parametrize(
     ("quantization", "reason"),
-    [
-        ("int8", "a linear quantizes the norm to int8, not to float8_e4m3fn"),
-        ("fp8-block", "with a scale per 128 features"),
-    ],
+    [("int8", "a linear quantizes the norm to int8, not to float8_e4m3fn"), ("fp8-block", "with a scale per 128 features")],
 )
 def test_other_quantizations_are_near_misses(quantization: Any, reason: str) -> None:
     captured, _, records = run(quantization, verify=False)

@@ -48,9 +48,7 @@ def test_passes_are_verified(architecture: str, size: int) -> None:
 
 
 def test_features_that_ranks_cannot_share() -> None:
-    spec = tiny_spec(
-        "Qwen3MoeForCausalLM", 1, torch.bfloat16, **EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 27}
-    )
+    spec = tiny_spec("Qwen3MoeForCausalLM", 1, torch.bfloat16, **EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 27})
     with pytest.raises(PassError, match="it has 27 features in each expert, which 2 does not divide"):
         rewrite(spec, CompileConfig(tensor_parallel_size=2), verify=False)
 
@@ -58,9 +56,13 @@ def test_features_that_ranks_cannot_share() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_experts_in_mxfp4_keep_their_codes(size: int) -> None:
     config = config_of(
-        "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128,
+        "GptOssForCausalLM",
+        num_hidden_layers=LAYERS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=128,
         quantization_config={"quant_method": "mxfp4"},
-    )  # fmt: skip
+    )
     spec = build_model(config, dtype=torch.bfloat16)
     captured, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
@@ -77,21 +79,20 @@ def test_experts_in_mxfp4_keep_their_codes(size: int) -> None:
 
 def test_blocks_of_mxfp4_that_ranks_would_divide_are_dequantized() -> None:
     config = config_of(
-        "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=96,
+        "GptOssForCausalLM",
+        num_hidden_layers=LAYERS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=96,
         quantization_config={"quant_method": "mxfp4"},
-    )  # fmt: skip
+    )
     _, _, records = rewrite(
-        build_model(config, dtype=torch.bfloat16),
-        CompileConfig(tensor_parallel_size=2),
-        kernels=KERNELS | {KERNEL},
-        verify=False,
+        build_model(config, dtype=torch.bfloat16), CompileConfig(tensor_parallel_size=2), kernels=KERNELS | {KERNEL}, verify=False
     )
     result = records["quantize_experts"].result
     assert isinstance(result, PassResult)
     assert result.matched == 0
-    assert {miss.reason for miss in result.near_misses} == {
-        "2 ranks would divide a block of columns that share a scale"
-    }
+    assert {miss.reason for miss in result.near_misses} == {"2 ranks would divide a block of columns that share a scale"}
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"])
@@ -118,9 +119,7 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, ca
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
 def test_experts_that_a_checkpoint_holds_in_another_order_are_quantized(quantization: Any) -> None:
     """gpt-oss: transposed, and gate and up rows alternate."""
-    config = config_of(
-        "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=256
-    )
+    config = config_of("GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=256)
     spec = build_model(config, dtype=torch.bfloat16)
     _, _, records = rewrite(spec, CompileConfig(quantization=quantization), kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
@@ -141,11 +140,12 @@ def test_8bit_experts_of_compressed_tensors_keep_their_values(
     caplog.set_level(logging.INFO)
     spec = build_model(
         config_of(
-            "Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS},
+            "Qwen3MoeForCausalLM",
+            **_LARGE | {"num_hidden_layers": LAYERS},
             quantization_config=compressed_tensors_config("float", strategy, activations),
         ),
         dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     captured, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
     verification = records["quantize_experts"].verification
@@ -162,12 +162,12 @@ def test_8bit_experts_of_compressed_tensors_keep_their_values(
 def test_packed_codes_of_experts_are_dequantized_which_the_pass_says() -> None:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group"}
     quantization = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
-    config = config_of(
-        "Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS}, quantization_config=quantization
-    )
+    }
+    config = config_of("Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS}, quantization_config=quantization)
     spec = build_model(config, dtype=torch.bfloat16)
     _, _, records = rewrite(spec, CompileConfig(), kernels=KERNELS | {KERNEL}, verify=False)
     result = records["quantize_experts"].result
@@ -190,9 +190,13 @@ def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:
 def test_quantized_experts_are_packed_for_the_cpu(quantization: Any, size: int) -> None:
     if quantization == "mxfp4":
         config = config_of(
-            "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128,
+            "GptOssForCausalLM",
+            num_hidden_layers=LAYERS,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=128,
             quantization_config={"quant_method": "mxfp4"},
-        )  # fmt: skip
+        )
         spec, options = build_model(config, dtype=torch.bfloat16), CompileConfig(tensor_parallel_size=size)
     else:
         spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)

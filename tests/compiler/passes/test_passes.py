@@ -36,11 +36,7 @@ def run(
     change(spec.module)
     captured = capture_spec(spec, torch.bfloat16)
     ctx = PassContext(
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        weights=captured.weights,
-        fake_mode=captured.fake_mode,
-        kernels=kernels,
+        device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels
     )
     records = run_passes(captured.gm, PASSES, ctx, disabled)
     return captured, ctx, {record.name: record for record in records}
@@ -53,12 +49,7 @@ def targets(captured: CapturedGraph) -> list[object]:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_every_site_is_matched(architecture: str) -> None:
     captured, _, records = run(architecture)
-    expected = {
-        "merge_linears": 5 * LAYERS,
-        "select_rows_early": 1,
-        "fuse_rope_attention": LAYERS,
-        "fuse_linears": 4 * LAYERS + 1,
-    }
+    expected = {"merge_linears": 5 * LAYERS, "select_rows_early": 1, "fuse_rope_attention": LAYERS, "fuse_linears": 4 * LAYERS + 1}
     for name, sites in expected.items():
         assert records[name].result == PassResult(matched=sites), name
     left = targets(captured)
@@ -249,11 +240,7 @@ def test_queries_and_keys_of_different_angles_are_a_near_miss() -> None:
 
 def test_a_residual_of_another_dtype_is_added_after_the_linear() -> None:
     captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul", "fuse_add_rms_norm"})
-    [o_proj, *_] = [
-        node
-        for node in captured.gm.graph.find_nodes(op="call_function", target=F.linear)
-        if "o_proj" in str(node.args[1])
-    ]
+    [o_proj, *_] = [node for node in captured.gm.graph.find_nodes(op="call_function", target=F.linear) if "o_proj" in str(node.args[1])]
     [add] = o_proj.users
     assert add.target is torch.add
     residual = next(arg for arg in add.args if arg is not o_proj)

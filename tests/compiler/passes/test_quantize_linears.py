@@ -23,13 +23,7 @@ from tests.support.tiny_models import caches, capture_spec, fill, step, tiny_spe
 CPU = torch.device("cpu")
 LAYERS = 2
 KERNELS = frozenset({"rope_attention", "fused_linear"})
-WIDE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 
 
 def run(
@@ -47,9 +41,14 @@ def run(
     change(spec.module)
     captured = capture_spec(spec, torch.bfloat16)
     ctx = PassContext(
-        device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels,
-        tensor_parallel_size=ranks, tp_plan=spec.tp_plan,
-    )  # fmt: skip
+        device=CPU,
+        dtype=torch.bfloat16,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
+        kernels=kernels,
+        tensor_parallel_size=ranks,
+        tp_plan=spec.tp_plan,
+    )
     passes = passes or default_passes(CompileConfig(tensor_parallel_size=ranks, **options))
     records = run_passes(captured.gm, passes, ctx, disabled, PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}
@@ -218,9 +217,7 @@ def test_the_artifact_is_another_one() -> None:
         CompileConfig(quantization="int8", quantization_exclude=("*.o_proj",)),
     ]
     spec = tiny_spec()
-    keys = [
-        str(plan_fields(spec, default_passes(config), frozenset(), KERNELS, CPU, torch.float32)) for config in configs
-    ]
+    keys = [str(plan_fields(spec, default_passes(config), frozenset(), KERNELS, CPU, torch.float32)) for config in configs]
     assert len(set(keys)) == len(configs)
 
 
@@ -236,9 +233,13 @@ def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Q
 def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> None:
     """A rank's columns and rows are quantized as those of the whole tensor, including the padding of the tied head's last rows."""
     model = WIDE | {
-        "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "tie_word_embeddings": True, "vocab_size": 321,
-    }  # fmt: skip
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": 321,
+    }
     _, ctx, records = run(quantization=scheme, model=model, verify=True, ranks=2)
     head = 1 if scheme == "int8-weight-only" else 0
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + head)

@@ -42,24 +42,39 @@ def run(
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     """Every pass over a tiny model for `size` ranks, each verified in float64 unless `verify` is off."""
     return rewrite(
-        tiny_spec(architecture, LAYERS, torch.bfloat16, **config), CompileConfig(tensor_parallel_size=size),
-        kernels=kernels, disabled=disabled, change=change, plan=plan, verify=verify,
-    )  # fmt: skip
+        tiny_spec(architecture, LAYERS, torch.bfloat16, **config),
+        CompileConfig(tensor_parallel_size=size),
+        kernels=kernels,
+        disabled=disabled,
+        change=change,
+        plan=plan,
+        verify=verify,
+    )
 
 
 def rewrite(
-    spec: ModelSpec, config: CompileConfig, *, kernels: frozenset[str] = KERNELS, disabled: frozenset[str] = frozenset(),
+    spec: ModelSpec,
+    config: CompileConfig,
+    *,
+    kernels: frozenset[str] = KERNELS,
+    disabled: frozenset[str] = frozenset(),
     change: Callable[[nn.Module], object] = lambda module: None,
-    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan, verify: bool = True,
-) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:  # fmt: skip
+    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan,
+    verify: bool = True,
+) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     change(spec.module)
     captured = capture_spec(spec, torch.bfloat16, quantized=spec.quantized_weights)
     ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
-        kernels=kernels, tensor_parallel_size=config.tensor_parallel_size, tp_plan=plan(dict(spec.tp_plan)),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
+        kernels=kernels,
+        tensor_parallel_size=config.tensor_parallel_size,
+        tp_plan=plan(dict(spec.tp_plan)),
         quantized_weights=spec.quantized_weights,
         declared={ADAPTER_INDEX.name: ADAPTER_INDEX} if config.max_loras else {},
-    )  # fmt: skip
+    )
     verifier = PassVerifier(spec.buffers) if verify else None
     records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)
     return captured, ctx, {record.name: record for record in records}
@@ -73,10 +88,8 @@ CASES = {
     "llama-one-kv-head": (2, "LlamaForCausalLM", {"num_key_value_heads": 1}),
     "llama-8-heads": (4, "LlamaForCausalLM", {"num_attention_heads": 8, "head_dim": 8}),
     "qwen3": (2, "Qwen3ForCausalLM", {}),
-    "qwen3-everything": (
-        4, "Qwen3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 35, "head_dim": 32},
-    ),
-}  # fmt: skip
+    "qwen3-everything": (4, "Qwen3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 35, "head_dim": 32}),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,12 +150,8 @@ def test_shards_are_expressions_over_the_checkpoint() -> None:
     assert qkv.expression == ("pack_linear_weight", ("cat", *shards))
     assert qkv.inputs == tuple(shards)
     assert qkv.sources == tuple(names)
-    assert ctx.weights["model.layers.0.self_attn.o_proj.bias"].expression == (
-        "on_first_rank", "model.layers.0.self_attn.o_proj.bias",
-    )  # fmt: skip
-    caches = [
-        n for n in captured.gm.graph.find_nodes(op="placeholder") if n.meta.get("input", "").startswith("kv_cache")
-    ]
+    assert ctx.weights["model.layers.0.self_attn.o_proj.bias"].expression == ("on_first_rank", "model.layers.0.self_attn.o_proj.bias")
+    caches = [n for n in captured.gm.graph.find_nodes(op="placeholder") if n.meta.get("input", "").startswith("kv_cache")]
     assert [tuple(node.meta["example_value"].shape) for node in caches] == [(8, 2, 1, 16, 16)] * LAYERS
 
 
@@ -193,12 +202,16 @@ def test_a_module_without_a_plan_is_whole_on_every_rank_and_listed() -> None:
 @pytest.mark.parametrize(
     ("size", "config", "message"),
     [
-        (3, {}, "model.layers.0.self_attn.q_proj.weight cannot be shared by 3 tensor-parallel ranks: it has 4 heads, which "
-                "3 does not divide; sizes that fit this model: 1, 2, 4."),
+        (
+            3,
+            {},
+            "model.layers.0.self_attn.q_proj.weight cannot be shared by 3 tensor-parallel ranks: it has 4 heads, which "
+            "3 does not divide; sizes that fit this model: 1, 2, 4.",
+        ),
         (8, {"num_attention_heads": 24, "num_key_value_heads": 6}, "k_proj.weight cannot be shared by 8 .* has 6 heads"),
         (4, {"intermediate_size": 90}, "mlp.gate_proj.weight cannot be shared by 4 .* it has 90 rows"),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_do_not_divide_name_the_parameter(size: int, config: dict[str, int], message: str) -> None:
     with pytest.raises(PassError, match=message):
         run(size, verify=False, **config)
@@ -213,7 +226,7 @@ def test_sizes_that_do_not_divide_name_the_parameter(size: int, config: dict[str
         ({"model.embed_tokens": "colwise"}, "embed_tokens.weight is 'colwise' in the model's tp_plan: expected 'vocab'"),
         ({"model.layers.*.mlp.up_proj": "diagonal"}, "up_proj.weight is 'diagonal' in the model's tp_plan: expected 'colwise' or"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_that_does_not_go_together_is_an_error(changes: dict[str, str], message: str) -> None:
     with pytest.raises(PassError, match=message):
         run(2, verify=False, plan=lambda plan: plan | changes)
@@ -253,7 +266,7 @@ class CutGroupsMlp(NormalizedMlp):
         (NormalizedMlp, r"cannot follow softmax at .*test_tensor_parallel.py:\d+, in forward: dimension 1 of its input is sharded over"),
         (WrittenOutMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard .* should a constant size be -1"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_sharded_is_an_error_with_its_place(mlp: type, message: str) -> None:
     def change(module: Any) -> None:
         for layer in module.model.layers:
@@ -280,9 +293,7 @@ def test_a_wrong_shard_fails_the_verification(monkeypatch: pytest.MonkeyPatch) -
     """Every rank takes the first columns: the ranks' sum is wrong, and no unsharded graph is left to fall back to."""
     wrong = lambda weight, size, *, rank: shard_columns(weight, size, rank=0)  # noqa: E731
     monkeypatch.setitem(weights._FUNCTIONS, "shard_columns", wrong)
-    with pytest.raises(
-        PassError, match="tensor_parallel cannot be left out here: failed its verification, relative error"
-    ):
+    with pytest.raises(PassError, match="tensor_parallel cannot be left out here: failed its verification, relative error"):
         run(2)
 
 
@@ -291,19 +302,13 @@ class SinksAttention(nn.Module):
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-        )  # fmt: skip
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         self.head_dim, self.scale = attention.head_dim, attention.scale
         heads = self.q_proj.weight.shape[0] // self.head_dim
         self.sinks, self.slopes = (nn.Parameter(torch.empty(heads, device="meta").bfloat16()) for _ in range(2))
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        q, k, v = (
-            proj(x_TD).view(x_TD.shape[0], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        q, k, v = (proj(x_TD).view(x_TD.shape[0], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         out = attention(q, k, v, kv_cache, self.scale, soft_cap=3.0, sinks_H=self.sinks, alibi_slopes_H=self.slopes)
         return self.o_proj(out.flatten(1))
 

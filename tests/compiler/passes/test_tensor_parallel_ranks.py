@@ -34,17 +34,12 @@ class Case:
 
 
 CASES = {
-    "biases on 2": (
-        2, Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
-    ),
+    "biases on 2": (2, Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})),
     "experts on 2": (
         2,
         Case(
             "Qwen2MoeForCausalLM",
-            {
-                "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-                "shared_expert_intermediate_size": 80,
-            },
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80},
         ),
     ),
     "latent attention on 2": (2, Case("DeepseekV3ForCausalLM", EXPERTS["DeepseekV3ForCausalLM"])),
@@ -52,9 +47,10 @@ CASES = {
     "int8 on 2": (2, Case("LlamaForCausalLM", quantization="int8-weight-only")),
     # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
     "key/value heads shared by 4": (
-        4, Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"})
+        4,
+        Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"}),
     ),
-}  # fmt: skip
+}
 QUICK = ("biases on 2",)
 
 
@@ -62,9 +58,11 @@ def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[t
     """Logits of the prompt and of each greedy token, the tokens, and what the compiler reports."""
     spec = tiny_spec(case.architecture, 2, torch.float32, **case.changes)
     config = CompileConfig(
-        mode="compile" if cache_dir else "eager", cache_dir=None if cache_dir is None else Path(cache_dir),
-        tensor_parallel_size=size, quantization=case.quantization,
-    )  # fmt: skip
+        mode="compile" if cache_dir else "eager",
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        tensor_parallel_size=size,
+        quantization=case.quantization,
+    )
     model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=case.kernels)
     fill(model, rank=rank)
     kv_caches = caches(spec, torch.float32, tensor_parallel_size=size)
@@ -144,9 +142,7 @@ def test_collectives_equal_their_definition(tmp_path: Path) -> None:
         for outs in by_rank:
             reduced, gathered = outs[i]
             assert reduced.dtype == dtype
-            torch.testing.assert_close(
-                reduced.double(), total, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
-            )
+            torch.testing.assert_close(reduced.double(), total, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
             assert torch.equal(reduced, by_rank[0][i][0])
             assert torch.equal(gathered, torch.cat(parts, 1)[:, : 7 * size - 2])
             assert gathered.is_contiguous()

@@ -27,11 +27,7 @@ def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: froz
     spec = tiny_spec(architecture, layers)
     captured = capture_spec(spec, torch.float32)
     ctx = PassContext(
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        weights=captured.weights,
-        fake_mode=captured.fake_mode,
-        kernels=kernels,
+        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels
     )
     run_passes(captured.gm, default_passes(), ctx)
     return captured, split(captured.gm)
@@ -66,9 +62,11 @@ class _TwoAttentions(nn.Module):
 
 def test_values_between_pieces_are_contiguous_with_tokens_first() -> None:
     captured = capture_decoder(_TwoAttentions(), torch.float32, heads=[(2, 16)] * 2)
-    run_passes(captured.gm, default_passes(), PassContext(
-        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode,
-    ))  # fmt: skip
+    run_passes(
+        captured.gm,
+        default_passes(),
+        PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode),
+    )
     pieces = [stage for stage in split(captured.gm) if isinstance(stage, Piece)]
     crossing = [node for piece in pieces[1:] for node in piece.inputs if node.op == "call_function"]
     values = [node.meta["example_value"] for node in crossing if isinstance(node.meta["example_value"], torch.Tensor)]
@@ -87,9 +85,8 @@ def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: 
         spec = build_model({**config, "num_hidden_layers": layers}, dtype=torch.bfloat16)
         captured = capture_spec(spec, torch.bfloat16)
         ctx = PassContext(
-            device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=ALL_KERNELS,
-        )  # fmt: skip
+            device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=ALL_KERNELS
+        )
         run_passes(captured.gm, default_passes(), ctx)
         distinct[layers] = {fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)}
     assert distinct[30] == distinct[2]
@@ -131,7 +128,5 @@ def test_undeclared_op_is_an_error_with_name_and_line() -> None:
     library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
     torch.library.register_fake("undeclared::double", lambda x: torch.empty_like(x), lib=library)
     captured = capture_decoder(UndeclaredOp(), torch.float32, [(1, 1)])
-    with pytest.raises(
-        SplitError, match=r"undeclared::double at .*test_pieces\.py:\d+.*neither declared capturable nor a split"
-    ):
+    with pytest.raises(SplitError, match=r"undeclared::double at .*test_pieces\.py:\d+.*neither declared capturable nor a split"):
         split(captured.gm)

@@ -34,9 +34,7 @@ RUN = default_passes()
 FUSED = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
 
 
-def dumped(
-    tmp_path: Path, kernels: frozenset[str] = FUSED, dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[Path, Model]:
+def dumped(tmp_path: Path, kernels: frozenset[str] = FUSED, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Path, Model]:
     config = CompileConfig(cache_dir=tmp_path / "store", dump_dir=tmp_path / "dump", **options)
     spec = tiny_spec(layers=3, dtype=dtype)
     return tmp_path / "dump", compile_model(spec, config, device=CPU, dtype=dtype, kernels=kernels)
@@ -126,9 +124,12 @@ def test_graphs_with_experts_and_latent_attention_are_programs(tmp_path: Path) -
     compile_model(spec, config, device=CPU, dtype=torch.float32)
     last = json.loads((tmp_path / "dump" / REPORT).read_text())["graphs"][-1]["file"]
     done = subprocess.run(
-        [sys.executable, tmp_path / "dump" / last], env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, tmp_path / "dump" / last],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("output 0: float32[3, 320]")
 
@@ -200,9 +201,7 @@ def test_a_dump_replaces_an_older_one(with_pieces: Path) -> None:
     assert not (folder / "08_pass_of_an_older_version.py").exists()
 
 
-def test_facts_are_added_to_a_report(
-    plain_dump: tuple[Path, Model], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_facts_are_added_to_a_report(plain_dump: tuple[Path, Model], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "dump"
     shutil.copytree(plain_dump[0], folder)
     before = json.loads((folder / REPORT).read_text())

@@ -32,9 +32,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(tmp_path: Path, tokens: Sequence[int], **options: Any) -> dict[str, Any]:
     config = CompileConfig(cache_dir=tmp_path, profile_tokens=tuple(tokens), **options)
     model = compile_model(
-        tiny_spec(layers=LAYERS), config, device=CPU, dtype=torch.float32,
-        kernels=frozenset({"rope_attention", "fused_linear"}), attention_backends={"kv_caches": TorchAttention()},
-    )  # fmt: skip
+        tiny_spec(layers=LAYERS),
+        config,
+        device=CPU,
+        dtype=torch.float32,
+        kernels=frozenset({"rope_attention", "fused_linear"}),
+        attention_backends={"kv_caches": TorchAttention()},
+    )
     return model.report["profile"]
 
 
@@ -80,18 +84,16 @@ def test_load_of_experts(tmp_path: Path) -> None:
     tokens = 32
     spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.float32, **EXPERTS["Qwen3MoeForCausalLM"])
     model = compile_model(
-        spec, CompileConfig(cache_dir=tmp_path, profile_tokens=(1, tokens)), device=CPU, dtype=torch.float32,
-        kernels=frozenset({"rope_attention", "fused_linear"}), attention_backends={"kv_caches": TorchAttention()},
-    )  # fmt: skip
+        spec,
+        CompileConfig(cache_dir=tmp_path, profile_tokens=(1, tokens)),
+        device=CPU,
+        dtype=torch.float32,
+        kernels=frozenset({"rope_attention", "fused_linear"}),
+        attention_backends={"kv_caches": TorchAttention()},
+    )
     result = model.report["profile"]
     alone, many = result["experts"]
-    assert alone == {
-        "tokens": 1,
-        "layers": LAYERS,
-        "experts": 4,
-        "distinct": 2.0,
-        "largest": 2.0,
-    }  # two experts of a token
+    assert alone == {"tokens": 1, "layers": LAYERS, "experts": 4, "distinct": 2.0, "largest": 2.0}  # two experts of a token
     assert (many["tokens"], many["layers"]) == (tokens, LAYERS)
     assert 2 < many["distinct"] <= 4
     assert 1 <= many["largest"] < 2
@@ -107,9 +109,14 @@ def test_load_of_experts(tmp_path: Path) -> None:
 def test_experts_read_the_adapters_of_the_experts_that_tokens_go_to() -> None:
     tokens, experts, slots, top_k = 2, 8, 3, 4
     shapes = {
-        "x": (tokens, 16), "ids": (tokens, top_k), "weights": (tokens, top_k), "gate_up": (experts, 32, 16),
-        "down": (experts, 16, 16), "a": (slots, experts, 4, 16), "b": (slots, experts, 1, 4, 16),
-    }  # fmt: skip
+        "x": (tokens, 16),
+        "ids": (tokens, top_k),
+        "weights": (tokens, top_k),
+        "gate_up": (experts, 32, 16),
+        "down": (experts, 16, 16),
+        "a": (slots, experts, 4, 16),
+        "b": (slots, experts, 1, 4, 16),
+    }
     graph = Graph()
     nodes = {name: graph.placeholder(name) for name in shapes}
     for name, shape in shapes.items():

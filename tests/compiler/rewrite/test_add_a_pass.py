@@ -24,11 +24,7 @@ DOC = Path(__file__).resolve().parents[3] / "docs" / "add-a-pass.md"
 
 class UnitScale(nn.Module):
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices: torch.Tensor,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices: torch.Tensor
     ) -> torch.Tensor:
         x = positions[:, None].float() * 1.0
         y = attention(x[:, None], x[:, None], x[:, None], kv_caches[0], 1.0)[:, 0]
@@ -40,9 +36,7 @@ def test_the_example_works() -> None:
     names: dict[str, Any] = {}
     exec(compile(code, str(DOC), "exec"), names)
     captured = capture_decoder(UnitScale(), torch.float32, [(1, 1)])
-    ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode
-    )
+    ctx = PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode)
     passes = (*default_passes(), names["DropUnitScales"]())
     assert run_passes(captured.gm, passes, ctx)[-1].result == PassResult(matched=2)
     scales = [node.args[1] for node in captured.gm.graph.find_nodes(op="call_function", target=torch.mul)]
@@ -61,9 +55,16 @@ def test_the_example_is_used_by_an_engine(tmp_path: Path, monkeypatch: pytest.Mo
     artifacts = []
     for _ in range(2):
         with LLM(
-            str(folder), dtype="float32", model_impl="transformers", user_passes=["my_passes:DropUnitScales"],
-            cache_dir=tmp_path / "cache", num_kv_blocks=16, max_num_seqs=2, skip_tokenizer_init=True, device="cpu",
-        ) as llm:  # fmt: skip
+            str(folder),
+            dtype="float32",
+            model_impl="transformers",
+            user_passes=["my_passes:DropUnitScales"],
+            cache_dir=tmp_path / "cache",
+            num_kv_blocks=16,
+            max_num_seqs=2,
+            skip_tokenizer_init=True,
+            device="cpu",
+        ) as llm:
             report = llm.info.compile_report
             greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
             (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)

@@ -100,10 +100,7 @@ def test_a_pass_of_an_installed_package(module: Path, monkeypatch: pytest.Monkey
         (["brought_passes:WantsMore"], "cannot be constructed without arguments: TypeError"),
         (["brought_passes:Taken"], "has the name 'merge_linears' of another pass"),
         (["brought_passes:Last", "brought_passes:Last"], "has the name 'last' of another pass"),
-        (
-            ["brought_passes:Nowhere"],
-            "is to run after 'nonsense', which is not a pass: the passes are functionalize, canonicalize, ",
-        ),
+        (["brought_passes:Nowhere"], "is to run after 'nonsense', which is not a pass: the passes are functionalize, canonicalize, "),
     ],
 )
 def test_errors_are_sentences(module: Path, wanted: list[str], sentence: str) -> None:
@@ -136,7 +133,5 @@ def test_a_pass_that_fails_is_named() -> None:
             raise RuntimeError("it cannot be\nmore lines")
 
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
-    with pytest.raises(
-        PassError, match=r"Pass fails failed with RuntimeError: it cannot be: leave it out with --disable-pass fails"
-    ):
+    with pytest.raises(PassError, match=r"Pass fails failed with RuntimeError: it cannot be: leave it out with --disable-pass fails"):
         run_passes(gm, [Fails()], None)  # type: ignore[arg-type]

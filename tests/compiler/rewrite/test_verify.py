@@ -45,9 +45,7 @@ class SwapsMergedWeights(BasePass):
         return PassResult(matched=1)
 
 
-def make(
-    tmp_path: Path, passes=None, architecture: str = "LlamaForCausalLM", kernels=FUSED, dtype=torch.float32, **config
-):
+def make(tmp_path: Path, passes=None, architecture: str = "LlamaForCausalLM", kernels=FUSED, dtype=torch.float32, **config):
     spec = tiny_spec(architecture, 2, dtype, **config)
     options = CompileConfig(cache_dir=tmp_path, verify_passes=True)
     model = compile_model(spec, options, device=CPU, dtype=dtype, kernels=kernels, passes=passes)
@@ -56,11 +54,7 @@ def make(
 
 @pytest.mark.parametrize(
     ("architecture", "config"),
-    [
-        ("LlamaForCausalLM", {}),
-        ("LlamaForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
-        ("Qwen3ForCausalLM", {}),
-    ],
+    [("LlamaForCausalLM", {}), ("LlamaForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}), ("Qwen3ForCausalLM", {})],
 )
 def test_every_default_pass_is_right(tmp_path: Path, architecture: str, config: dict[str, bool]) -> None:
     _, model = make(tmp_path, architecture=architecture, dtype=torch.bfloat16, **config)
@@ -108,9 +102,7 @@ def test_without_verification_the_planted_pass_does_its_harm(store: Path) -> Non
     """The control: it is the verifier that saves the answers above."""
     passes = list(default_passes())
     passes.insert(2, DropsResidual())
-    model = compile_model(
-        tiny_spec(), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED, passes=passes
-    )
+    model = compile_model(tiny_spec(), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED, passes=passes)
     eager = compile_model(tiny_spec(), CompileConfig(mode="eager"), device=CPU, dtype=torch.float32)
     fill(model)
     fill(eager)

@@ -14,13 +14,7 @@ from compile_and_serve.compiler.weights.quantized_expressions import (
     quantized_expression,
 )
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, weight_function
-from compile_and_serve.custom_ops.quantization import (
-    QuantizedWeight,
-    block_scales,
-    dequantize_weight,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import QuantizedWeight, block_scales, dequantize_weight, quantize_weight, row_scales
 
 SPEC = TensorSpec(shape=(256, 384), dtype=torch.bfloat16)
 DTYPES = [torch.float8_e4m3fn, torch.int8]
@@ -77,11 +71,15 @@ def test_quantized_tensors_of_the_checkpoint_are_not_changed(kind: str, dtype: t
     shape = {"tensor": (1,), "row": (256, 1), "block": (2, 3)}[kind]
     quantized = {
         name: QuantizedWeight(
-            dtype=dtype, scale=f"{name}_scale", scale_shape=shape, per_block=kind == "block", activations="static",
+            dtype=dtype,
+            scale=f"{name}_scale",
+            scale_shape=shape,
+            per_block=kind == "block",
+            activations="static",
             input_scale=f"{name}_input",
         )
         for name in "ab"
-    }  # fmt: skip
+    }
     specs = {"a": SPEC, "b": SPEC, "c": SPEC}
     sources = checkpoint_specs(specs, quantized)
     assert sources["a"] == TensorSpec(shape=SPEC.shape, dtype=dtype)

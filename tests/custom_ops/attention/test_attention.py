@@ -181,9 +181,7 @@ def test_float8_cache_saturates_and_keeps_nan(dtype: torch.dtype, backend: Atten
     require(backend, dtype, torch.float8_e4m3fn)
     metadata, num_blocks = cases.make_metadata(cases.BATCHES["one token"], backend)
     kv_cache = torch.zeros(num_blocks, 2, 1, 16, 16, dtype=torch.float8_e4m3fn)
-    k = torch.tensor(
-        [1e6, -1e6, 449, 463, 465, 480, 448, -500, torch.inf, -torch.inf, 0, -0.0, 1e-9, 3, 4, 5], dtype=dtype
-    )
+    k = torch.tensor([1e6, -1e6, 449, 463, 465, 480, 448, -500, torch.inf, -torch.inf, 0, -0.0, 1e-9, 3, 4, 5], dtype=dtype)
     v = torch.where(torch.arange(16) == 7, torch.nan, k)
     with attention_metadata(metadata):
         out = attention(torch.zeros(1, 1, 16, dtype=dtype), k.view(1, 1, 16), v.view(1, 1, 16), kv_cache, 0.25)
@@ -199,12 +197,7 @@ def test_float8_cache_saturates_and_keeps_nan(dtype: torch.dtype, backend: Atten
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("case, heads", [("mixed", (9, 3, 64)), ("decodes", (8, 2, 48)), ("prefill", (4, 1, 128))])
 def test_rope_attention(
-    case: str,
-    heads: tuple[int, int, int],
-    normalizes: bool,
-    dtype: torch.dtype,
-    rope_dtype: torch.dtype,
-    backend: AttentionBackend,
+    case: str, heads: tuple[int, int, int], normalizes: bool, dtype: torch.dtype, rope_dtype: torch.dtype, backend: AttentionBackend
 ) -> None:
     require(backend, dtype)
     batch, (H, K, E) = cases.BATCHES[case], heads
@@ -276,9 +269,7 @@ def test_windows_and_scores(
     kv = torch.randn(tokens, 2, K, E, dtype=dtype)
     scores = some_scores(kind, H, dtype)
     with attention_metadata(metadata):
-        out = attention(
-            q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5, "any", scores.soft_cap, scores.sinks_H, scores.alibi_slopes_H
-        )
+        out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5, "any", scores.soft_cap, scores.sinks_H, scores.alibi_slopes_H)
     assert out.isfinite().all()
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata, scores)
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
@@ -293,9 +284,7 @@ def test_rope_attention_takes_scores(backend: AttentionBackend) -> None:
     kv_cache = torch.randn(num_blocks, 2, K, 16, E)
     qkv, angle = torch.randn(tokens, (H + 2 * K) * E), torch.rand(tokens, E // 2).repeat(1, 2)
     with attention_metadata(metadata):
-        out = rope_attention(
-            qkv, angle.cos(), angle.sin(), kv_cache, H, K, 0.25, soft_cap=scores.soft_cap, sinks_H=scores.sinks_H
-        )
+        out = rope_attention(qkv, angle.cos(), angle.sin(), kv_cache, H, K, 0.25, soft_cap=scores.soft_cap, sinks_H=scores.sinks_H)
     q = norm_rope_reference(qkv.double().unflatten(1, (-1, E))[:, :H], angle.cos(), angle.sin(), None, 0.0)
     expected = cases.dense_attention(q, kv_cache, 0.25, metadata, scores).flatten(1)
     assert cases.relative_error(out[: metadata.num_tokens], expected) < 1e-5
@@ -362,6 +351,4 @@ def test_schema_and_fake(backend: AttentionBackend) -> None:
             test_utils=("test_schema", "test_faketensor"),
         )
         q, k, v = qkv.unflatten(1, (-1, 16)).split((4, 2, 2), dim=1)
-        torch.library.opcheck(
-            torch.ops.cas.attention.default, (q, k, v, kv_cache, 0.25), test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(torch.ops.cas.attention.default, (q, k, v, kv_cache, 0.25), test_utils=("test_schema", "test_faketensor"))

@@ -95,13 +95,7 @@ def test_attention(
     monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)  # or these prompts would be left to Triton
     batch, (H, K, E) = cases.BATCHES[case], heads
     reason = backend.unsupported_reason(
-        device=CUDA,
-        dtype=torch.bfloat16,
-        kv_cache_dtype=cache_dtype,
-        head_dim=E,
-        num_heads=H,
-        num_kv_heads=K,
-        block_size=batch.block_size,
+        device=CUDA, dtype=torch.bfloat16, kv_cache_dtype=cache_dtype, head_dim=E, num_heads=H, num_kv_heads=K, block_size=batch.block_size
     )
     if reason is not None:
         pytest.skip(reason)
@@ -170,18 +164,29 @@ MASKS = {"full": (None, False), "window": (37, False), "wide": (5000, False), "c
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_windows_and_scores(
-    case: str, heads: tuple[int, int, int], kind: str, mask: str, cache_dtype: torch.dtype, backend: AttentionBackend,
+    case: str,
+    heads: tuple[int, int, int],
+    kind: str,
+    mask: str,
+    cache_dtype: torch.dtype,
+    backend: AttentionBackend,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
     batch, (H, K, E) = cases.BATCHES[case], heads
     window, chunked = MASKS[mask]
     features = {"cap": {"soft_cap"}, "sinks": {"sinks"}, "alibi": {"alibi"}}.get(kind, set())
     features |= set() if window is None else {"chunks" if chunked else "window"}
     reason = backend.unsupported_reason(
-        device=CUDA, dtype=torch.bfloat16, kv_cache_dtype=cache_dtype, head_dim=E, num_heads=H, num_kv_heads=K,
-        block_size=batch.block_size, features=frozenset(features),  # type: ignore[arg-type]
-    )  # fmt: skip
+        device=CUDA,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=cache_dtype,
+        head_dim=E,
+        num_heads=H,
+        num_kv_heads=K,
+        block_size=batch.block_size,
+        features=frozenset(features),  # type: ignore[arg-type]
+    )
     if reason is not None:
         pytest.skip(reason)
     metadata, num_blocks = cases.make_metadata(batch, backend, window=window, chunked=chunked)
@@ -218,18 +223,13 @@ def test_latent_attention(case: str, interleaved: bool, cache_dtype: torch.dtype
     tokens, scale = metadata.num_tokens + batch.padding, (nope + rope) ** -0.5
     merged = random(tokens, heads * (nope + rope) + latent + rope)
     angles = torch.rand(tokens, rope // 2, device=CUDA).repeat(1, 2) * 6
-    q_THE, kv_a_TE = (
-        merged[:, : heads * (nope + rope)].view(tokens, heads, nope + rope),
-        merged[:, heads * (nope + rope) :],
-    )
+    q_THE, kv_a_TE = (merged[:, : heads * (nope + rope)].view(tokens, heads, nope + rope), merged[:, heads * (nope + rope) :])
     others = [random(latent), angles.cos().bfloat16(), angles.sin().bfloat16()]
     kv_b = random(heads * (nope + values), latent) * latent**-0.5
     cache = random(num_blocks, batch.block_size, latent + rope).to(cache_dtype)
     args = [q_THE, kv_a_TE, *others, kv_b]
     rest = scale, 1e-6, interleaved
-    expected = TorchAttention().mla_forward(
-        LatentOperands(*(one.float() for one in args), cache.clone(), *rest), metadata
-    )
+    expected = TorchAttention().mla_forward(LatentOperands(*(one.float() for one in args), cache.clone(), *rest), metadata)
     out = backend.mla_forward(LatentOperands(*args, cache, *rest), metadata)
     # The reference rounds the step's own entries to float8 from float32, not from bfloat16.
     limit = 2e-2 if cache_dtype == torch.bfloat16 else 5e-2

@@ -83,9 +83,7 @@ def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str,
     backend, _ = with_modules(*variants)
     shape = replace(SHAPE, kv_cache_dtype=kv_cache_dtype)
     few = FA3_MIN_TOKENS // 512
-    kinds = {
-        "short": [FA3_MIN_QUERY_LEN - 1], "some": [512] * (few - 1), "many": [512] * few, "long": [FA3_MIN_QUERY_LEN]
-    }  # fmt: skip
+    kinds = {"short": [FA3_MIN_QUERY_LEN - 1], "some": [512] * (few - 1), "many": [512] * few, "long": [FA3_MIN_QUERY_LEN]}
     return {
         f"{kind} {state}": variant(backend, shape, step(backend, lengths, cached=cached))
         for kind, lengths in kinds.items()
@@ -96,9 +94,15 @@ def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str,
 @pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_on_hopper_long_prompts_run_in_fa3(kv_cache_dtype: torch.dtype) -> None:
     assert choices(("fa2", "fa3"), kv_cache_dtype) == {
-        "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
-        "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": "fa3",
-    }  # fmt: skip
+        "short fresh": None,
+        "short continued": None,
+        "some fresh": None,
+        "some continued": None,
+        "many fresh": "fa3",
+        "many continued": None,
+        "long fresh": "fa3",
+        "long continued": "fa3",
+    }
 
 
 def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,10 +114,7 @@ def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.Log
             for tokens in (fitting, fitting + 1, fitting + 2):
                 metadata = step(backend, [FA3_MIN_QUERY_LEN], cached=tokens - FA3_MIN_QUERY_LEN)
                 chosen[dtype, tokens - fitting] = variant(backend, replace(SHAPE, kv_cache_dtype=dtype), metadata)
-    assert [key for key, choice in chosen.items() if choice is None] == [
-        (torch.float8_e4m3fn, 1),
-        (torch.float8_e4m3fn, 2),
-    ]
+    assert [key for key, choice in chosen.items() if choice is None] == [(torch.float8_e4m3fn, 1), (torch.float8_e4m3fn, 2)]
     assert caplog.text.count("would take more than 512 MiB") == 1
 
 
@@ -195,9 +196,7 @@ def test_windows_and_caps_are_planned_and_choose_their_modules() -> None:
         return made
 
     backend.modules = modules  # type: ignore[assignment, method-assign]
-    prefill = backend.planned_prefill(
-        replace(SHAPE, window=1024, soft_cap=50.0), CPU, step(backend, [FA3_MIN_QUERY_LEN])
-    )
+    prefill = backend.planned_prefill(replace(SHAPE, window=1024, soft_cap=50.0), CPU, step(backend, [FA3_MIN_QUERY_LEN]))
     assert asked == [frozenset(["window", "soft_cap"])]
     assert made.module.planned[0][-1] == 1023  # FlashInfer does not count the token itself
     assert prefill is not None
@@ -215,9 +214,7 @@ def test_windows_and_caps_are_planned_and_choose_their_modules() -> None:
         ("fa2", 16, "paged", [16, False, 64, 64, True, -1, -1, False, 0], 29),
     ],
 )
-def test_a_module_is_called_as_its_version_expects(
-    chosen: str, cached: int, kind: str, planned: list[object], num_arguments: int
-) -> None:
+def test_a_module_is_called_as_its_version_expects(chosen: str, cached: int, kind: str, planned: list[object], num_arguments: int) -> None:
     """By the signatures in FlashInfer 0.6.13's bindings; on a GPU, the results are compared."""
     backend, module = with_modules(chosen)
     lengths = [FA3_MIN_QUERY_LEN, FA3_MIN_QUERY_LEN + 8]
@@ -225,11 +222,7 @@ def test_a_module_is_called_as_its_version_expects(
     [arguments] = module.planned
     keys = [length + cached for length in lengths]
     counted = keys if kind == "ragged" else [-(-count // 16) for count in keys]
-    assert [argument.tolist() for argument in arguments[3:6]] == [
-        [0, *np.cumsum(lengths)],
-        [0, *np.cumsum(counted)],
-        keys,
-    ]
+    assert [argument.tolist() for argument in arguments[3:6]] == [[0, *np.cumsum(lengths)], [0, *np.cumsum(counted)], keys]
     assert all(argument.dtype == torch.int32 for argument in arguments[3:6])
     assert list(arguments[6:]) == [sum(lengths), 2, SHAPE.num_heads, SHAPE.num_kv_heads, *planned]
     assert prefill is not None
@@ -245,7 +238,13 @@ def test_a_module_is_called_as_its_version_expects(
 def test_what_it_has_no_kernel_for_is_said(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_backend, "flashinfer_unavailable_reason", lambda device: None)
     reason = FlashInferAttention().unsupported_reason(
-        device=CPU, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16, head_dim=128, num_heads=8, num_kv_heads=8,
-        block_size=16, features=frozenset([feature]),  # type: ignore[list-item]
-    )  # fmt: skip
+        device=CPU,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        head_dim=128,
+        num_heads=8,
+        num_kv_heads=8,
+        block_size=16,
+        features=frozenset([feature]),  # type: ignore[list-item]
+    )
     assert feature in str(reason)

@@ -39,7 +39,7 @@ NO_LIBRARY = "/usr/bin/ld: cannot find -lcuda: No such file"
 )
 def test_a_failed_build_is_one_line(
     modules: FlashInferModules, output: str, cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+) -> None:
     def fail(verbose: bool) -> None:
         raise RuntimeError(output)
 
@@ -47,9 +47,7 @@ def test_a_failed_build_is_one_line(
     with caplog.at_level(logging.WARNING, flashinfer_modules.__name__):
         modules.build("fa3")
     assert modules.status() == {"fa3": f"failed: {cause}"}
-    assert caplog.messages == [
-        f"FlashInfer's fa3 prefill module could not be built; Triton's kernels stay in use: {cause}"
-    ]
+    assert caplog.messages == [f"FlashInfer's fa3 prefill module could not be built; Triton's kernels stay in use: {cause}"]
     assert not modules.is_built("fa3")
 
 
@@ -64,15 +62,11 @@ def test_built_modules_are_copied_and_loaded_without_flashinfer(
 ) -> None:
     loaded = []
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    monkeypatch.setitem(
-        sys.modules, "tvm_ffi", SimpleNamespace(load_module=lambda path: loaded.append(path) or "module")
-    )
+    monkeypatch.setitem(sys.modules, "tvm_ffi", SimpleNamespace(load_module=lambda path: loaded.append(path) or "module"))
     assert modules.load("fa3") is None
     library = tmp_path / "library.so"
     library.write_text("kernels")
-    monkeypatch.setattr(
-        modules, "_spec", lambda variant: SimpleNamespace(build=lambda verbose: None, jit_library_path=library)
-    )
+    monkeypatch.setattr(modules, "_spec", lambda variant: SimpleNamespace(build=lambda verbose: None, jit_library_path=library))
     modules.build("fa3")
     assert [modules.load("fa3"), modules.load("fa3")] == ["module"] * 2
     assert loaded == [str(modules.module_dir / "fa3-bfloat16-128.so")]
@@ -103,9 +97,7 @@ def test_a_module_that_does_not_load_is_said_once(
     assert not modules.path("fa3").exists()
 
 
-def test_a_step_waits_for_modules_that_are_being_loaded(
-    modules: FlashInferModules, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_modules_that_are_being_loaded(modules: FlashInferModules, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end, loaded = threading.Event(), threading.Event(), []
 
     def load(path: str) -> object:
@@ -124,17 +116,13 @@ def test_a_step_waits_for_modules_that_are_being_loaded(
     assert len(loaded) == 1
 
 
-@pytest.mark.parametrize(("version", "is_known"), [
-    ("0.6.10.post1", False), ("0.6.11", True), ("0.6.15.post1", True), ("0.6.16", False), ("0.7.0", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "is_known"), [("0.6.10.post1", False), ("0.6.11", True), ("0.6.15.post1", True), ("0.6.16", False), ("0.7.0", False)]
+)
 def test_only_known_versions_are_called(version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(runs_cuda_kernels=True, compute_capability=(9, 0))
     monkeypatch.setattr(flashinfer_modules, "platform_of", lambda device: platform)
     monkeypatch.setattr(flashinfer_modules, "find_spec", lambda name: name)
     monkeypatch.setattr(flashinfer_modules, "version", lambda name: version)
     reason = flashinfer_unavailable_reason(torch.device("cuda"))
-    assert reason == (
-        None
-        if is_known
-        else f"how the kernels of FlashInfer {version} are called is not known (install >=0.6.11,<0.6.16)"
-    )
+    assert reason == (None if is_known else f"how the kernels of FlashInfer {version} are called is not known (install >=0.6.11,<0.6.16)")

@@ -18,9 +18,17 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="test_attenti
 
 
 def arguments(
-    tokens: int, pages: int, page_size: int, *, heads: int, nope: int, rope: int, values: int, latent: int,
+    tokens: int,
+    pages: int,
+    page_size: int,
+    *,
+    heads: int,
+    nope: int,
+    rope: int,
+    values: int,
+    latent: int,
     cache_dtype: torch.dtype = torch.float32,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """q, kv_a (both strided), norm weight, cos, sin, kv_b, cache."""
     merged = torch.randn(tokens, heads * (nope + rope) + latent + rope + 5)
     q_THE = merged[:, : heads * (nope + rope)].view(tokens, heads, nope + rope)
@@ -28,9 +36,14 @@ def arguments(
     angles = torch.rand(tokens, rope // 2).repeat(1, 2) * 6
     cache = torch.randn(pages, page_size, latent + rope).to(cache_dtype)
     return [
-        q_THE, kv_a_TE, torch.randn(latent), angles.cos() * 1.1, angles.sin() * 1.1,
-        torch.randn(heads * (nope + values), latent) * 0.3, cache,
-    ]  # fmt: skip
+        q_THE,
+        kv_a_TE,
+        torch.randn(latent),
+        angles.cos() * 1.1,
+        angles.sin() * 1.1,
+        torch.randn(heads * (nope + values), latent) * 0.3,
+        cache,
+    ]
 
 
 def expanded(args: list[torch.Tensor], scale: float, interleaved: bool, metadata: AttentionMetadata) -> torch.Tensor:
@@ -58,10 +71,7 @@ def expanded(args: list[torch.Tensor], scale: float, interleaved: bool, metadata
 
 
 CASES = {
-    **{
-        name: BATCHES[name]
-        for name in ("one token", "decodes", "mixed", "odd block size", "chunk after a cached prefix")
-    },
+    **{name: BATCHES[name] for name in ("one token", "decodes", "mixed", "odd block size", "chunk after a cached prefix")},
     "few tokens each": Batch(query_lens=(1, 5, 16, 2), seq_lens=(3, 70, 16, 300), padding=2),
     "prompts among decodes": Batch(query_lens=(1, 2, 40, 1, 17), seq_lens=(3, 70, 140, 300, 17)),
 }
@@ -164,9 +174,7 @@ def test_only_a_long_prefix_has_parts_and_their_kernel_is_compiled_ahead(monkeyp
     launched: list[bool] = []
     monkeypatch.setattr(triton_mla_prefill, "PART_BYTES", 0)
     monkeypatch.setattr(
-        triton_mla_prefill,
-        "launch",
-        lambda *_, **options: launched.append(options["HAS_PARTS"]) if "HAS_PARTS" in options else None,
+        triton_mla_prefill, "launch", lambda *_, **options: launched.append(options["HAS_PARTS"]) if "HAS_PARTS" in options else None
     )
     backend = _backend("triton")
 

@@ -50,7 +50,7 @@ def random_cache(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def make_metadata(
     query_lens: list[int], seq_lens: list[int], num_blocks: int, padding: int = 0, window: int | None = None, chunked: bool = False
-) -> AttentionMetadata:  # fmt: skip
+) -> AttentionMetadata:
     columns = max(seq_lens) // BLOCK_SIZE + 1
     table = torch.randperm(num_blocks)[: len(seq_lens) * columns].reshape(len(seq_lens), columns).int()
     slots = [
@@ -74,12 +74,7 @@ def make_metadata(
     )
 
 
-BATCHES = [
-    ([1, 1, 1], [1, 17, 70]),
-    ([5, 1, 19], [5, 20, 50]),
-    ([20], [20]),
-    ([1, 66, 3], [9, 70, 3]),
-]
+BATCHES = [([1, 1, 1], [1, 17, 70]), ([5, 1, 19], [5, 20, 50]), ([20], [20]), ([1, 66, 3], [9, 70, 3])]
 
 
 @pytest.mark.pairwise
@@ -89,9 +84,15 @@ BATCHES = [
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (256, 2, 1)])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8])
 def test_windows_and_scores(
-    mask: tuple[int | None, bool], kind: str, query_lens: list[int], seq_lens: list[int], head_dim: int, heads: int, kv_heads: int,
+    mask: tuple[int | None, bool],
+    kind: str,
+    query_lens: list[int],
+    seq_lens: list[int],
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
     cache_dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(len(kind) + len(seq_lens))
     num_blocks, total = 170, sum(query_lens)
     metadata = make_metadata(query_lens, seq_lens, num_blocks, 0, *mask)
@@ -145,15 +146,12 @@ def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> Non
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "kv_heads", "has_norm"), [(32, 4, 2, True), (24, 6, 2, False), (16, 3, 1, True)]
-)
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "has_norm"), [(32, 4, 2, True), (24, 6, 2, False), (16, 3, 1, True)])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8, torch.int8])
 def test_rope_attention(
-    head_dim: int, heads: int, kv_heads: int, has_norm: bool, query_lens: list[int], seq_lens: list[int],
-    cache_dtype: torch.dtype,
-) -> None:  # fmt: skip
+    head_dim: int, heads: int, kv_heads: int, has_norm: bool, query_lens: list[int], seq_lens: list[int], cache_dtype: torch.dtype
+) -> None:
     torch.manual_seed(head_dim + len(seq_lens))
     num_blocks, total, padding = 40, sum(query_lens), 2
     metadata = make_metadata(query_lens, seq_lens, num_blocks, padding)
@@ -184,17 +182,13 @@ def test_rope_attention(
         assert moved.float().mean() < 1e-3
         largest = caches[1].abs().amax(-1, keepdim=True)
         assert ((caches[0] - caches[1]).abs() <= largest / 127 + 1e-5).all()
-        assert torch.allclose(
-            results["triton"][0], results["torch"][0], atol=2e-5 if not moved.any() else 2e-2, rtol=1e-4
-        )
+        assert torch.allclose(results["triton"][0], results["torch"][0], atol=2e-5 if not moved.any() else 2e-2, rtol=1e-4)
     elif cache_dtype == FP8:
         # Rotated keys differ in float32's last bits, and one in a thousand or so then rounds to the neighbour.
         moved = caches[0] != caches[1]
         assert moved.float().mean() < 1e-3
         assert torch.allclose(caches[0], caches[1], atol=2.0**-9, rtol=0.125)
-        assert torch.allclose(
-            results["triton"][0], results["torch"][0], atol=2e-5 if not moved.any() else 2e-2, rtol=1e-4
-        )
+        assert torch.allclose(results["triton"][0], results["torch"][0], atol=2e-5 if not moved.any() else 2e-2, rtol=1e-4)
     else:
         assert torch.allclose(caches[0], caches[1], atol=1e-5)
         assert torch.allclose(results["triton"][0], results["torch"][0], atol=2e-5, rtol=1e-4)
@@ -225,8 +219,7 @@ def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> N
     cache = cases.random_int8_cache(40, 2, BLOCK_SIZE, 32)
     int8_parts(cache)[1][:, 1] *= 1e-3
     outs = [
-        backend.forward(q, k, v * 1e-3, cache.clone(), 32**-0.5, metadata).double()
-        for backend in (TritonAttention(), TorchAttention())
+        backend.forward(q, k, v * 1e-3, cache.clone(), 32**-0.5, metadata).double() for backend in (TritonAttention(), TorchAttention())
     ]
     # Queries, probabilities and the result are rounded to float16 (2^-11); below 2^-14 by 2^-25.
     assert cases.relative_error(outs[0], outs[1]) < 1e-3
@@ -243,10 +236,7 @@ def test_bfloat16_decodes_over_8_bit_caches(cache_dtype: torch.dtype, head_dim: 
         if cache_dtype == torch.int8
         else random_cache(120, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=cache_dtype)
     )
-    outs = [
-        backend.forward(q, k, v, cache.clone(), head_dim**-0.5, metadata).double()
-        for backend in (TritonAttention(), TorchAttention())
-    ]
+    outs = [backend.forward(q, k, v, cache.clone(), head_dim**-0.5, metadata).double() for backend in (TritonAttention(), TorchAttention())]
     assert cases.relative_error(outs[0], outs[1]) < 2**-7  # a unit of bfloat16 from each of the two
 
 
@@ -340,9 +330,7 @@ def test_what_it_does_not_run_is_said() -> None:
         assert word in reason
 
 
-@pytest.mark.parametrize(
-    ("window", "chunked"), [(None, False), (5, False), (8, True)], ids=["full", "window", "chunks"]
-)
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (5, False), (8, True)], ids=["full", "window", "chunks"])
 def test_each_draft_token_as_a_decode_of_its_own(window: int | None, chunked: bool) -> None:
     """Steps of equal query lengths, one sequence of padding: the same as the torch reference, and the same cache."""
     query_len, seq_lens = 3, [3, 21, 0, 9]
@@ -359,10 +347,18 @@ def test_each_draft_token_as_a_decode_of_its_own(window: int | None, chunked: bo
     starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
     kept = torch.tensor([0, 1, 3])
     reference = AttentionMetadata(
-        backend=TorchAttention(), query_start_loc=starts, seq_lens=metadata.seq_lens[kept], block_table=metadata.block_table[kept],
-        slot_mapping=metadata.slot_mapping[real], num_seqs=3, num_tokens=9, max_query_len=3, max_seq_len=21, window=window,
+        backend=TorchAttention(),
+        query_start_loc=starts,
+        seq_lens=metadata.seq_lens[kept],
+        block_table=metadata.block_table[kept],
+        slot_mapping=metadata.slot_mapping[real],
+        num_seqs=3,
+        num_tokens=9,
+        max_query_len=3,
+        max_seq_len=21,
+        window=window,
         chunked=chunked,
-    )  # fmt: skip
+    )
     expected = TorchAttention().forward(q[real], k[real], v[real], other, 0.25, reference)
     torch.testing.assert_close(got[real], expected, rtol=1e-4, atol=1e-5)
     assert torch.isfinite(got).all()

@@ -15,8 +15,7 @@ from compile_and_serve.custom_ops.build.cpp import BuildError, build_library, fi
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_compiler = pytest.mark.skipif(
-    subprocess.run(["sh", "-c", "command -v g++ || command -v clang++"], capture_output=True).returncode != 0,
-    reason="no C++ compiler",
+    subprocess.run(["sh", "-c", "command -v g++ || command -v clang++"], capture_output=True).returncode != 0, reason="no C++ compiler"
 )
 
 
@@ -29,9 +28,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
-    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True)
 
 
 @needs_compiler
@@ -45,9 +42,7 @@ def test_second_call_reuses_the_library(source: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["empty", "half", "one bit", "no checksum", "half a checksum"])
-def test_a_damaged_library_is_rebuilt_and_reported_once(
-    source: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_library_is_rebuilt_and_reported_once(source: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     library = build_library("answer", [source])
     checksum, built = library.with_name(f"{library.name}.sha256"), library.read_bytes()
     if damage == "no checksum":
@@ -116,9 +111,7 @@ def test_two_processes_share_one_build(source: Path, tmp_path: Path) -> None:
         f"print(build_library('answer', [Path({str(source)!r})]))"
     )
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     results = [process.communicate(timeout=120) for process in processes]

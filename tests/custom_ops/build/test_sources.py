@@ -32,9 +32,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def artifact_key() -> str:
-    fields = cache_key.plan_fields(
-        tiny_spec(), default_passes(), frozenset(), frozenset(), torch.device("cpu"), torch.float32
-    )
+    fields = cache_key.plan_fields(tiny_spec(), default_passes(), frozenset(), frozenset(), torch.device("cpu"), torch.float32)
     return str(fields)
 
 

@@ -73,7 +73,7 @@ def test_inside_kernels_do_not_run() -> None:
 
 def some_kernel(
     x_ptr: Any, y_ptr: Any, number: int, scale: float, SIZE: tl.constexpr, WIDE: tl.constexpr = 3, PDL: tl.constexpr = False
-) -> None: ...  # fmt: skip
+) -> None: ...
 
 
 def test_a_kernel_compiled_for_the_like_is_launched_without_a_search() -> None:
@@ -123,12 +123,8 @@ def test_arguments_of_one_kind_are_one_kernel_to_triton() -> None:
 
     memory = torch.zeros(256)
     values: list[Any] = [None, True, False, 0.0, 1.0, 2.5]
-    values += [
-        sign * n + d for sign in (1, -1) for n in (0, 1, 2, 16, 64, 1 << 31, 1 << 32, 1 << 62) for d in (-1, 0, 1)
-    ]
-    values += [
-        memory[i:].to(dtype) if i else memory[i:] for i in (0, 1, 4) for dtype in (torch.float32, torch.bfloat16)
-    ]
+    values += [sign * n + d for sign in (1, -1) for n in (0, 1, 2, 16, 64, 1 << 31, 1 << 32, 1 << 62) for d in (-1, 0, 1)]
+    values += [memory[i:].to(dtype) if i else memory[i:] for i in (0, 1, 4) for dtype in (torch.float32, torch.bfloat16)]
     values += [memory[i:] for i in range(6)]
     kernel: Any = Kernel(compiles=True)
     words: list[Any] = []  # Triton's for the arguments of each compiled kernel
@@ -164,9 +160,7 @@ def test_other_sources_may_launch_other_kernels(tmp_path: Path) -> None:
     sources.mkdir()
     for number, text in enumerate(("a = 1", "a = 1", "a = 2")):
         (sources / "step.py").write_text(text)
-        compile_ahead.compile_ahead(
-            lambda number=number: done.append(number), torch.device("cuda", 0), 2, known_as="a", sources=sources
-        )
+        compile_ahead.compile_ahead(lambda number=number: done.append(number), torch.device("cuda", 0), 2, known_as="a", sources=sources)
     assert done == [0, 2]
 
 

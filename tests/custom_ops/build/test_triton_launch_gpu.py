@@ -17,9 +17,7 @@ def test_kernels_are_compiled_and_not_run() -> None:
     import triton
 
     device = torch.device("cuda", torch.cuda.current_device())
-    both_TO = torch.randn(
-        3, 2 * 1032, device=device, dtype=torch.float16
-    )  # a dtype that no other test compiles this kernel for
+    both_TO = torch.randn(3, 2 * 1032, device=device, dtype=torch.float16)  # a dtype that no other test compiles this kernel for
     results: list[torch.Tensor] = []
 
     def work() -> None:

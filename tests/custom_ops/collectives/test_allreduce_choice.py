@@ -55,9 +55,7 @@ def test_bounds_take_the_least_time_over_all_sizes(
     seconds = {NCCL: [5.0] * 4} | {w: s for w, s in ((ONE_SHOT, one_shot), (TWO_SHOT, two_shot)) if s is not None}
     choice = best_choice(seconds, SIZES)
     assert choice.pushed_rows == 0
-    assert [choice.kernel(n) for n in SIZES] == [
-        ONE_SHOT if n <= bounds[0] else TWO_SHOT if n <= bounds[1] else NCCL for n in SIZES
-    ]
+    assert [choice.kernel(n) for n in SIZES] == [ONE_SHOT if n <= bounds[0] else TWO_SHOT if n <= bounds[1] else NCCL for n in SIZES]
 
 
 def test_a_kernel_is_not_chosen_for_a_size_that_it_does_not_take() -> None:
@@ -65,9 +63,7 @@ def test_a_kernel_is_not_chosen_for_a_size_that_it_does_not_take() -> None:
     seconds = {NCCL: [5.0] * 4, PUSHED: [1, 1, inf, inf], ONE_SHOT: [2, 2, 2, 9.0], TWO_SHOT: [3, 3, 3, 3.0]}
     choice = best_choice(seconds, SIZES)
     assert [choice.kernel(n) for n in SIZES] == [PUSHED, PUSHED, ONE_SHOT, TWO_SHOT]
-    assert choice.sentence() == (
-        "pushed up to 16 rows, in one shot up to 64 rows, in two shots up to 256 rows, then over NCCL"
-    )
+    assert choice.sentence() == ("pushed up to 16 rows, in one shot up to 64 rows, in two shots up to 256 rows, then over NCCL")
     del seconds[PUSHED]
     assert [best_choice(seconds, SIZES).kernel(n) for n in SIZES] == [ONE_SHOT, ONE_SHOT, ONE_SHOT, TWO_SHOT]
 
@@ -80,8 +76,7 @@ def test_two_shots_by_stores_go_where_they_are_faster_than_two_by_loads() -> Non
     assert choice == AllreduceChoice(pushed_rows=1, one_shot_rows=16, two_shot_rows=64, two_shot_stores_rows=256)
     assert [choice.kernel(n) for n in (*SIZES, 257)] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES, NCCL]
     assert choice.sentence() == (
-        "pushed up to 1 rows, in one shot up to 16 rows, in two shots up to 64 rows, in two shots by stores up to 256 rows, "
-        "then over NCCL"
+        "pushed up to 1 rows, in one shot up to 16 rows, in two shots up to 64 rows, in two shots by stores up to 256 rows, then over NCCL"
     )
     seconds[TWO_SHOT_STORES] = [1, 1, 1, 1.0]
     choice = best_choice(seconds, SIZES)
@@ -113,24 +108,23 @@ def choose(rank: int, folder: Path) -> tuple[list[str], tuple[AllreduceChoice, A
         asked += 1
         sizes = [size for size in allreduce_choice.SIZES if size <= memory.layout.max_rows]
         largest = 16 if rest[-1] else 64  # quantized
-        return Measurement(
-            seconds={NCCL: [2.0] * len(sizes), ONE_SHOT: [1.0 if s <= largest else math.inf for s in sizes]}
-        )
+        return Measurement(seconds={NCCL: [2.0] * len(sizes), ONE_SHOT: [1.0 if s <= largest else math.inf for s in sizes]})
 
     def mapped(rank: int, layout: BufferLayout, group: object, device: torch.device) -> SymmetricMemory:
         return symmetric_memory(rank, layout, [0, 0], device, owned=None)
 
-    with (
-        mock.patch.object(allreduce_choice, "_measured", measured),
-        mock.patch.object(allreduce_choice, "map_symmetric_memory", mapped),
-    ):
+    with mock.patch.object(allreduce_choice, "_measured", measured), mock.patch.object(allreduce_choice, "map_symmetric_memory", mapped):
         said = [
             choose_allreduce(
-                num_features=features, dtype=torch.bfloat16, max_rows=300, device=torch.device("cpu"),
-                tuner=Tuner("a device", [folder / f"store-of-rank-{rank}"]), quantizes=quantizes,
+                num_features=features,
+                dtype=torch.bfloat16,
+                max_rows=300,
+                device=torch.device("cpu"),
+                tuner=Tuner("a device", [folder / f"store-of-rank-{rank}"]),
+                quantizes=quantizes,
             )
             for features, quantizes in ((64, False), (64, False), (128, False), (64, True), (64, True))
-        ]  # fmt: skip
+        ]
     fused = fused_allreduce()
     assert fused is not None
     return said, (fused.choice, fused.quantized_choice), asked

@@ -13,15 +13,8 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     fused_allreduce,
     use_symmetric_memory,
 )
-from compile_and_serve.custom_ops.collectives.allreduce_norm import (
-    allreduce_add_rms_norm,
-    allreduce_add_rms_norm_quantize,
-)
-from compile_and_serve.custom_ops.collectives.collectives import (
-    all_gather,
-    all_reduce,
-    rank_group,
-)
+from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
+from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce, rank_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.triton_common import num_sms
@@ -60,9 +53,7 @@ def run_rank(rank: int, size: int, kernel: str) -> list[dict[str, torch.Tensor]]
     for rows in ROWS:
         x, residual, weight = (tensor.to(device) for tensor in operands(rank, rows))
 
-        def work(
-            x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight
-        ) -> dict[str, torch.Tensor]:
+        def work(x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight) -> dict[str, torch.Tensor]:
             total, normed = allreduce_add_rms_norm(x, residual, weight, 1e-5)
             total_again, normed_again, values, scale = allreduce_add_rms_norm_quantize(x, residual, weight, 1e-5)
             return {
@@ -93,9 +84,7 @@ def run_rank(rank: int, size: int, kernel: str) -> list[dict[str, torch.Tensor]]
     return results
 
 
-def check_launches_one_by_one(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor
-) -> None:
+def check_launches_one_by_one(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor) -> None:
     """Values change from launch to launch: one that reads what an earlier one left behind is seen."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -150,12 +139,9 @@ def choose(rank: int, store: Path) -> tuple[list[str], AllreduceChoice | None]:
     """Measured, and then as kept."""
     device = torch.device("cuda", rank)
     said = [
-        choose_allreduce(
-            num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device,
-            tuner=Tuner(device_name(device), [store]),
-        )
+        choose_allreduce(num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device, tuner=Tuner(device_name(device), [store]))
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     fused = fused_allreduce()
     return said, fused.choice if fused else None
 

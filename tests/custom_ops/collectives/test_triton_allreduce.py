@@ -32,11 +32,7 @@ from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 from tests.support.symmetric_ranks import run_symmetric_ranks
 
-KERNELS = (
-    one_shot_allreduce_add_rms_norm,
-    two_shot_allreduce_add_rms_norm,
-    two_shot_stores_allreduce_add_rms_norm,
-)
+KERNELS = (one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm, two_shot_stores_allreduce_add_rms_norm)
 # All kernels take turns, with more and with fewer rows than programs: each program has its own count, and all slots are used.
 ROWS = (3, 1, 8, 7, 7, 3, 0, 2)
 FEATURES = (24, 24, 33, 33, 33, 33, 24, 24)
@@ -103,9 +99,7 @@ def outputs(memory: SymmetricMemory) -> list[Any]:
 def differing_bits(ours: Any, theirs: Any) -> list[tuple[Any, str, str]]:
     """The indices and bits that differ. The sign and payload of a NaN are ignored."""
     both = [np.where(np.isnan(values), np.float32("nan"), values).view(np.uint32) for values in (ours, theirs)]
-    return [
-        (index, hex(both[0][tuple(index)]), hex(both[1][tuple(index)])) for index in np.argwhere(both[0] != both[1])
-    ]
+    return [(index, hex(both[0][tuple(index)]), hex(both[1][tuple(index)])) for index in np.argwhere(both[0] != both[1])]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
@@ -125,9 +119,7 @@ def test_ranks_sum_wait_and_normalize(by_rank: list[list[Any]]) -> None:
         assert len(first) == len(KERNELS) + (step % 2) * PUSHES
         for rank in range(size):
             for number, (ours, of_rank_0) in enumerate(zip(by_rank[rank][step], first, strict=True)):
-                for name, value, theirs, same in zip(
-                    ("total", "normed"), ours[:2], of_rank_0[:2], first[0], strict=True
-                ):
+                for name, value, theirs, same in zip(("total", "normed"), ours[:2], of_rank_0[:2], first[0], strict=True):
                     where = f"{name} of launch {number} of step {step} on rank {rank}"
                     assert differing_bits(value, theirs) == [], f"{where} differs from rank 0's"
                     assert np.array_equal(value, same, equal_nan=True), f"{where} differs from launch 0's"

@@ -19,14 +19,7 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from compile_and_serve.custom_ops.collectives import triton_allreduce_stores
-from compile_and_serve.custom_ops.collectives.symmetric_memory import (
-    EMPTY,
-    MAX_BYTES,
-    BufferLayout,
-    SymmetricMemory,
-    clear,
-    layout_for,
-)
+from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, MAX_BYTES, BufferLayout, SymmetricMemory, clear, layout_for
 from compile_and_serve.custom_ops.collectives.triton_allreduce import (
     one_shot_allreduce_add_rms_norm,
     pushed_allreduce_add_rms_norm,
@@ -75,12 +68,16 @@ def problems(size: int, seed: int) -> list[Problem]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return [
         Problem(
-            seed=i, rows=count, features=chance.choice((1, 8, 24, 33, 40)), dtype=dtypes[i % 3],
+            seed=i,
+            rows=count,
+            features=chance.choice((1, 8, 24, 33, 40)),
+            dtype=dtypes[i % 3],
             kernels=tuple(chance.sample(list(KERNELS), len(KERNELS))),
-            max_chunks=chance.choice((1, 2, 8)), widest_pair=chance.choice((0, 4096)),
+            max_chunks=chance.choice((1, 2, 8)),
+            widest_pair=chance.choice((0, 4096)),
         )
         for i, count in enumerate(rows)
-    ]  # fmt: skip
+    ]
 
 
 def operands(rank: int, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -119,9 +116,7 @@ def launches_told(memory: SymmetricMemory) -> None:
     """Only launches with stores: after each, all ranks have signalled the launch, as the other kernels require."""
     layout = memory.layout
     first = int(memory.addresses_N[memory.rank]) + layout.flags_offset
-    flags = np.ctypeslib.as_array(
-        ctypes.cast(first, ctypes.POINTER(ctypes.c_int32)), (layout.num_programs, layout.size)
-    )
+    flags = np.ctypeslib.as_array(ctypes.cast(first, ctypes.POINTER(ctypes.c_int32)), (layout.num_programs, layout.size))
     others = [rank for rank in range(layout.size) if rank != memory.rank]
     for problem in problems(layout.size, 0):
         two_shot_stores_allreduce_add_rms_norm(*operands(memory.rank, problem), EPS, memory)
@@ -148,10 +143,7 @@ def test_other_kernels_are_told_of_launches_that_go_by_stores() -> None:
     run_symmetric_ranks(layout(2), launches_told, first_count=FIRST_COUNT)
 
 
-@pytest.mark.parametrize(
-    ("size", "seed"),
-    [pytest.param(2, 0, marks=pytest.mark.slow), (3, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("size", "seed"), [pytest.param(2, 0, marks=pytest.mark.slow), (3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int) -> None:
     by_rank = run_symmetric_ranks(layout(size), outputs, seed, first_count=FIRST_COUNT, seconds=200.0)
     for i, problem in enumerate(problems(size, seed)):
@@ -165,9 +157,7 @@ def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int) ->
         for rank in range(size):
             made = by_rank[rank][i]
             assert set(KERNELS) - {"pushed"} <= set(made)
-            assert ("pushed" in made) == (
-                problem.dtype != torch.float32 and problem.rows <= layout(size).max_pushed_rows
-            )
+            assert ("pushed" in made) == (problem.dtype != torch.float32 and problem.rows <= layout(size).max_pushed_rows)
             for name, parts in made.items():
                 right = [total, normed, *(quantized if name == "by stores quantized" else ())]
                 assert len(parts) == len(right)

@@ -78,9 +78,7 @@ def test_fusions(num_tokens: int, silu_mul: bool, out_features: int, in_features
             "bias": bias if use & 2 else None,
             "residual": residual if use & 4 else None,
         }
-        y = fused_linear(
-            x, packed, out_features, options["norm_weight"], 1e-5, options["bias"], silu_mul, options["residual"]
-        )
+        y = fused_linear(x, packed, out_features, options["norm_weight"], 1e-5, options["bias"], silu_mul, options["residual"])
         expected = reference(x, weight, eps=1e-5, silu_mul=silu_mul, **options)
         # A bfloat16 tie that falls the other way in the normalized row counts more when there are few outputs to average it.
         assert relative_error(y, expected) < TOLERANCE[dtype] * (3 if out_features * in_features < 1000 else 1), options
@@ -90,9 +88,7 @@ def test_fusions(num_tokens: int, silu_mul: bool, out_features: int, in_features
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("in_features", [33, 7, 2, 40])
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_a_product_of_nan_leaves_nothing_for_the_next(
-    num_tokens: int, in_features: int, with_norm: bool, dtype: torch.dtype
-) -> None:
+def test_a_product_of_nan_leaves_nothing_for_the_next(num_tokens: int, in_features: int, with_norm: bool, dtype: torch.dtype) -> None:
     """Rows are padded in memory that products share: NaN times a padded weight of 0 would be NaN."""
     wide, weight = torch.randn(48, 64, dtype=dtype), torch.randn(48, in_features, dtype=dtype)
     norms = (torch.ones(64, dtype=dtype), torch.ones(in_features, dtype=dtype)) if with_norm else (None, None)
@@ -108,9 +104,7 @@ def test_a_product_of_nan_leaves_nothing_for_the_next(
 
 def test_silu_of_large_values_stays_finite() -> None:
     weight = torch.eye(32)
-    x = torch.cat(
-        [torch.tensor([-200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0]).repeat(1, 3)[:, :16], torch.ones(1, 16)], dim=1
-    )
+    x = torch.cat([torch.tensor([-200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0]).repeat(1, 3)[:, :16], torch.ones(1, 16)], dim=1)
     y = fused_linear(x, pack_linear_weight(weight), 32, silu_mul=True)
     torch.testing.assert_close(y, F.silu(x[:, :16]), rtol=1e-6, atol=1e-30)
 
@@ -165,11 +159,7 @@ def test_other_dtypes_keep_the_plain_layout() -> None:
     ],
 )
 def test_wrong_arguments_say_what_was_expected(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
-        "x_TI": torch.randn(3, 64),
-        "packed": pack_linear_weight(torch.randn(32, 64)),
-        "out_features": 32,
-    } | change
+    arguments = {"x_TI": torch.randn(3, 64), "packed": pack_linear_weight(torch.randn(32, 64)), "out_features": 32} | change
     with pytest.raises(ValueError, match=message):
         fused_linear(**arguments)
 

@@ -35,9 +35,7 @@ def test_fused_linear(out: int, inner: int, silu_mul: bool, num_tokens: int, ext
     rows = out // 2 if silu_mul else out
     x, weight = random(num_tokens, inner + 8, dtype=dtype)[:, :inner], random(out, inner, dtype=dtype) * inner**-0.5
     norm, bias, residual = (
-        (random(inner, dtype=dtype), random(out, dtype=dtype), random(num_tokens, rows, dtype=dtype))
-        if extras
-        else (None,) * 3
+        (random(inner, dtype=dtype), random(out, dtype=dtype), random(num_tokens, rows, dtype=dtype)) if extras else (None,) * 3
     )
     y = F.rms_norm(x.double(), (inner,), norm.double(), 1e-5) if norm is not None else x.double()
     y = F.linear(y, weight.double(), bias.double() if bias is not None else None)

@@ -76,9 +76,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (136, 72), (1536, 576), (3072, 1024), (1000, 4096)])
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 513, 2048])
-def test_like_float64(
-    library: ctypes.CDLL, poisoned: list[torch.Tensor], num_tokens: int, hidden: int, inner: int, kernel: str
-) -> None:
+def test_like_float64(library: ctypes.CDLL, poisoned: list[torch.Tensor], num_tokens: int, hidden: int, inner: int, kernel: str) -> None:
     x, weight = operands(num_tokens, hidden, inner)
     assert unsupported_reason(x, weight) is None
     result = run_silu_mul_gemm(library, kernel, x, weight)
@@ -115,9 +113,7 @@ def test_extreme_values(library: ctypes.CDLL, kernel: str) -> None:
 
     x = torch.ones(3, 64, device=CUDA).bfloat16() * torch.tensor([[1.0], [-1.0], [0.0]], device=CUDA).bfloat16()
     weight = torch.full((16, 64), 100.0, device=CUDA).bfloat16()  # gates and ups of ±6400 and 0
-    torch.testing.assert_close(
-        run_silu_mul_gemm(library, kernel, x, weight).double(), expected(x, weight), rtol=2**-8, atol=1e-6
-    )
+    torch.testing.assert_close(run_silu_mul_gemm(library, kernel, x, weight).double(), expected(x, weight), rtol=2**-8, atol=1e-6)
 
 
 def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,7 @@ def reference(a: dict[str, object]) -> torch.Tensor:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize(
-    ("out", "inner", "silu_mul"), [(10, 96, False), (64, 2080, False), (30, 520, True), (1, 33, False)]
-)
+@pytest.mark.parametrize(("out", "inner", "silu_mul"), [(10, 96, False), (64, 2080, False), (30, 520, True), (1, 33, False)])
 def test_one_token(out: int, inner: int, silu_mul: bool, extras: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(out + inner)
     a = arguments(1, out, inner, silu_mul, extras, dtype)
@@ -142,14 +140,10 @@ def test_chunks_hold_every_token_once(num_tokens: int, most: int) -> None:
     assert len(chunks) == -(-num_tokens // most)
     assert all(at.stop - at.start <= most for at in chunks)
     assert all(at.start % 256 == 0 for at in chunks)
-    assert all(
-        at.stop - at.start >= min(num_tokens, 769) for at in chunks
-    )  # four units, of the last of which one token
+    assert all(at.stop - at.start >= min(num_tokens, 769) for at in chunks)  # four units, of the last of which one token
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "most"), [(4096, 28672, 2048), (4096, 14336, 2048), (2560, 19456, 8192), (1024, 6144, 8192)]
-)
+@pytest.mark.parametrize(("inputs", "outputs", "most"), [(4096, 28672, 2048), (4096, 14336, 2048), (2560, 19456, 8192), (1024, 6144, 8192)])
 def test_small_products_run_in_larger_chunks(inputs: int, outputs: int, most: int) -> None:
     assert bfloat16_chunk_tokens(inputs * outputs) == most
 

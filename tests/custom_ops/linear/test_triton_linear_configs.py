@@ -6,12 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compile_and_serve.custom_ops.linear.triton_linear_configs import (
-    SmallBatchConfig,
-    few_outputs_config,
-    gemv_config,
-    small_batch_config,
-)
+from compile_and_serve.custom_ops.linear.triton_linear_configs import SmallBatchConfig, few_outputs_config, gemv_config, small_batch_config
 
 
 @pytest.mark.parametrize(("num_rows", "inner", "silu"), [(28672, 4096, True), (1024, 1024, False), (576, 576, False)])

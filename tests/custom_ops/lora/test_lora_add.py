@@ -26,9 +26,13 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SLOTS = 3
 # tokens, input features, ends of the parts of the outputs, rank, adapters of the tokens
 BATCHES = [
-    (1, 48, [40], 8, "one"), (5, 64, [64, 80, 96], 16, "many"), (7, 2100, [7, 33], 20, "runs"), (33, 200, [130], 5, "none"),
-    (33, 200, [130], 5, "many"), (37, 300, [16, 32, 40, 48], 32, "runs"),
-]  # fmt: skip
+    (1, 48, [40], 8, "one"),
+    (5, 64, [64, 80, 96], 16, "many"),
+    (7, 2100, [7, 33], 20, "runs"),
+    (33, 200, [130], 5, "none"),
+    (33, 200, [130], 5, "many"),
+    (37, 300, [16, 32, 40, 48], 32, "runs"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,9 +44,7 @@ def reference_op(name: str) -> Callable[..., torch.Tensor]:
     return lambda *args: getattr(torch.ops.cas, f"{name}_reference").default(*args)
 
 
-def exact(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor, ends: list[int]
-) -> torch.Tensor:
+def exact(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor, ends: list[int]) -> torch.Tensor:
     out, rank = y.double(), b.shape[2]
     for token, i in enumerate(index.tolist()):
         for part, (begin, end) in enumerate(pairwise((0, *ends))) if i else ():
@@ -59,9 +61,11 @@ def make_adapters(num_in: int, ends: list[int], rank: int, dtype: torch.dtype) -
 
 def make_index(tokens: int, mix: str) -> torch.Tensor:
     return {
-        "none": torch.zeros(tokens), "one": torch.full((tokens,), 2), "runs": torch.arange(tokens) * (SLOTS + 1) // tokens,
+        "none": torch.zeros(tokens),
+        "one": torch.full((tokens,), 2),
+        "runs": torch.arange(tokens) * (SLOTS + 1) // tokens,
         "many": torch.randint(0, SLOTS + 1, (tokens,)),
-    }[mix].to(torch.int32)  # fmt: skip
+    }[mix].to(torch.int32)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -73,14 +77,22 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     [
         *((run, dtype, kernels.MAX_SORTED) for run in (lora_add, reference_op("lora_add")) for dtype in LIMITS),
         # The interpreter has no products of bfloat16.
-        (kernels.lora_add, torch.float32, 0), (kernels.lora_add, torch.float32, kernels.MAX_SORTED),
+        (kernels.lora_add, torch.float32, 0),
+        (kernels.lora_add, torch.float32, kernels.MAX_SORTED),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("tokens, num_in, ends, rank, mix", BATCHES)
 def test_lora_add(
-    run: Callable[..., torch.Tensor], dtype: torch.dtype, tokens: int, num_in: int, ends: list[int], rank: int, mix: str,
-    max_sorted: int, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    run: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    tokens: int,
+    num_in: int,
+    ends: list[int],
+    rank: int,
+    mix: str,
+    max_sorted: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "MAX_SORTED", max_sorted)
     y = torch.randn(tokens, ends[-1] + 7).to(dtype)[:, : ends[-1]]
     x = torch.randn(tokens, num_in + 8).to(dtype)[:, :num_in]
@@ -103,11 +115,16 @@ def test_lora_add(
 @pytest.mark.parametrize(
     "tokens, mix, norm, silu_mul, residual, bias, num_in, ends, rank",
     [
-        (1, "one", 1, 0, 0, 1, 64, [96], 16), (1, "one", 0, 1, 1, 1, 147, [24, 48], 8), (1, "one", 0, 0, 1, 0, 128, [16, 17, 50], 4),
-        (1, "none", 1, 1, 0, 0, 147, [24, 48], 8), (5, "many", 0, 0, 0, 0, 128, [16, 17, 50], 4), (5, "many", 1, 1, 0, 0, 64, [96], 16),
-        (37, "many", 0, 0, 1, 0, 147, [24, 48], 8), (37, "many", 1, 0, 0, 1, 128, [16, 17, 50], 4),
+        (1, "one", 1, 0, 0, 1, 64, [96], 16),
+        (1, "one", 0, 1, 1, 1, 147, [24, 48], 8),
+        (1, "one", 0, 0, 1, 0, 128, [16, 17, 50], 4),
+        (1, "none", 1, 1, 0, 0, 147, [24, 48], 8),
+        (5, "many", 0, 0, 0, 0, 128, [16, 17, 50], 4),
+        (5, "many", 1, 1, 0, 0, 64, [96], 16),
+        (37, "many", 0, 0, 1, 0, 147, [24, 48], 8),
+        (37, "many", 1, 0, 0, 1, 128, [16, 17, 50], 4),
     ],
-)  # fmt: skip
+)
 def test_lora_linear(
     run: Callable[..., torch.Tensor], dtype: torch.dtype, tokens: int, mix: str, norm: int, silu_mul: int, residual: int,
     bias: int, num_in: int, ends: list[int], rank: int,
@@ -124,9 +141,8 @@ def test_lora_linear(
     index = make_index(tokens, mix)
     packed = pack_linear_weight(weight) if run is lora_linear else weight
     out = run(
-        x, packed, ends[-1], optional["norm"], 1e-5, optional["bias"], bool(silu_mul), optional["residual"], False, a, b, index,
-        ends, None,
-    )  # fmt: skip
+        x, packed, ends[-1], optional["norm"], 1e-5, optional["bias"], bool(silu_mul), optional["residual"], False, a, b, index, ends, None
+    )
     n = x.double()
     if norm:
         n = F.rms_norm(n, (num_in,), optional["norm"].double(), 1e-5)
@@ -145,13 +161,16 @@ def test_lora_linear(
 @pytest.mark.parametrize(
     "tokens, silu_mul, bias, residual, num_in, ends, rank, splits",
     [
-        (2, 0, 1, 0, 64, [96], 16, 1), (5, 0, 0, 1, 300, [64, 128, 150], 20, 2), (37, 1, 0, 1, 147, [128], 8, 1),
-        (64, 1, 1, 0, 600, [128, 256], 5, 2), (3, 0, 0, 0, 64, [70], 200, 1),
+        (2, 0, 1, 0, 64, [96], 16, 1),
+        (5, 0, 0, 1, 300, [64, 128, 150], 20, 2),
+        (37, 1, 0, 1, 147, [128], 8, 1),
+        (64, 1, 1, 0, 600, [128, 256], 5, 2),
+        (3, 0, 0, 0, 64, [70], 200, 1),
     ],
-)  # fmt: skip
+)
 def test_small_batch_with_adapters(
-    tokens: int, silu_mul: int, bias: int, residual: int, num_in: int, ends: list[int], rank: int, splits: int, mix: str,
-) -> None:  # fmt: skip
+    tokens: int, silu_mul: int, bias: int, residual: int, num_in: int, ends: list[int], rank: int, splits: int, mix: str
+) -> None:
     width = ends[-1] // 2 if silu_mul else ends[-1]
     x = torch.randn(tokens, num_in)
     weight = torch.randn(ends[-1], num_in) / num_in**0.5
@@ -161,9 +180,17 @@ def test_small_batch_with_adapters(
     groups = kernels.lora_groups(index)
     h = kernels._shrink(x, a, index, groups)
     out = small_batch(
-        x, weight, ends[-1], None, 1e-5, biases, bool(silu_mul), residuals, config=SmallBatchConfig(64, 128, splits, 1, 4),
+        x,
+        weight,
+        ends[-1],
+        None,
+        1e-5,
+        biases,
+        bool(silu_mul),
+        residuals,
+        config=SmallBatchConfig(64, 128, splits, 1, 4),
         adapters=(h, b, index, groups, kernels.padded_ends(ends)),
-    )  # fmt: skip
+    )
     y = exact(F.linear(x.double(), weight.double()), x.double(), a, b, index, ends)
     y = y if biases is None else y + biases.double()
     y = F.silu(y[:, :width]) * y[:, width:] if silu_mul else y

@@ -7,12 +7,7 @@ import torch
 
 from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts, triton_experts, triton_gemv_experts
 from compile_and_serve.custom_ops.moe.experts import experts
-from compile_and_serve.custom_ops.quantization import (
-    dequantize_experts,
-    expert_block_scales,
-    expert_row_scales,
-    quantize_experts,
-)
+from compile_and_serve.custom_ops.quantization import dequantize_experts, expert_block_scales, expert_row_scales, quantize_experts
 from tests.custom_ops.moe.test_experts import TOLERANCE, by_loops, relative_error, routing
 
 X, K = 4, 2
@@ -24,30 +19,15 @@ def case(
     """Operands, and the definition in float64. Blocks are not full, and gate and up share one."""
     hidden, features = (160, 136) if per_block else (48, 40)
     scales = expert_block_scales if per_block else expert_row_scales
-    x, ids, weights = (
-        torch.randn(num_tokens, hidden).to(dtype),
-        routing(kind, num_tokens, X, K),
-        torch.rand(num_tokens, K),
-    )
+    x, ids, weights = (torch.randn(num_tokens, hidden).to(dtype), routing(kind, num_tokens, X, K), torch.rand(num_tokens, K))
     matrices = [torch.randn(X, 2 * features, hidden) * 0.2, torch.randn(X, hidden, features) * 0.2]
-    quantized = [
-        (quantize_experts(w, scales(w, weight_dtype), weight_dtype), scales(w, weight_dtype)) for w in matrices
-    ]
+    quantized = [(quantize_experts(w, scales(w, weight_dtype), weight_dtype), scales(w, weight_dtype)) for w in matrices]
     biases = [torch.randn(X, 2 * features).to(dtype), torch.randn(X, hidden).to(dtype)]
     plain = [dequantize_experts(*one, torch.float64) for one in quantized]
     expected = by_loops([x, ids, weights, *plain, *biases], "clamped_swiglu", 1.5)
     (gate_up, gate_up_scale), (down, down_scale) = quantized
     operands = triton_experts.Operands(
-        x,
-        ids,
-        weights,
-        gate_up,
-        down,
-        *biases,
-        "clamped_swiglu",
-        1.5,
-        gate_up_scale=gate_up_scale,
-        down_scale=down_scale,
+        x, ids, weights, gate_up, down, *biases, "clamped_swiglu", 1.5, gate_up_scale=gate_up_scale, down_scale=down_scale
     )
     return operands, expected
 
@@ -57,10 +37,8 @@ def case(
 @pytest.mark.parametrize("kind", ["even", "to_one"])
 @pytest.mark.parametrize(
     ("weight_dtype", "per_block", "dtype"),
-    [
-        (torch.float8_e4m3fn, False, torch.float16), (torch.float8_e4m3fn, True, torch.float32), (torch.int8, False, torch.float32)
-    ],
-)  # fmt: skip
+    [(torch.float8_e4m3fn, False, torch.float16), (torch.float8_e4m3fn, True, torch.float32), (torch.int8, False, torch.float32)],
+)
 @pytest.mark.pairwise
 def test_methods_equal_the_definition(
     method: str, num_tokens: int, kind: str, weight_dtype: torch.dtype, per_block: bool, dtype: torch.dtype
@@ -78,10 +56,18 @@ def test_methods_equal_the_definition(
         out = triton_experts.run_grouped(tiles, plain, plain.gate_up)
     else:
         out = experts(
-            operands.x_TD, operands.ids_TK, operands.weights_TK, operands.gate_up, operands.down, operands.gate_up_bias,
-            operands.down_bias, activation="clamped_swiglu", limit=1.5, gate_up_scale=operands.gate_up_scale,
+            operands.x_TD,
+            operands.ids_TK,
+            operands.weights_TK,
+            operands.gate_up,
+            operands.down,
+            operands.gate_up_bias,
+            operands.down_bias,
+            activation="clamped_swiglu",
+            limit=1.5,
+            gate_up_scale=operands.gate_up_scale,
             down_scale=operands.down_scale,
-        )  # fmt: skip
+        )
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 

@@ -53,9 +53,9 @@ def test_a_read_does_not_wait(load: ExpertLoad, monkeypatch: pytest.MonkeyPatch)
             return self.is_done
 
     event = Event()
-    monkeypatch.setattr(load, "_platform", type("Platform", (), {
-        "download": staticmethod(torch.clone), "record_timed_event": staticmethod(lambda: event),
-    }))  # fmt: skip
+    monkeypatch.setattr(
+        load, "_platform", type("Platform", (), {"download": staticmethod(torch.clone), "record_timed_event": staticmethod(lambda: event)})
+    )
     load.begin_step(3)
     weights = torch.zeros(4, 3, 2)
     with load.counting():

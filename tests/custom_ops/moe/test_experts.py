@@ -8,13 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.moe import (
-    cuda_experts,
-    triton_experts,
-    triton_gemv_experts,
-    triton_order,
-    triton_route,
-)
+from compile_and_serve.custom_ops.moe import cuda_experts, triton_experts, triton_gemv_experts, triton_order, triton_route
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
 from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM, route
 
@@ -66,9 +60,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 @pytest.mark.parametrize("kind", ["even", "to_one"])
 @pytest.mark.parametrize(("activation", "biased"), [("silu", False), ("clamped_swiglu", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_op_equals_the_definition(
-    num_tokens: int, kind: str, activation: str, biased: bool, dtype: torch.dtype
-) -> None:
+def test_op_equals_the_definition(num_tokens: int, kind: str, activation: str, biased: bool, dtype: torch.dtype) -> None:
     args = operands(num_tokens, kind, dtype, biased)
     expected = by_loops(args, activation, 1.5)
     out = experts(*args, activation=activation, limit=1.5)  # type: ignore[arg-type]
@@ -128,13 +120,8 @@ def test_a_thousand_tokens(kind: str) -> None:
     assert relative_error(out, reference.double()) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "turns"),
-    [(1, [[0, 1], [2, 3], [4, 5], [0, 1]]), (2, [[0, 1, 2, 3], [0, 1, 2, 3]])],
-)
-def test_measured_calls_take_turns_with_experts(
-    num_tokens: int, turns: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("num_tokens", "turns"), [(1, [[0, 1], [2, 3], [4, 5], [0, 1]]), (2, [[0, 1, 2, 3], [0, 1, 2, 3]])])
+def test_measured_calls_take_turns_with_experts(num_tokens: int, turns: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that read the same few experts again would read them from a cache, unlike a step."""
     found: list[list[int]] = []
 
@@ -161,13 +148,10 @@ def test_measured_pairs_are_not_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "num_experts", "block_size"),
-    [(1, 4, 16), (70, 5, 16), pytest.param(1100, 16, 64, marks=pytest.mark.slow)],
+    ("num_pairs", "num_experts", "block_size"), [(1, 4, 16), (70, 5, 16), pytest.param(1100, 16, 64, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", ["even", "to_one"])
-def test_order_has_every_pair_once(
-    num_pairs: int, num_experts: int, block_size: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_has_every_pair_once(num_pairs: int, num_experts: int, block_size: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_order, "_MAX_UNCOUNTED", 1000)
     ids = routing(kind, num_pairs, num_experts, top_k=1)
     order = triton_order.order_by_expert(ids, num_experts, block_size)
@@ -186,9 +170,7 @@ def test_order_has_every_pair_once(
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(
-    ("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3), (60, 5, 2)]
-)
+@pytest.mark.parametrize(("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3), (60, 5, 2)])
 @pytest.mark.parametrize("group_best", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])

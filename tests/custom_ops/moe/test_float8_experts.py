@@ -54,13 +54,7 @@ def rounded(x_TI: torch.Tensor, per_block: bool) -> torch.Tensor:
 
 
 def case(
-    num_tokens: int,
-    kind: str,
-    dtype: torch.dtype,
-    per_block: bool,
-    *,
-    activation: str = "silu",
-    sizes: tuple[int, int] | None = None,
+    num_tokens: int, kind: str, dtype: torch.dtype, per_block: bool, *, activation: str = "silu", sizes: tuple[int, int] | None = None
 ) -> tuple[triton_experts.Operands, torch.Tensor, list[torch.Tensor]]:
     """Operands with a norm, a residual and biases, the definition in float64, and the dequantized weights. Blocks are not full."""
     hidden, features = sizes or ((160, 136) if per_block else (48, 40))
@@ -74,7 +68,7 @@ def case(
     (gate_up, gate_up_scale), (down, down_scale) = quantized
     operands = triton_experts.Operands(
         x, ids, weights, gate_up, down, *biases, activation, LIMIT, residual, norm, 1e-5, gate_up_scale, down_scale, "dynamic"
-    )  # fmt: skip
+    )
     x_TD = rounded(F.rms_norm(x, (hidden,), norm, 1e-5), per_block)
     expected = residual.double()
     for token in range(num_tokens):
@@ -178,10 +172,15 @@ def test_methods_by_number_of_tokens(num_tokens: int, first: str, per_block: boo
     hidden, features = (160, 136) if per_block else (48, 40)
     scale = torch.ones(X, 3, 2) if per_block else torch.ones(X, 2 * features)
     operands = triton_experts.Operands(
-        torch.randn(num_tokens, hidden), routing("even", num_tokens, X, K), torch.rand(num_tokens, K),
-        torch.zeros(X, 2 * features, hidden, dtype=FLOAT8), torch.zeros(X, hidden, features, dtype=FLOAT8),
-        gate_up_scale=scale, down_scale=scale, activations="dynamic",
-    )  # fmt: skip
+        torch.randn(num_tokens, hidden),
+        routing("even", num_tokens, X, K),
+        torch.rand(num_tokens, K),
+        torch.zeros(X, 2 * features, hidden, dtype=FLOAT8),
+        torch.zeros(X, hidden, features, dtype=FLOAT8),
+        gate_up_scale=scale,
+        down_scale=scale,
+        activations="dynamic",
+    )
     names = list(cuda_experts.methods(operands))
     assert names[0].startswith(first)
     assert not any(name.startswith("expanded") for name in names)

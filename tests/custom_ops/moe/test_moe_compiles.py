@@ -157,6 +157,4 @@ def test_products_of_few_pairs_have_the_layout_that_their_instructions_rely_on(k
     assert ours
     for name, layouts in ours.items():
         warps = name.split()[-1]
-        assert layouts == [
-            f"sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{warps}, 1], order = [1, 0]"
-        ], name
+        assert layouts == [f"sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{warps}, 1], order = [1, 0]"], name

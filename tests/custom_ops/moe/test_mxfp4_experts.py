@@ -33,9 +33,17 @@ class Case:
 
     def operands(self) -> triton_experts.Operands:
         return triton_experts.Operands(
-            self.x, self.ids, self.weights, pack_mxfp4_codes(self.gate_up[0]), pack_mxfp4_codes(self.down[0]), *self.biases,
-            "clamped_swiglu", 1.5, gate_up_scale=pack_mxfp4_scales(self.gate_up[1]), down_scale=pack_mxfp4_scales(self.down[1]),
-        )  # fmt: skip
+            self.x,
+            self.ids,
+            self.weights,
+            pack_mxfp4_codes(self.gate_up[0]),
+            pack_mxfp4_codes(self.down[0]),
+            *self.biases,
+            "clamped_swiglu",
+            1.5,
+            gate_up_scale=pack_mxfp4_scales(self.gate_up[1]),
+            down_scale=pack_mxfp4_scales(self.down[1]),
+        )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
@@ -43,9 +51,17 @@ class Case:
 def test_reference_equals_the_definition(num_tokens: int, kind: str) -> None:
     case = Case(num_tokens, kind, torch.float32)
     out = experts(
-        case.x, case.ids, case.weights, case.gate_up[0], case.down[0], *case.biases, activation="clamped_swiglu", limit=1.5,
-        gate_up_scale=case.gate_up[1], down_scale=case.down[1],
-    )  # fmt: skip
+        case.x,
+        case.ids,
+        case.weights,
+        case.gate_up[0],
+        case.down[0],
+        *case.biases,
+        activation="clamped_swiglu",
+        limit=1.5,
+        gate_up_scale=case.gate_up[1],
+        down_scale=case.down[1],
+    )
     assert relative_error(out, case.expected()) < 1e-6
 
 
@@ -75,13 +91,9 @@ def test_kernels_equal_the_definition(
 def test_a_thousand_tokens() -> None:
     case = Case(1000, "even", torch.float32)
     operands = case.operands()
-    out = triton_mxfp4_experts.run_mxfp4(
-        triton_mxfp4_experts.Mxfp4Tiles(64, 64, 128, 2, 4, True), False, operands, operands.gate_up
-    )
+    out = triton_mxfp4_experts.run_mxfp4(triton_mxfp4_experts.Mxfp4Tiles(64, 64, 128, 2, 4, True), False, operands, operands.gate_up)
     plain = triton_experts.expanded(triton_mxfp4_experts.dequantize, operands, operands.gate_up)
-    expected = experts(
-        case.x, case.ids, case.weights, plain.gate_up, plain.down, *case.biases, activation="clamped_swiglu", limit=1.5
-    )
+    expected = experts(case.x, case.ids, case.weights, plain.gate_up, plain.down, *case.biases, activation="clamped_swiglu", limit=1.5)
     assert relative_error(out, expected.double()) < 1e-6
 
 
@@ -93,11 +105,7 @@ def test_default_method_by_number_of_tokens(num_tokens: int, prefix: str) -> Non
 
 def test_few_pairs_in_bfloat16_have_their_own_method_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_mxfp4_experts, "supports_pdl", lambda device: True)
-    for num_tokens, dtype, expected in (
-        (8, torch.bfloat16, True),
-        (9, torch.bfloat16, False),
-        (1, torch.float16, False),
-    ):
+    for num_tokens, dtype, expected in ((8, torch.bfloat16, True), (9, torch.bfloat16, False), (1, torch.float16, False)):
         names = triton_mxfp4_experts.mxfp4_methods(Case(num_tokens, "even", dtype).operands())
         assert {name.startswith("gemv") for name in names} == {expected}
 
@@ -148,9 +156,7 @@ def run_ptx(ptx: str, words: int, factors: int) -> int:
 
 def test_decode_instructions() -> None:
     """The PTX, which the interpreter cannot run, gives the value of every pair of codes."""
-    codes = torch.arange(256, dtype=torch.uint8).view(
-        1, 4, 4, 16
-    )  # each byte is a pair of neighbours; a row is a block
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)  # each byte is a pair of neighbours; a row is a block
     scales = torch.tensor([100, 121, 127, 128], dtype=torch.uint8).expand(1, 4, 4).contiguous()
     expected = dequantize_mxfp4(codes, scales, torch.bfloat16).view(4, 4, 16, 2)
     pairs, packed = pack_mxfp4_codes(codes).view(torch.int32).view(4, 16), pack_mxfp4_scales(scales).view(4)

@@ -27,9 +27,7 @@ FORMATS = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "mxfp4": None}
 CPU = torch.device("cpu")
 
 
-def packed_weight(
-    outputs: int, inputs: int, dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def packed_weight(outputs: int, inputs: int, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random packed values, their scales, and the dequantized weight in float64. dtype: None is MXFP4."""
     if dtype is None:
         codes, scales = bits(outputs, inputs)
@@ -46,9 +44,7 @@ def packed_weight(
 @pytest.mark.parametrize(("activation", "has_biases"), [("silu", False), ("silu", True), ("clamped_swiglu", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.pairwise
-def test_kernels_equal_the_definition(
-    form: str, num_tokens: int, kind: str, activation: str, has_biases: bool, dtype: torch.dtype
-) -> None:
+def test_kernels_equal_the_definition(form: str, num_tokens: int, kind: str, activation: str, has_biases: bool, dtype: torch.dtype) -> None:
     quantized_cpu_kernel_library()
     assert quantized_cpu_kernels_status() is None
     hidden, features = (160, 96) if form == "mxfp4" else (52, 36)  # blocks of 16 outputs are not full
@@ -56,19 +52,12 @@ def test_kernels_equal_the_definition(
     down, down_scale, plain_down = packed_weight(hidden, features, FORMATS[form])
     assert is_packed(gate_up, gate_up_scale)
     assert (packed_inputs(gate_up), packed_inputs(down)) == (hidden, features)
-    x, ids, weights = (
-        torch.randn(num_tokens, hidden).to(dtype),
-        routing(kind, num_tokens, X, K),
-        torch.rand(num_tokens, K),
-    )
-    biases: list[Any] = (
-        [torch.randn(X, 2 * features).to(dtype), torch.randn(X, hidden).to(dtype)] if has_biases else [None] * 2
-    )
+    x, ids, weights = (torch.randn(num_tokens, hidden).to(dtype), routing(kind, num_tokens, X, K), torch.rand(num_tokens, K))
+    biases: list[Any] = [torch.randn(X, 2 * features).to(dtype), torch.randn(X, hidden).to(dtype)] if has_biases else [None] * 2
     expected = by_loops([x, ids, weights, plain_gate_up, plain_down, *biases], activation, 1.5)
     out = experts(
-        x, ids, weights, gate_up, down, *biases, activation=activation, limit=1.5, gate_up_scale=gate_up_scale,
-        down_scale=down_scale,
-    )  # fmt: skip
+        x, ids, weights, gate_up, down, *biases, activation=activation, limit=1.5, gate_up_scale=gate_up_scale, down_scale=down_scale
+    )
     # The kernels of MXFP4 round activations to steps of max |x| / 32512 for 32 inputs, a standard error of 2^-15 · rms(x) where
     # max |x| is at most 3.4 · rms(x). Three rounded factors meet: of gate, of up, and their product.
     # The reference runs in float64, as in the verification of passes.
@@ -81,11 +70,7 @@ def test_kernels_equal_the_definition(
 def test_formats_without_a_kernel() -> None:
     def reason(per_block: bool, in_features: int) -> str | None:
         return packed_8bit_unsupported_reason(
-            device=CPU,
-            dtype=torch.bfloat16,
-            weight_dtype=torch.float8_e4m3fn,
-            per_block=per_block,
-            in_features=in_features,
+            device=CPU, dtype=torch.bfloat16, weight_dtype=torch.float8_e4m3fn, per_block=per_block, in_features=in_features
         )
 
     assert reason(False, 36) is None

@@ -29,9 +29,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def make_weight(
-    out_features: int, in_features: int, dtype: torch.dtype = torch.int8
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_weight(out_features: int, in_features: int, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
     """→ `dtype` [O, I] and its scale [O], rows of different sizes."""
     weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1).exp2() / in_features**0.5
     scale = row_scales(weight, dtype)
@@ -56,9 +54,7 @@ def reference(
 
 
 def unsupported_reason(dtype=torch.bfloat16, weight_dtype=torch.int8, per_block=False) -> str | None:
-    return quantized_linear_unsupported_reason(
-        device=torch.device("cpu"), dtype=dtype, weight_dtype=weight_dtype, per_block=per_block
-    )
+    return quantized_linear_unsupported_reason(device=torch.device("cpu"), dtype=dtype, weight_dtype=weight_dtype, per_block=per_block)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,9 +73,7 @@ def test_product(num_tokens, out_features, in_features, activations, dtype, weig
     weight, scale = make_weight(out_features, in_features, weight_dtype)
     x = torch.randn(num_tokens, in_features, dtype=dtype) * torch.logspace(-3, 3, num_tokens, dtype=dtype)[:, None]
     input_scale = torch.tensor([0.03]) if activations == "static" else None
-    y = quantized_linear(
-        x, pack_weight_cpu(weight), scale, out_features, activations=activations, input_scale=input_scale
-    )
+    y = quantized_linear(x, pack_weight_cpu(weight), scale, out_features, activations=activations, input_scale=input_scale)
     assert y.shape == (num_tokens, out_features)
     assert y.dtype == dtype
     assert y.is_contiguous()
@@ -105,9 +99,7 @@ def test_fusions(num_tokens, out_features, in_features, activations, dtype, weig
         norm_weight = torch.randn(in_features, dtype=dtype) if use & 1 else None
         bias = torch.randn(out_features, dtype=dtype) if use & 2 else None
         residual = torch.randn(num_tokens, columns + 5, dtype=dtype)[:, :columns] if use & 4 else None
-        y = quantized_linear(
-            x, packed, scale, out_features, norm_weight, 1e-5, bias, silu_mul, residual, activations, input_scale
-        )
+        y = quantized_linear(x, packed, scale, out_features, norm_weight, 1e-5, bias, silu_mul, residual, activations, input_scale)
         expected = reference(x, weight, scale, activations, input_scale, norm_weight, bias, silu_mul, residual)
         # A tie that falls the other way in the normalized row is a whole step of int8, or of bfloat16 with few to average it.
         tie = (8e-3 if activations != "none" else 3e-3 * (dtype == torch.bfloat16)) if norm_weight is not None else 0
@@ -190,9 +182,7 @@ def test_activations_are_quantized_to_float8_as_by_torch() -> None:
     x[0] = torch.arange(64) * 2**-10  # ties between subnormals, and up to the smallest normals
     x[1] = torch.arange(64) * 1.03125 + 16.5  # ties between normals
     identity = torch.eye(64).to(torch.float8_e4m3fn)
-    y = quantized_linear(
-        x, pack_weight_cpu(identity), torch.ones(64), 64, activations="static", input_scale=torch.ones(1)
-    )
+    y = quantized_linear(x, pack_weight_cpu(identity), torch.ones(64), 64, activations="static", input_scale=torch.ones(1))
     assert torch.equal(y, x.to(torch.float8_e4m3fn).float())
 
 
@@ -244,6 +234,4 @@ def test_schema_and_fake() -> None:
     weight, scale = make_weight(32, 64)
     x, residual = torch.randn(3, 64), torch.randn(3, 16)
     arguments = (x, pack_weight_cpu(weight), scale, 32, torch.randn(64), 1e-6, None, True, residual, "dynamic", None)
-    torch.library.opcheck(
-        torch.ops.cas.quantized_linear.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(torch.ops.cas.quantized_linear.default, arguments, test_utils=("test_schema", "test_faketensor"))

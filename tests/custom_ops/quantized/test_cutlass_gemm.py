@@ -12,13 +12,7 @@ import torch
 from compile_and_serve.custom_ops.build import cuda as build_cuda
 from compile_and_serve.custom_ops.build.cpp import BuildError
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, find_nvcc
-from compile_and_serve.custom_ops.quantization import (
-    block_scales,
-    expand_scale,
-    quantize_activations,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import block_scales, expand_scale, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized import cutlass_gemm
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library, scaled_gemm_reference
 
@@ -48,15 +42,15 @@ def test_the_reference_dequantizes(tokens: int, inputs: int, outputs: int, per_b
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-5 * float(exact.abs().max()))
     residual = torch.randn(tokens, outputs).bfloat16()
     torch.testing.assert_close(
-        scaled_gemm_reference(a, quantized, a_scale, scale, residual).double(), exact + residual,
-        rtol=2**-8, atol=1e-5 * float(exact.abs().max()),
-    )  # fmt: skip
+        scaled_gemm_reference(a, quantized, a_scale, scale, residual).double(),
+        exact + residual,
+        rtol=2**-8,
+        atol=1e-5 * float(exact.abs().max()),
+    )
     if not per_block:  # one value for all
         one = torch.tensor([0.5])
         expected = 0.25 * (a.double() @ quantized.double().T)
-        torch.testing.assert_close(
-            scaled_gemm_reference(a, quantized, one, one).double(), expected, rtol=2**-8, atol=1e-2
-        )
+        torch.testing.assert_close(scaled_gemm_reference(a, quantized, one, one).double(), expected, rtol=2**-8, atol=1e-2)
 
 
 def test_operands_that_no_kernel_takes() -> None:
@@ -109,9 +103,7 @@ def test_variants_of_one_source_are_one_library(monkeypatch: pytest.MonkeyPatch,
         "#define NAME_(n) answer_##n\n#define NAME(n) NAME_(n)\nstatic __global__ void kernel() {}\n"
         'extern "C" int NAME(N)() { return 40 + N; }\n'
     )
-    library = NvccLibrary(
-        name="answer", source=source, headers=(), variants=("-DN=1", "-DN=2"), include=(), architecture="90a"
-    )
+    library = NvccLibrary(name="answer", source=source, headers=(), variants=("-DN=1", "-DN=2"), include=(), architecture="90a")
     loaded = ctypes.CDLL(str(library.build()))
     assert (loaded.answer_1(), loaded.answer_2()) == (41, 42)
     built_at = library.path().stat().st_mtime_ns

@@ -12,19 +12,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from compile_and_serve.custom_ops.quantization import (
-    block_scales,
-    quantize_activations,
-    quantize_weight,
-    row_scales,
-)
-from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
-    BLOCKS,
-    ROWS,
-    gemm_library,
-    run_gemm,
-    scaled_gemm_reference,
-)
+from compile_and_serve.custom_ops.quantization import block_scales, quantize_activations, quantize_weight, row_scales
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library, run_gemm, scaled_gemm_reference
 from tests.support.cuda import random
 
 

@@ -37,9 +37,7 @@ def test_it_builds(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.cas_group_linear_bfloat16
 
 
-def test_a_library_that_does_not_run_here_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_that_does_not_run_here_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     error: bytes | None = b"CUDA driver version is insufficient for CUDA runtime version"
 
     class Entry:
@@ -60,8 +58,15 @@ def test_what_it_does_not_take() -> None:
     x, scale = torch.zeros(3, 256, dtype=torch.float16), torch.zeros(2, 2, 64, dtype=torch.float16)
     zeros = torch.zeros(2, 2, 64, dtype=torch.uint8)
     taken: dict[str, Any] = {
-        "x_TI": x, "scale": scale, "offset": zeros, "out_features": 128, "bits": 4, "group_size": 128, "silu_mul": False, "table": "",
-    }  # fmt: skip
+        "x_TI": x,
+        "scale": scale,
+        "offset": zeros,
+        "out_features": 128,
+        "bits": 4,
+        "group_size": 128,
+        "silu_mul": False,
+        "table": "",
+    }
     assert unsupported_reason(**taken) is None
     assert unsupported_reason(**taken | {"offset": None, "group_size": 32}) is None
     for change, word in [

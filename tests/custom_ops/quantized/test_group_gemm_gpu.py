@@ -19,9 +19,17 @@ LIMITS = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 def error_of(
-    num_tokens: int, out: int, inner: int, dtype: torch.dtype, *, group_size: int = 128, zeros: bool = True, silu_mul: bool = False,
-    extras: bool = False, scale_dtype: torch.dtype = torch.float16,
-) -> float:  # fmt: skip
+    num_tokens: int,
+    out: int,
+    inner: int,
+    dtype: torch.dtype,
+    *,
+    group_size: int = 128,
+    zeros: bool = True,
+    silu_mul: bool = False,
+    extras: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+) -> float:
     """Relative error of the kernel's result."""
     torch.manual_seed(0)
     groups = -(-inner // group_size)
@@ -34,10 +42,17 @@ def error_of(
         bias = torch.randn(out).to(dtype) if extras else None
         residual = torch.randn(num_tokens, rows + 4).to(dtype)[:, :rows] if extras else None
     linear = GroupLinear(
-        x_TI=x, packed=pack_codes_triton(codes, 4), scale=pack_scales_triton(scale),
-        offset=None if offset is None else pack_scales_triton(offset), out_features=out, bits=4, group_size=group_size,
-        bias_O=bias, silu_mul=silu_mul, residual_TO=residual,
-    )  # fmt: skip
+        x_TI=x,
+        packed=pack_codes_triton(codes, 4),
+        scale=pack_scales_triton(scale),
+        offset=None if offset is None else pack_scales_triton(offset),
+        out_features=out,
+        bits=4,
+        group_size=group_size,
+        bias_O=bias,
+        silu_mul=silu_mul,
+        residual_TO=residual,
+    )
     assert FEW in linear.kernels()
     weight = dequantize_groups(codes, scale, offset, 4, group_size, torch.float64)
     y = F.linear(x.double(), weight, None if bias is None else bias.double())
@@ -57,9 +72,7 @@ def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype) -> None:
     assert error_of(num_tokens, 512, 1024, dtype, silu_mul=True, extras=True) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize(
-    ("out", "inner"), [(64, 128), (100, 200), (192, 576), (320, 3584), (6144, 4096), (4096, 14336)]
-)
+@pytest.mark.parametrize(("out", "inner"), [(64, 128), (100, 200), (192, 576), (320, 3584), (6144, 4096), (4096, 14336)])
 def test_any_shape(out: int, inner: int) -> None:
     for num_tokens in (1, 20, 64):
         assert error_of(num_tokens, out, inner, torch.float16) < 1e-3
@@ -71,18 +84,21 @@ def test_any_shape(out: int, inner: int) -> None:
 def test_any_group_size(group_size: int, zeros: bool) -> None:
     for scale_dtype in (torch.float16, torch.bfloat16):
         for num_tokens in (1, 40):
-            error = error_of(
-                num_tokens, 256, 1984, torch.float16, group_size=group_size, zeros=zeros, scale_dtype=scale_dtype
-            )
+            error = error_of(num_tokens, 256, 1984, torch.float16, group_size=group_size, zeros=zeros, scale_dtype=scale_dtype)
             assert error < 1e-3
 
 
 def test_a_graph_replays_it() -> None:
     assert error_of(4, 256, 512, torch.float16) < 1e-3  # builds the library
     linear = GroupLinear(
-        x_TI=torch.randn(4, 512, device="cuda").half(), packed=torch.randint(-(2**15), 2**15, (4, 4, 64, 32), device="cuda").short(),
-        scale=torch.rand(4, 4, 64, device="cuda").half(), offset=None, out_features=256, bits=4, group_size=128,
-    )  # fmt: skip
+        x_TI=torch.randn(4, 512, device="cuda").half(),
+        packed=torch.randint(-(2**15), 2**15, (4, 4, 64, 32), device="cuda").short(),
+        scale=torch.rand(4, 4, 64, device="cuda").half(),
+        offset=None,
+        out_features=256,
+        bits=4,
+        group_size=128,
+    )
     expected, graph = linear.run(FEW), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = linear.run(FEW)

@@ -6,12 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.quantized.group_layout import (
-    dequantize_groups,
-    pack_codes_cpu,
-    pack_scales_cpu,
-    unpack_codes,
-)
+from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups, pack_codes_cpu, pack_scales_cpu, unpack_codes
 from compile_and_serve.custom_ops.quantized.group_linear import group_linear, layout_unsupported_reason
 
 CPU = torch.device("cpu")
@@ -74,13 +69,9 @@ def test_against_float64(dtype, num_tokens, offset, bits, group_size, scale_dtyp
         norm = torch.rand(inner).to(dtype) + 0.5 if extras else None
         bias = torch.randn(out).to(dtype) if extras else None
         residual = torch.randn(num_tokens, rows + 4).to(dtype)[:, :rows] if extras else None
-        y = group_linear(
-            x, *packed_of(parts, bits, group_size), out, bits, group_size, norm, 1e-5, bias, silu_mul, residual
-        )
+        y = group_linear(x, *packed_of(parts, bits, group_size), out, bits, group_size, norm, 1e-5, bias, silu_mul, residual)
         wide = F.rms_norm(x, (inner,), norm, 1e-5).double() if extras else x.double()
-        expected = F.linear(
-            wide, dequantize_groups(*parts, bits, group_size, torch.float64), bias.double() if extras else None
-        )
+        expected = F.linear(wide, dequantize_groups(*parts, bits, group_size, torch.float64), bias.double() if extras else None)
         if silu_mul:
             gate, up = expected.chunk(2, dim=-1)
             expected = F.silu(gate) * up
@@ -103,9 +94,7 @@ def test_tables_against_float64(dtype, table, group_size) -> None:
             gate, up = expected.chunk(2, dim=-1)
             expected = F.silu(gate) * up
         assert ((y.double() - expected).norm() / expected.norm()).item() < LIMITS[dtype]
-        reference = torch.ops.cas.group_linear_reference(
-            x, *packed, out, 4, group_size, norm, 1e-5, None, silu_mul, None, table
-        )
+        reference = torch.ops.cas.group_linear_reference(x, *packed, out, 4, group_size, norm, 1e-5, None, silu_mul, None, table)
         assert ((reference.double() - expected).norm() / expected.norm()).item() < LIMITS[dtype]
 
 

@@ -6,20 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.quantization import (
-    block_scales,
-    dequantize_weight,
-    quantize_activations,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 # Rounding of the output, 2^-8 at most, and float32 sums; the quantized activations are the reference's own.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
-         ("dynamic", block_scales)]  # fmt: skip
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales), ("dynamic", block_scales)]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -105,7 +98,6 @@ def test_x_may_be_quantized_already(scales, activations, weight_dtype) -> None:
     ],
 )
 def test_wrong_arguments_say_what_was_expected(change, message: str) -> None:
-    arguments = {"x_TI": torch.zeros(2, 8), "packed": torch.zeros(8, 8, dtype=torch.int8), "scale": torch.ones(8),
-                 "out_features": 8}  # fmt: skip
+    arguments = {"x_TI": torch.zeros(2, 8), "packed": torch.zeros(8, 8, dtype=torch.int8), "scale": torch.ones(8), "out_features": 8}
     with pytest.raises(ValueError, match=message):
         quantized_linear(**(arguments | change))

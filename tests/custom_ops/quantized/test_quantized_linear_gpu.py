@@ -12,19 +12,13 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from compile_and_serve.custom_ops.quantization import (
-    block_scales,
-    quantize_activations,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import block_scales, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear
 
 CUDA = torch.device("cuda")
-KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
-         ("dynamic", block_scales)]  # fmt: skip
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales), ("dynamic", block_scales)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +29,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 64, 100, 300])
 @pytest.mark.parametrize(
-    ("out", "inner", "silu_mul"),
-    [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
+    ("out", "inner", "silu_mul"), [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)]
 )
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)
@@ -45,9 +38,7 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     rows = out // 2 if silu_mul else out
     weight = torch.randn(out, inner, device=CUDA) * inner**-0.5
     scale = scales(weight, weight_dtype)
-    x, *others = (
-        torch.randn(size, device=CUDA).bfloat16() for size in [(num_tokens, inner + 8), inner, out, (num_tokens, rows)]
-    )
+    x, *others = (torch.randn(size, device=CUDA).bfloat16() for size in [(num_tokens, inner + 8), inner, out, (num_tokens, rows)])
     norm, bias, residual = others if extras else (None,) * 3
     input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
     arguments = (
@@ -61,9 +52,17 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     tolerance = 3e-2 if extras and activations == "dynamic" else 1e-2
     assert relative_error(result, expected) < tolerance
     linear = QuantizedLinear(
-        x_TI=x[:, :inner], weight_OI=arguments[1], scale=scale, norm_weight_I=norm, eps=1e-5, bias_O=bias, silu_mul=silu_mul,
-        residual_TO=residual, activations=activations, input_scale=input_scale,
-    )  # fmt: skip
+        x_TI=x[:, :inner],
+        weight_OI=arguments[1],
+        scale=scale,
+        norm_weight_I=norm,
+        eps=1e-5,
+        bias_O=bias,
+        silu_mul=silu_mul,
+        residual_TO=residual,
+        activations=activations,
+        input_scale=input_scale,
+    )
     quantized_input = linear if activations == "none" else replace(linear, quantized=linear.operand())
     for kernel in linear.kernels():
         y = linear.run(kernel)
@@ -80,9 +79,12 @@ def test_a_residual_alone(padding, scales, num_tokens) -> None:
     weight = torch.randn(out, inner, device=CUDA) * inner**-0.5
     scale = scales(weight, torch.float8_e4m3fn)
     linear = QuantizedLinear(
-        x_TI=torch.randn(num_tokens, inner, device=CUDA).bfloat16(), weight_OI=quantize_weight(weight, scale, torch.float8_e4m3fn),
-        scale=scale, residual_TO=torch.randn(num_tokens, out + padding, device=CUDA).bfloat16()[:, :out], activations="dynamic",
-    )  # fmt: skip
+        x_TI=torch.randn(num_tokens, inner, device=CUDA).bfloat16(),
+        weight_OI=quantize_weight(weight, scale, torch.float8_e4m3fn),
+        scale=scale,
+        residual_TO=torch.randn(num_tokens, out + padding, device=CUDA).bfloat16()[:, :out],
+        activations="dynamic",
+    )
     expected = torch.ops.cas.quantized_linear_reference(
         linear.x_TI, linear.weight_OI, scale, out, residual=linear.residual_TO, activations="dynamic"
     )

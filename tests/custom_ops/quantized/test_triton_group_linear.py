@@ -41,9 +41,17 @@ def weight(out: int, inner: int, bits: int, group_size: int, offset: str) -> tup
 
 
 def call(
-    num_tokens: int, out: int, inner: int, *, bits: int = 4, group_size: int = 128, offset: str = "zeros", silu_mul: bool = False,
-    extras: bool = False, dtype: torch.dtype = torch.float32,
-) -> tuple[dict[str, Any], torch.Tensor]:  # fmt: skip
+    num_tokens: int,
+    out: int,
+    inner: int,
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    offset: str = "zeros",
+    silu_mul: bool = False,
+    extras: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments of the op over the Triton layout, and the expected result in float64."""
     codes, scale, offsets = weight(out, inner, bits, group_size, offset)
     rows = out // 2 if silu_mul else out
@@ -137,7 +145,7 @@ def test_expanded_weights_and_a_norm() -> None:
     assert linear.kernels() == (EXPANDED, TILE)
     reference = torch.ops.cas.group_linear_reference(
         *(arguments[name] for name in ("x_TI", "packed", "scale", "offset", "out_features", "bits", "group_size")), norm, 1e-5
-    )  # fmt: skip
+    )
     for kernel in linear.kernels():
         assert error_of(linear.run(kernel), reference.double()) < 1e-5
 
@@ -156,9 +164,7 @@ def test_tables(table: str, group_size: int) -> None:
             expected = F.silu(expected[:, : out // 2]) * expected[:, out // 2 :]
         else:
             expected += residual.double()
-        y = group_linear(
-            x, *packed, 4, group_size, silu_mul=silu_mul, residual_TO=None if silu_mul else residual, table=table
-        )
+        y = group_linear(x, *packed, 4, group_size, silu_mul=silu_mul, residual_TO=None if silu_mul else residual, table=table)
         assert error_of(y, expected) < LIMITS[dtype]
         for stored in LIMITS:
             rounded = dequantize(*packed[:3], out, inner, 4, group_size, stored, table)

@@ -11,26 +11,15 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
-from compile_and_serve.custom_ops.quantization import (
-    block_scales,
-    dequantize_weight,
-    quantize_weight,
-    row_scales,
-)
+from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
 from compile_and_serve.custom_ops.quantized import triton_matmul as triton_quantized_matmul
-from compile_and_serve.custom_ops.quantized.cuda_linear import (
-    GEMV,
-    TILE,
-    QuantizedLinear,
-    quantized_linear,
-)
+from compile_and_serve.custom_ops.quantized.cuda_linear import GEMV, TILE, QuantizedLinear, quantized_linear
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, TORCH, gemm_names
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
-KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
-         ("dynamic", block_scales)]  # fmt: skip
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales), ("dynamic", block_scales)]
 
 
 def arguments(num_tokens, out, inner, silu_mul, extras, activations, scales, weight_dtype, dtype) -> dict[str, object]:
@@ -98,9 +87,7 @@ def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activati
 @pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("inner", [96, 4104])
-def test_one_token_is_quantized_as_by_the_kernel_for_many(
-    inner: int, norm: bool, activations: str, weight_dtype
-) -> None:
+def test_one_token_is_quantized_as_by_the_kernel_for_many(inner: int, norm: bool, activations: str, weight_dtype) -> None:
     """To the bit: what the kernel makes of x by itself is what the kernels before it would hand to it."""
     torch.manual_seed(inner)
     a = arguments(1, 20, inner, False, True, activations, row_scales, weight_dtype, torch.float16)
@@ -181,9 +168,7 @@ def test_kernels_by_the_number_of_tokens() -> None:
     """The first is what is taken where nothing was measured."""
 
     def kernels(num_tokens: int, activations: str = "dynamic", scales=row_scales) -> tuple[str, ...]:
-        return linear_of(
-            arguments(num_tokens, 64, 96, False, True, activations, scales, torch.float8_e4m3fn, torch.float16)
-        ).kernels()
+        return linear_of(arguments(num_tokens, 64, 96, False, True, activations, scales, torch.float8_e4m3fn, torch.float16)).kernels()
 
     assert kernels(1) == kernels(1, "none") == (GEMV, TILE)
     assert kernels(1, scales=block_scales) == (TILE,)
@@ -197,21 +182,18 @@ def test_kernels_by_the_number_of_tokens() -> None:
 
 def test_what_no_library_gemm_takes() -> None:
     for num_tokens, out, inner, scales in (
-        (80, 24, 96, row_scales), (80, 64, 40, row_scales), (80, 64, 96, block_scales), (16, 64, 96, row_scales),
-    ):  # fmt: skip
+        (80, 24, 96, row_scales),
+        (80, 64, 40, row_scales),
+        (80, 64, 96, block_scales),
+        (16, 64, 96, row_scales),
+    ):
         a = arguments(num_tokens, out, inner, False, False, "dynamic", scales, torch.int8, torch.float16)
         assert gemm_names(num_tokens, a["weight_OI"], a["scale"], torch.float16, is_quantized=True) == ()  # type: ignore[arg-type]
 
 
 def test_a_problem_is_all_that_the_fastest_kernel_depends_on() -> None:
     def key(num_tokens: int, extras: bool = True, silu_mul: bool = True, activations: str = "dynamic") -> str:
-        return (
-            linear_of(
-                arguments(num_tokens, 64, 96, silu_mul, extras, activations, row_scales, torch.int8, torch.float16)
-            )
-            .problem()
-            .key
-        )
+        return linear_of(arguments(num_tokens, 64, 96, silu_mul, extras, activations, row_scales, torch.int8, torch.float16)).problem().key
 
     assert key(3) == key(4) == "int8 64x96 by_row float16 dynamic norm_weight bias residual silu_mul T<=16"
     assert len({key(3), key(17), key(3, False), key(3, True, False), key(3, True, True, "none")}) == 5

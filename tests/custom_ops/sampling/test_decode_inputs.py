@@ -40,9 +40,17 @@ def test_begin(num_rows: int, num_padding: int, block_size: int) -> None:
     s = state(num_rows, num_padding, block_size, seed=num_rows)
     before = {name: tensor.clone() for name, tensor in s.items()}
     begin_decodes(
-        s["last_tokens"], s["slots"], s["has_run"], s["positions"], s["seq_lens"], s["sample_positions"], s["block_table"],
-        s["input_ids"], s["slot_mapping"], block_size,
-    )  # fmt: skip
+        s["last_tokens"],
+        s["slots"],
+        s["has_run"],
+        s["positions"],
+        s["seq_lens"],
+        s["sample_positions"],
+        s["block_table"],
+        s["input_ids"],
+        s["slot_mapping"],
+        block_size,
+    )
     real = (before["seq_lens"] > 0).numpy()
     one_more = np.where(real, before["has_run"].numpy(), 0)
     for name in ("positions", "seq_lens", "sample_positions"):
@@ -51,9 +59,7 @@ def test_begin(num_rows: int, num_padding: int, block_size: int) -> None:
     block = before["block_table"].numpy()[np.arange(num_rows), position // block_size].astype(np.int64)
     tokens = before["last_tokens"].numpy()[before["slots"].numpy()]
     np.testing.assert_array_equal(s["input_ids"].numpy(), np.where(real, tokens, 0))
-    np.testing.assert_array_equal(
-        s["slot_mapping"].numpy(), np.where(real, block * block_size + position % block_size, -1)
-    )
+    np.testing.assert_array_equal(s["slot_mapping"].numpy(), np.where(real, block * block_size + position % block_size, -1))
     for name in ("last_tokens", "slots", "has_run", "block_table", "tokens"):
         assert torch.equal(s[name], before[name]), name
 

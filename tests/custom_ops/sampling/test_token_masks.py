@@ -13,9 +13,7 @@ from compile_and_serve.custom_ops.sampling import token_masks, triton_token_mask
 MaskTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-@pytest.mark.parametrize(
-    "mask_tokens", [token_masks.mask_tokens, triton_token_masks.mask_tokens], ids=["cpu", "triton"]
-)
+@pytest.mark.parametrize("mask_tokens", [token_masks.mask_tokens, triton_token_masks.mask_tokens], ids=["cpu", "triton"])
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_excluded_tokens_become_minus_infinity(mask_tokens: MaskTokens, vocab: int, dtype: torch.dtype) -> None:

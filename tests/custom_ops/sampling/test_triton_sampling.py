@@ -18,9 +18,7 @@ OFF = (0, 1.0, 0.0)  # top_k, top_p, min_p
 @triton.jit
 def _noise_kernel(out_ptr, seed_ptr, position_ptr, SIZE: tl.constexpr):
     ids = tl.arange(0, SIZE)
-    tl.store(
-        out_ptr + ids, gumbel_noisy(tl.zeros((SIZE,), tl.float32), ids, 1.0, tl.load(seed_ptr), tl.load(position_ptr))
-    )
+    tl.store(out_ptr + ids, gumbel_noisy(tl.zeros((SIZE,), tl.float32), ids, 1.0, tl.load(seed_ptr), tl.load(position_ptr)))
 
 
 def noise(vocab: int, seed: int, position: int) -> torch.Tensor:
@@ -45,15 +43,18 @@ def allowed(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float
     return kept & (above < top_p * total)
 
 
-def sample(
-    logits_SV: torch.Tensor, rows: list[tuple[float, int, float, float]], seeds: list[int], positions: list[int]
-) -> list[int]:
+def sample(logits_SV: torch.Tensor, rows: list[tuple[float, int, float, float]], seeds: list[int], positions: list[int]) -> list[int]:
     """rows: (temperature, top_k, top_p, min_p)."""
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
     tokens, _ = sample_tokens(
-        logits_SV, torch.tensor(temperature), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p),
-        torch.tensor(min_p), torch.tensor(seeds), torch.tensor(positions),
-    )  # fmt: skip
+        logits_SV,
+        torch.tensor(temperature),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p),
+        torch.tensor(min_p),
+        torch.tensor(seeds),
+        torch.tensor(positions),
+    )
     assert not split_counters(CPU)[: 4 * len(rows)].any()
     return tokens.tolist()
 

@@ -32,9 +32,14 @@ def test_sampling_follows_the_distribution() -> None:
         return torch.full((draws,), value, device=CUDA)
 
     tokens, _ = sample_tokens(
-        logits.expand(draws, vocab), full(0.7), torch.full((draws,), 40, device=CUDA, dtype=torch.int32), full(0.9), full(0.0),
-        torch.full((draws,), 3, device=CUDA), torch.arange(draws, device=CUDA),
-    )  # fmt: skip
+        logits.expand(draws, vocab),
+        full(0.7),
+        torch.full((draws,), 40, device=CUDA, dtype=torch.int32),
+        full(0.9),
+        full(0.0),
+        torch.full((draws,), 3, device=CUDA),
+        torch.arange(draws, device=CUDA),
+    )
     scaled = logits[0] / 0.7
     kept = torch.where(scaled >= scaled.topk(40).values[-1], scaled, -torch.inf).softmax(0)
     ordered, order = kept.sort(descending=True)

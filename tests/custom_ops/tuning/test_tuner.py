@@ -12,14 +12,7 @@ import torch
 
 from compile_and_serve.custom_ops.tuning.store import stored_files
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
-from compile_and_serve.custom_ops.tuning.tuner import (
-    Measurement,
-    Problem,
-    Tuner,
-    device_name,
-    tuner_of,
-    unmeasured_token_counts,
-)
+from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, device_name, tuner_of, unmeasured_token_counts
 
 
 def problem(name: str, num_tokens: int | None) -> Problem:

@@ -25,8 +25,11 @@ def run(tmp_path: Path, **environment: str) -> str:
     root = Path(__file__).resolve().parents[3]
     output = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(package.parent), str(root)],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return output.stdout.strip()
 
 

@@ -63,18 +63,20 @@ class Ranks(LocalRanks):
 
 def start(model_dir: Path, ranks: Ranks, size: int = 2, stuck_seconds: float = 120.0) -> DistributedExecutor:
     config = tiny_config(model_dir, tensor_parallel_size=size)
-    executor = DistributedExecutor(
-        config, ranks, lambda *stage: ranks.stages.append(stage), stuck_seconds=stuck_seconds
-    )
+    executor = DistributedExecutor(config, ranks, lambda *stage: ranks.stages.append(stage), stuck_seconds=stuck_seconds)
     _started.append(executor)
     return executor
 
 
 def step(number: int, *ids: str) -> SchedulerOutput:
     return SchedulerOutput(
-        step=number, new_requests=[], cached_requests=[], num_scheduled_tokens=dict.fromkeys(ids, 1),
-        total_num_scheduled_tokens=len(ids), finished_request_ids=[],
-    )  # fmt: skip
+        step=number,
+        new_requests=[],
+        cached_requests=[],
+        num_scheduled_tokens=dict.fromkeys(ids, 1),
+        total_num_scheduled_tokens=len(ids),
+        finished_request_ids=[],
+    )
 
 
 def run(executor: DistributedExecutor, numbers: range) -> list[dict[str, list[int]]]:
@@ -190,10 +192,7 @@ def fail_in_the_fourth_step(model_dir: Path, message: str, stuck_seconds: float 
         ({"step": {"0": "hang", "1": "kill"}}, "Rank 1 of 3 was ended by signal 9."),
         # the others fail in their collectives: a consequence, not the cause
         ({"step": {"0": "error", "1": "error", "2": "kill"}}, "Rank 2 of 3 was ended by signal 9."),
-        (
-            {"step": {"1": "hang", "0": "error"}},
-            "Rank 0 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
-        ),
+        ({"step": {"1": "hang", "0": "error"}}, "Rank 0 of 3 failed while it computed a step: RuntimeError: connection closed by peer"),
         (
             {"step": {"0": "mistake", "1": "hang"}},
             "Rank 0 of 3 failed while it computed a step: ValueError: the checkpoint is wrong: take another.",
@@ -223,7 +222,7 @@ def test_a_rank_that_fails_in_a_step_ends_all(
         ),
         ({"step": {"0": "hang", "1": "hang", "2": "hang"}}, "None of 3 ranks made progress for 1.8 seconds during a step."),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_make_no_progress_are_given_up(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
 ) -> None:
@@ -237,18 +236,14 @@ def test_an_idle_task_that_never_ends_is_given_up(model_dir: Path, monkeypatch: 
     executor = start(model_dir, ranks, stuck_seconds=1.2)
     os.kill(ranks.pids[0], signal.SIGSTOP)
     try:
-        with pytest.raises(
-            RankFailedError, match=r"None of 2 ranks made progress for 1.2 seconds during an idle task\."
-        ):
+        with pytest.raises(RankFailedError, match=r"None of 2 ranks made progress for 1.2 seconds during an idle task\."):
             executor.idle()
     finally:
         os.kill(ranks.pids[0], signal.SIGCONT)
         executor.shutdown()
 
 
-def test_a_long_step_is_not_given_up_while_ranks_make_progress(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_step_is_not_given_up_while_ranks_make_progress(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=4)
     executor = start(model_dir, Ranks(), stuck_seconds=1.2)
     assert run(executor, range(1)) == [{"a": [0]}]
@@ -273,9 +268,7 @@ def test_a_signal_that_is_meant_for_the_parent_ends_no_rank(model_dir: Path, mon
 
 
 @pytest.mark.parametrize("next_call", ["idle", "launch", "shutdown"])
-def test_a_rank_that_dies_while_nothing_runs_is_noticed(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str
-) -> None:
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str) -> None:
     # The long step keeps rank 0 from answering before the executor sees that rank 1 has ended.
     use_fake_workers(monkeypatch, model_dir, pause=600)
     ranks = Ranks()
@@ -291,9 +284,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(
 
 
 @pytest.mark.parametrize("moment", ["while they start", "when they are ready"])
-def test_ranks_end_when_the_engine_is_killed(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_ranks_end_when_the_engine_is_killed(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     orders = {"load": {"1": "hang"}} if moment == "while they start" else {}
     use_fake_workers(monkeypatch, model_dir, devices=str(tmp_path), **orders)
     script = textwrap.dedent(f"""
@@ -314,9 +305,7 @@ def test_ranks_end_when_the_engine_is_killed(
         print("ready", flush=True)
         time.sleep(600)
     """)
-    engine = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-    )
+    engine = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
     assert engine.stdout is not None
     pids = [int(pid) for pid in engine.stdout.readline().split()]
     if moment == "when they are ready":
@@ -329,8 +318,7 @@ def test_ranks_end_when_the_engine_is_killed(
 
 
 @pytest.mark.parametrize(
-    ("victim", "reason"),
-    [("rank", "Rank 1 of 2 was ended by signal 9."), ("engine", "The engine process was ended by signal 9.")],
+    ("victim", "reason"), [("rank", "Rank 1 of 2 was ended by signal 9."), ("engine", "The engine process was ended by signal 9.")]
 )
 async def test_a_death_while_the_engine_idles_reaches_the_client(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str, reason: str
@@ -378,11 +366,7 @@ def test_sockets_with_keys_serve_the_ranks_and_nobody_else(model_dir: Path, monk
     known = ranks.keys.ranks
     lie = msgspec.msgpack.encode(RankFailed(0, "I am not a rank", False))
     with zmq.Context() as context:
-        strangers = [
-            None,
-            RankKeys(known.engine, *zmq.curve_keypair()),
-            RankKeys(zmq.curve_keypair()[0], known.public, known.secret),
-        ]
+        strangers = [None, RankKeys(known.engine, *zmq.curve_keypair()), RankKeys(zmq.curve_keypair()[0], known.public, known.secret)]
         for keys in strangers:
             with context.socket(zmq.PUSH) as sender, context.socket(zmq.PULL) as listener:
                 for socket, address in ((sender, answers), (listener, command)):

@@ -25,12 +25,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("of-ranks")
     ray = pytest.importorskip("ray", reason="Ray is not installed (the extra [ray])")
     ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False,
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
         runtime_env={
             "env_vars": {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
             "worker_process_setup_hook": "tests.support.fake_worker.install",
         },
-    )  # fmt: skip
+    )
     yield write_tiny_model(tmp_path_factory.mktemp("ray") / "tiny")
     ray.shutdown()
     wait_until(lambda: not list(folder.glob("cas-*")))
@@ -43,9 +45,13 @@ def start(model_dir: Path, **options: object) -> DistributedExecutor:
 
 def run(executor: DistributedExecutor, number: int) -> dict[str, list[int]]:
     step = SchedulerOutput(
-        step=number, new_requests=[], cached_requests=[], num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1,
+        step=number,
+        new_requests=[],
+        cached_requests=[],
+        num_scheduled_tokens={"a": 1},
+        total_num_scheduled_tokens=1,
         finished_request_ids=[],
-    )  # fmt: skip
+    )
     return executor.result(executor.launch(step)).sampled_token_ids
 
 

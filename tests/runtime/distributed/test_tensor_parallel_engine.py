@@ -17,14 +17,7 @@ from compile_and_serve.runtime.messages import RequestOutput
 from compile_and_serve.runtime.structured.grammar import to_grammar
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
-from tests.support.engines import (
-    mixed_requests,
-    prompt_of,
-    request,
-    run_requests,
-    tiny_config,
-    tokens_of,
-)
+from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.processes import children, is_running
 
 # Few blocks, so that requests are preempted.
@@ -76,11 +69,17 @@ def test_structured_output_is_that_of_one_rank(core: EngineCore, model_dir: Path
     form = StructuredOutputsParams(compiled=to_grammar(StructuredOutputsParams(regex="([0-9a-f]{2} ){6}"), {}))
     requests = [
         request(
-            f"s{seed}", prompt_of(seed, 5 + seed), temperature=1.0, seed=seed, max_tokens=60, structured_outputs=form,
-            eos_token_ids=tokenizer.eos_token_ids, stop_token_ids=tokenizer.eos_token_ids,
+            f"s{seed}",
+            prompt_of(seed, 5 + seed),
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+            structured_outputs=form,
+            eos_token_ids=tokenizer.eos_token_ids,
+            stop_token_ids=tokenizer.eos_token_ids,
         )
         for seed in range(4)
-    ]  # fmt: skip
+    ]
     one_rank = EngineCore(tiny_config(model_dir, max_model_len=120, **WEIGHTS))
     tokens = tokens_of(run_requests(core, requests))
     assert tokens == tokens_of(run_requests(one_rank, requests))
@@ -106,14 +105,10 @@ def test_logprobs_are_those_of_one_rank(core: EngineCore, expected: dict[str, li
 def test_requests_without_a_seed_draw_the_same_on_every_rank(core: EngineCore, model_dir: Path) -> None:
     requests = [request(f"u{i}", prompt_of(i, 5), temperature=1.5, max_tokens=30) for i in range(4)]
     outputs = tokens_of(run_requests(core, requests))
-    assert outputs == tokens_of(
-        run_requests(EngineCore(tiny_config(model_dir, max_model_len=120, **WEIGHTS)), requests)
-    )
+    assert outputs == tokens_of(run_requests(EngineCore(tiny_config(model_dir, max_model_len=120, **WEIGHTS)), requests))
 
 
-def test_an_abort_in_the_middle_leaves_the_others_alone(
-    core: EngineCore, expected: dict[str, list[RequestOutput]]
-) -> None:
+def test_an_abort_in_the_middle_leaves_the_others_alone(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
     requests = mixed_requests()
     for one in requests:
         core.add_request(one)
@@ -146,13 +141,7 @@ def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str,
 )
 def test_two_gpus(model_dir: Path, gpu_cache_dir: Path, options: dict[str, object]) -> None:
     """Two GPUs generate the same tokens as one. Both ranks capture the same graphs as idle tasks."""
-    given = {
-        "device": "cuda",
-        "block_size": 16,
-        "num_kv_blocks": 256,
-        "attention_backend": "triton",
-        "cache_dir": gpu_cache_dir,
-    }
+    given = {"device": "cuda", "block_size": 16, "num_kv_blocks": 256, "attention_backend": "triton", "cache_dir": gpu_cache_dir}
     one = EngineCore(tiny_config(model_dir, **given))
     expected = tokens_of(run_requests(one, mixed_requests()))
     one.shutdown()
@@ -169,9 +158,7 @@ def test_two_gpus(model_dir: Path, gpu_cache_dir: Path, options: dict[str, objec
 @pytest.mark.multigpu
 def test_a_gpu_rank_that_is_killed_ends_the_other(model_dir: Path, gpu_cache_dir: Path) -> None:
     """The other rank waits on its device forever, so only the engine can end it."""
-    core = EngineCore(
-        tiny_config(model_dir, device="cuda", block_size=16, tensor_parallel_size=2, cache_dir=gpu_cache_dir)
-    )
+    core = EngineCore(tiny_config(model_dir, device="cuda", block_size=16, tensor_parallel_size=2, cache_dir=gpu_cache_dir))
     ranks = [pid for pid in children(os.getpid()) if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
     for one in mixed_requests():
         core.add_request(one)

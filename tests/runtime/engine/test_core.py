@@ -17,16 +17,7 @@ from compile_and_serve.runtime.messages import EngineRequest, Sibling, TokenLogp
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
-from tests.support.engines import (
-    VOCAB_SIZE,
-    mixed_requests,
-    prompt_of,
-    request,
-    run_requests,
-    tiny_config,
-    tokens_of,
-    write_tiny_model,
-)
+from tests.support.engines import VOCAB_SIZE, mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.tiny_models import plain_logits
 
 
@@ -107,12 +98,15 @@ def test_siblings_are_the_requests_that_they_stand_for(model_dir: Path, seed: in
     prompt = prompt_of(1, 70)
     params = {"temperature": 1.0, "max_tokens": 8}
     siblings = [Sibling(f"s{i}", None if seed is None else seed + i) for i in range(1, 4)]
-    together = tokens_of(run_requests(EngineCore(tiny_config(model_dir)), [
-        structs.replace(request("s0", prompt, seed=seed, **params), siblings=siblings)
-    ]))  # fmt: skip
-    alone = tokens_of(run_requests(EngineCore(tiny_config(model_dir)), [
-        request(f"s{i}", prompt, seed=None if seed is None else seed + i, **params) for i in range(4)
-    ]))  # fmt: skip
+    together = tokens_of(
+        run_requests(EngineCore(tiny_config(model_dir)), [structs.replace(request("s0", prompt, seed=seed, **params), siblings=siblings)])
+    )
+    alone = tokens_of(
+        run_requests(
+            EngineCore(tiny_config(model_dir)),
+            [request(f"s{i}", prompt, seed=None if seed is None else seed + i, **params) for i in range(4)],
+        )
+    )
     assert together == alone
     assert len(set(map(tuple, alone.values()))) == 4
 
@@ -187,9 +181,7 @@ def test_stop_ids_end_a_request_but_not_before_min_tokens(core: EngineCore) -> N
     stopped = run_requests(core, [request("stopped", [3, 1, 4], max_tokens=12, stop_token_ids=[stop])])["stopped"]
     assert tokens_of({"stopped": stopped})["stopped"] == tokens[: first + 1]
     assert (stopped[-1].finish_reason, stopped[-1].stop_reason) == ("stop", stop)
-    later = run_requests(
-        core, [request("later", [3, 1, 4], max_tokens=12, stop_token_ids=[stop], min_tokens=first + 3)]
-    )
+    later = run_requests(core, [request("later", [3, 1, 4], max_tokens=12, stop_token_ids=[stop], min_tokens=first + 3)])
     assert stop not in tokens_of(later)["later"][: first + 3]
     assert len(tokens_of(later)["later"]) >= first + 3
 
@@ -206,17 +198,12 @@ def test_stop_ids_end_a_request_but_not_before_min_tokens(core: EngineCore) -> N
         (request("bad", [1], allowed_token_ids=[-2]), "allowed_token_ids has token id -2"),
         (request("bad", [1], bad_words_token_ids=[[1, 5000]]), "bad_words has token id 5000"),
         (request("bad", [1], bad_words_token_ids=[[1] * 257]), "may have 256 tokens, but one has at least 257"),
-        (
-            request("bad", [1], bad_words_token_ids=[[1, 2]] * 9000),
-            "16384 tokens together, but they have at least 18000",
-        ),
+        (request("bad", [1], bad_words_token_ids=[[1, 2]] * 9000), "16384 tokens together, but they have at least 18000"),
         (request("bad", [1], stop_token_ids=[320]), "stop_token_ids has token id 320"),
     ],
     ids=lambda value: value[:12].replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_a_request_that_cannot_run_is_refused_with_a_sentence(
-    core: EngineCore, bad: EngineRequest, sentence: str
-) -> None:
+def test_a_request_that_cannot_run_is_refused_with_a_sentence(core: EngineCore, bad: EngineRequest, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         core.add_request(bad)
     assert not core.has_work()
@@ -247,10 +234,18 @@ def test_the_worker_says_how_its_cache_is_laid_out(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = WorkerInfo(
-        num_blocks=24, is_asynchronous=False, has_idle_tasks=False, device="fake", dtype="float32", max_model_len=256, vocab_size=320,
-        groups=[PagedGroup(4), PagedGroup(8, window=16)], num_draft_tokens=3,
-        prefix_caching_unsupported="Its recurrent state is that of one sequence.", compile_report={},
-    )  # fmt: skip
+        num_blocks=24,
+        is_asynchronous=False,
+        has_idle_tasks=False,
+        device="fake",
+        dtype="float32",
+        max_model_len=256,
+        vocab_size=320,
+        groups=[PagedGroup(4), PagedGroup(8, window=16)],
+        num_draft_tokens=3,
+        prefix_caching_unsupported="Its recurrent state is that of one sequence.",
+        compile_report={},
+    )
     executor = SimpleNamespace(info=worker, shutdown=lambda: None)
     monkeypatch.setattr("compile_and_serve.runtime.engine.core.make_executor", lambda *_: executor)
     info = EngineCore(tiny_config(model_dir, max_num_seqs=8, max_num_batched_tokens=16)).info

@@ -37,9 +37,7 @@ def requests() -> list[EngineRequest]:
         {"min_tokens": 9, "max_tokens": 25, "prompt_logprobs": 1},
     ]
     return [
-        request(
-            f"r{i}", [(i * 37 + j * 11 + j * j) % VOCAB_SIZE for j in range(1 + 7 * i)], eos_token_ids=[11], **given
-        )
+        request(f"r{i}", [(i * 37 + j * 11 + j * j) % VOCAB_SIZE for j in range(1 + 7 * i)], eos_token_ids=[11], **given)
         for i, given in enumerate(options)
     ]
 
@@ -63,13 +61,7 @@ def alone(model_dir: Path) -> dict[str, list[int]]:
     [
         {},
         {"async_scheduling": True},
-        {
-            "async_scheduling": True,
-            "num_kv_blocks": 45,
-            "max_model_len": 160,
-            "block_size": 4,
-            "enable_prefix_caching": False,
-        },
+        {"async_scheduling": True, "num_kv_blocks": 45, "max_model_len": 160, "block_size": 4, "enable_prefix_caching": False},
         {"async_scheduling": True, "max_num_batched_tokens": 32},
         {"enforce_eager": False, "async_scheduling": True},
         {"enforce_eager": False, "async_scheduling": True, "cudagraph_mode": "piecewise"},
@@ -99,8 +91,10 @@ def test_an_8_bit_cache_under_graphs(model_dir: Path, tmp_path: Path, cache_dtyp
         {"enforce_eager": False, "async_scheduling": True, "cache_dir": tmp_path, "max_num_batched_tokens": 32},
     ):
         core = cuda_core(model_dir, kv_cache_dtype=cache_dtype, **options)
-        asked = [request(f"r{i}", [(i * 37 + j * 11) % VOCAB_SIZE for j in range(5 + 20 * i)], logprobs=1, max_tokens=1, prompt_logprobs=1)
-                 for i in range(5)]  # fmt: skip
+        asked = [
+            request(f"r{i}", [(i * 37 + j * 11) % VOCAB_SIZE for j in range(5 + 20 * i)], logprobs=1, max_tokens=1, prompt_logprobs=1)
+            for i in range(5)
+        ]
         outputs = run_requests(core, asked)
         found = [entry for steps in outputs.values() for step in steps for entry in step.prompt_logprobs or [] if entry]
         logprobs.append(np.array([entry.logprobs[0] for entry in found]))
@@ -121,11 +115,7 @@ def test_draws_follow_the_distribution() -> None:
     vocab, rows, draws = 50, 64, 100
     device = torch.device("cuda")
     logits = torch.linspace(-2, 2, vocab, device=device)
-    for params, kept in (
-        (SamplingParams(temperature=0.7), vocab),
-        (SamplingParams(top_k=7), 7),
-        (SamplingParams(top_p=0.5), None),
-    ):
+    for params, kept in ((SamplingParams(temperature=0.7), vocab), (SamplingParams(top_k=7), 7), (SamplingParams(top_p=0.5), None)):
         sampler = Sampler(vocab_size=vocab, num_slots=rows, device=device)
         empty = np.empty(0, dtype=np.int64)
         for slot in range(rows):

@@ -45,9 +45,7 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_silent_engine_is_unhealthy_until_it_beats_again(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_engine_is_unhealthy_until_it_beats_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir)
     monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 5.0)
     async with started(model_dir) as client:
@@ -66,11 +64,7 @@ async def test_a_silent_engine_is_unhealthy_until_it_beats_again(
 
 @pytest.mark.parametrize(
     ("options", "hung", "prefix"),
-    [
-        ({}, "0", ""),
-        ({"tensor_parallel_size": 2}, "0", ""),
-        ({"data_parallel_size": 2}, "1/0", "Replica 1 of 2: "),
-    ],
+    [({}, "0", ""), ({"tensor_parallel_size": 2}, "0", ""), ({"data_parallel_size": 2}, "1/0", "Replica 1 of 2: ")],
     ids=["one rank", "two ranks", "two replicas"],
 )
 async def test_a_hung_rank_is_unhealthy_though_the_engine_beats(
@@ -111,13 +105,9 @@ main()
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one engine", "two replicas"])
-async def test_messages_that_cannot_be_read_end_the_engine(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+async def test_messages_that_cannot_be_read_end_the_engine(model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     use_fake_workers(monkeypatch, model_dir)
-    monkeypatch.setattr(
-        "compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE.removesuffix("main()\n") + GARBLED
-    )
+    monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE.removesuffix("main()\n") + GARBLED)
     async with started(model_dir, data_parallel_size=size) as client:
         steps: list[StepOutputs] = []
 

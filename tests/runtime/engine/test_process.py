@@ -20,13 +20,7 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 
-from compile_and_serve.runtime.engine.client import (
-    OUTPUTS_PER_TURN,
-    AsyncEngineClient,
-    EngineDeadError,
-    EngineStartError,
-    SyncEngine,
-)
+from compile_and_serve.runtime.engine.client import OUTPUTS_PER_TURN, AsyncEngineClient, EngineDeadError, EngineStartError, SyncEngine
 from compile_and_serve.runtime.engine.process import BOOT_CODE, RECEIVED_TOKENS, arrived_messages
 from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
@@ -93,9 +87,7 @@ def requests_of(prefix: str, count: int) -> list:
     return [request(f"{prefix}{i}", [1 + i, 2, 3], temperature=0.9, seed=i, max_tokens=8 + i % 5) for i in range(count)]
 
 
-async def test_tokens_are_those_of_the_engine_in_this_process(
-    engine: tuple[AsyncEngineClient, Reader], model_dir: Path
-) -> None:
+async def test_tokens_are_those_of_the_engine_in_this_process(engine: tuple[AsyncEngineClient, Reader], model_dir: Path) -> None:
     client, reader = engine
     requests = requests_of("same", 12)
     for one in requests:
@@ -122,9 +114,7 @@ async def test_64_requests_at_once_leave_no_block_behind(engine: tuple[AsyncEngi
     assert client.stats.num_free_blocks == after["num_free_blocks"]
 
 
-async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(
-    engine: tuple[AsyncEngineClient, Reader],
-) -> None:
+async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(engine: tuple[AsyncEngineClient, Reader]) -> None:
     client, reader = engine
     good = request("good", [5, 6], max_tokens=20)
     await client.add_request(good)
@@ -298,9 +288,7 @@ async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypat
         compile_and_serve.runtime.engine.core.EngineCore.step = step
         main()
     """)
-    monkeypatch.setattr(
-        "compile_and_serve.runtime.engine.client.BOOT_CODE", BOOT_CODE.removesuffix("main()\n") + sabotage
-    )
+    monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", BOOT_CODE.removesuffix("main()\n") + sabotage)
     async with started(model_dir) as (client, reader):
         await client.add_request(request("one", [1]))
         await asyncio.wait_for(reader.task, PATIENCE)
@@ -311,9 +299,7 @@ async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypat
 
 async def test_a_start_that_fails_says_why(model_dir: Path, tmp_path: Path) -> None:
     stages: list[str] = []
-    client = AsyncEngineClient(
-        tiny_config(model_dir, num_kv_blocks=3), on_stage=lambda stage, seconds, detail: stages.append(stage)
-    )
+    client = AsyncEngineClient(tiny_config(model_dir, num_kv_blocks=3), on_stage=lambda stage, seconds, detail: stages.append(stage))
     with pytest.raises(EngineStartError, match="lower --max-model-len or raise --kv-cache-memory"):
         await asyncio.wait_for(client.start(), PATIENCE)
     assert client.exit_status == 1

@@ -59,11 +59,12 @@ def test_a_second_start_from_the_artifact(tiny_llama_dir: Path, tmp_path: Path) 
     """In a process of its own: nothing but the artifact and the checkpoint says that kernels of 8-bit weights are needed."""
     starts = [
         subprocess.run(
-            [sys.executable, "-c", _START, str(tiny_llama_dir), str(tmp_path)],
-            capture_output=True, text=True, check=True, timeout=300,
-        ).stdout.splitlines()[-1].split(maxsplit=1)
+            [sys.executable, "-c", _START, str(tiny_llama_dir), str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
+        )
+        .stdout.splitlines()[-1]
+        .split(maxsplit=1)
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     assert [artifact for artifact, _ in starts] == ["made", "hit"]
     assert starts[0][1] == starts[1][1]
 

@@ -79,15 +79,11 @@ def prompt(seed: int) -> list[int]:
     return [(seed * 31 + position * position) % 300 for position in range(20)]
 
 
-async def test_what_can_wait_does_not_run_beside_requests(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_can_wait_does_not_run_beside_requests(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas with captures and measurements left: between a replica's first and last step, it runs the captures alone that its
     requests asked for. The client knows what is left.
     """
-    use_fake_workers(
-        monkeypatch, model_dir, device="cuda", captures="due", idle=50, timeline=str(tmp_path), pause=0.005
-    )
+    use_fake_workers(monkeypatch, model_dir, device="cuda", captures="due", idle=50, timeline=str(tmp_path), pause=0.005)
     async with started(model_dir) as (client, reader):
         names = [f"r{i}" for i in range(24)]
         for i, name in enumerate(names):
@@ -137,9 +133,7 @@ async def test_requests_spread_and_equal_prompts_go_to_the_same_replica(
             await client.utility("dance")
 
 
-async def test_what_finds_no_room_goes_to_the_replica_that_has_room_first(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_finds_no_room_goes_to_the_replica_that_has_room_first(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.004)
     async with started(model_dir, max_num_seqs=1) as (client, reader):
         names = [f"r{i}" for i in range(12)]
@@ -162,9 +156,7 @@ async def test_what_finds_no_room_goes_to_the_replica_that_has_room_first(
 
 
 @pytest.mark.parametrize("ending", ["drain", "stop", "kill"])
-async def test_requests_without_room_end_with_the_replicas(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+async def test_requests_without_room_end_with_the_replicas(model_dir: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.004)
     async with started(model_dir, max_num_seqs=1) as (client, reader):
         names = [f"r{i}" for i in range(8)]
@@ -201,9 +193,7 @@ async def test_an_abort_goes_to_the_replica_of_its_request(model_dir: Path, monk
         assert all(outputs[-1].finish_reason is None for outputs in reader.outputs.values())
 
 
-async def test_a_dead_replica_ends_its_requests_and_the_others_finish(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dead_replica_ends_its_requests_and_the_others_finish(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.01)
     async with started(model_dir) as (client, reader):
         names = [f"r{i}" for i in range(8)]
@@ -249,9 +239,7 @@ async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest
         assert reader.outputs["a"][-1].error == "Replica 0 of 2: Rank 1 of 2 was ended by signal 9."
 
 
-async def test_a_replica_that_cannot_start_ends_all(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_cannot_start_ends_all(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tmp_path / "told"
     use_fake_workers(monkeypatch, model_dir, load={"1/0": "mistake"}, until=str(told))
     stages: list[tuple[str, str]] = []
@@ -267,9 +255,7 @@ async def test_a_replica_that_cannot_start_ends_all(
         await asyncio.wait_for(client.start(), PATIENCE)
     assert [stage for stage in stages if stage[0] == "load"] == [("load", "by rank 0")]  # only of the first replica
     assert ("compile", "a piece") in stages
-    assert {detail for stage, detail in stages if stage == "compile"} <= {
-        "a piece", "a piece (replica 1)", "a piece (replica 2)"
-    }  # fmt: skip
+    assert {detail for stage, detail in stages if stage == "compile"} <= {"a piece", "a piece (replica 1)", "a piece (replica 2)"}
     for replica in client.replicas:
         pid = replica.pid
         assert pid is None or not is_running(pid)

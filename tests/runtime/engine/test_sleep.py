@@ -169,8 +169,14 @@ def test_ranks_sleep_together(folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [1, 2])
 def test_device_memory_is_freed_and_graphs_are_captured_again(tmp_path: Path, level: int) -> None:
-    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, "block_size": 16,
-                               "num_kv_blocks": 64 * 1024, "num_threads": None}  # fmt: skip
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "block_size": 16,
+        "num_kv_blocks": 64 * 1024,
+        "num_threads": None,
+    }
     core = EngineCore(tiny_config(wide_model(tmp_path / "model"), **options))
     device = platform_of(torch.device("cuda"))
     before = answers(core, "a")

@@ -24,14 +24,10 @@ def answer(model: Path, **options: Any) -> tuple[list[int], dict[str, int | floa
         return list(output.outputs[0].token_ids), llm.info.compile_report
 
 
-def test_wrong_pass_is_named_and_the_answers_are_right(
-    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_pass_is_named_and_the_answers_are_right(tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = answer(tiny_llama_dir, enforce_eager=True)
     functionalize, canonicalize, *others = default_passes()
-    monkeypatch.setattr(
-        pipeline, "default_passes", lambda config: (functionalize, canonicalize, DropsResidual(), *others)
-    )
+    monkeypatch.setattr(pipeline, "default_passes", lambda config: (functionalize, canonicalize, DropsResidual(), *others))
     wrong, _ = answer(tiny_llama_dir)
     assert wrong != expected  # the planted pass does harm
     tokens, report = answer(tiny_llama_dir, verify_passes=True, dump_dir=tmp_path / "dump")

@@ -14,11 +14,7 @@ from compile_and_serve.runtime.lora.peft_files import AdapterError, open_adapter
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from tests.support.adapters import write_adapter
 
-LINEARS = {
-    "model.layers.0.mlp.up_proj": (6, 10),
-    "model.layers.1.mlp.up_proj": (6, 10),
-    "model.layers.0.mlp.down_proj": (10, 6),
-}
+LINEARS = {"model.layers.0.mlp.up_proj": (6, 10), "model.layers.1.mlp.up_proj": (6, 10), "model.layers.0.mlp.down_proj": (10, 6)}
 TARGETS = {name: [AdapterTarget(name, *sizes)] for name, sizes in LINEARS.items()}
 
 

@@ -75,10 +75,7 @@ def _deepseek(calls: Calls) -> str:
 
 
 def _deepseek_v31(calls: Calls) -> str:
-    texts = [
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    ]
+    texts = [f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>" for name, arguments in calls]
     return "<｜tool▁calls▁begin｜>" + "".join(texts) + "<｜tool▁calls▁end｜>"
 
 
@@ -113,10 +110,7 @@ def _bad(before: str, after: str = "") -> tuple[str, ...]:
 FORMATS: dict[str, Format] = {
     "hermes": Format(HermesParser, _hermes, True, _bad("Well <tool_call>\n", "\n</tool_call> so")),
     "llama3_json": Format(
-        Llama3JsonParser,
-        lambda calls: "; ".join(_objects(calls, "parameters")),
-        False,
-        (*_bad(""), '{"name": "Bob", "age": 3}'),
+        Llama3JsonParser, lambda calls: "; ".join(_objects(calls, "parameters")), False, (*_bad(""), '{"name": "Bob", "age": 3}')
     ),
     "llama3_json, python_tag": Format(
         Llama3JsonParser, lambda calls: "<|python_tag|>" + "; ".join(_objects(calls, "parameters")), True, ()
@@ -126,12 +120,7 @@ FORMATS: dict[str, Format] = {
         MistralParser,
         lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls),
         True,
-        (
-            "[TOOL_CALLS]get_weather[ARGS]",
-            "[TOOL_CALLS]get_weather{'a': 1}",
-            "[TOOL_CALLS]" + "x" * 500,
-            "[TOOL_CALLS]a [b] {}",
-        ),
+        ("[TOOL_CALLS]get_weather[ARGS]", "[TOOL_CALLS]get_weather{'a': 1}", "[TOOL_CALLS]" + "x" * 500, "[TOOL_CALLS]a [b] {}"),
     ),
     "qwen3_coder": Format(
         Qwen3CoderParser,
@@ -161,22 +150,11 @@ FORMATS: dict[str, Format] = {
         PythonicParser,
         _pythonic,
         False,
-        (
-            "[now(1)]",
-            "[now(a=b)]",
-            "[now(",
-            "[link](http://x)",
-            "[1, 2]",
-            "[now(a=1e999)]",
-            "[unknown(a=1)]",
-            "[now(a=" + "[" * 400,
-        ),
+        ("[now(1)]", "[now(a=b)]", "[now(", "[link](http://x)", "[1, 2]", "[now(a=1e999)]", "[unknown(a=1)]", "[now(a=" + "[" * 400),
     ),
     "granite": Format(GraniteParser, _list("<|tool_call|>"), True, _bad("<|tool_call|>[", "]")),
     "granite, 3.1": Format(GraniteParser, _list("<tool_call>"), True, ()),
     "phi4": Format(Phi4Parser, _list("functools"), True, _bad("functools[", "]")),
-    "phi4, tokens": Format(
-        Phi4Parser, _list("<|tool_call|>", "<|/tool_call|>"), True, _bad("<|tool_call|>", "<|/tool_call|>")
-    ),
+    "phi4, tokens": Format(Phi4Parser, _list("<|tool_call|>", "<|/tool_call|>"), True, _bad("<|tool_call|>", "<|/tool_call|>")),
     "json_list": Format(JsonListParser, _list(""), False, _bad("[", "]")),
 }

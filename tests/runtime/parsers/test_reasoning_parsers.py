@@ -51,9 +51,7 @@ def parse(parser: type[ReasoningParser], prompt: str, chunks: list[str]) -> Pars
 
 
 @pytest.mark.parametrize(("parser", "prompt", "text", "reasoning", "content"), CASES)
-def test_reasoning_and_content(
-    parser: type[ReasoningParser], prompt: str, text: str, reasoning: str, content: str
-) -> None:
+def test_reasoning_and_content(parser: type[ReasoningParser], prompt: str, text: str, reasoning: str, content: str) -> None:
     for chunks in ([text], list(text)):
         message = parse(parser, prompt, chunks)
         assert (message.reasoning, message.content, message.calls) == (reasoning, content, [])
@@ -87,16 +85,7 @@ def test_harmony_finds_calls() -> None:
 
 
 def test_calls_after_reasoning_and_their_token_counts() -> None:
-    tokens = [
-        "<think>",
-        "I ",
-        "call",
-        "</think>",
-        "\n\n",
-        '<tool_call>{"name": "f", ',
-        '"arguments": {}}',
-        "</tool_call>",
-    ]
+    tokens = ["<think>", "I ", "call", "</think>", "\n\n", '<tool_call>{"name": "f", ', '"arguments": {}}', "</tool_call>"]
     for pieces in ([(["".join(tokens)], range(8))], [([token], [i]) for i, token in enumerate(tokens)]):
         parser = OutputParser(Qwen3Parser(""), HermesParser({}), end_ids=[3], calls=True)
         message = ParsedMessage()

@@ -17,16 +17,7 @@ from tests.runtime.parsers.formats import FORMATS, SCHEMAS, Calls, Format
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
 TWO: Calls = [
-    (
-        "get_weather",
-        {
-            "city": 'Zürich "old"\n\ttown </tool',
-            "days": 3,
-            "wind": True,
-            "heights": [1.5, -2],
-            "options": {"a": {"b": []}},
-        },
-    ),
+    ("get_weather", {"city": 'Zürich "old"\n\ttown </tool', "days": 3, "wind": True, "heights": [1.5, -2], "options": {"a": {"b": []}}}),
     ("now", {}),
 ]
 
@@ -61,19 +52,7 @@ def test_text_before_calls_is_content(format: Format) -> None:
 
 @formats
 def test_text_without_calls_is_unchanged(format: Format) -> None:
-    for text in (
-        "",
-        "  \n",
-        "Hello [x](y) {1} <b> \n",
-        "<",
-        "{",
-        "[",
-        " <tool",
-        "[TOOL_CAL",
-        '{"a": 1}',
-        "functools",
-        "<function",
-    ):
+    for text in ("", "  \n", "Hello [x](y) {1} <b> \n", "<", "{", "[", " <tool", "[TOOL_CAL", '{"a": 1}', "functools", "<function"):
         message = parse(format.parser, [text])
         assert (message.content, message.calls) == (text, []), text
 
@@ -109,9 +88,7 @@ def _merged(events: Sequence[Event]) -> list[Any]:
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3),
-    max_leaves=5,
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=12), lambda inner: st.lists(inner, max_size=3), max_leaves=5
 )
 
 
@@ -127,11 +104,7 @@ def test_chunks_do_not_matter(format: Format, data: st.DataObject) -> None:
         whole = data.draw(st.sampled_from(format.malformed))
     elif source == "mixture":
         cut = data.draw(st.integers(0, len(whole)))
-        whole = (
-            whole[:cut]
-            + data.draw(st.text(' \n{}[]<>",:;()ab', max_size=6))
-            + data.draw(st.sampled_from(["", whole[cut:], whole]))
-        )
+        whole = whole[:cut] + data.draw(st.text(' \n{}[]<>",:;()ab', max_size=6)) + data.draw(st.sampled_from(["", whole[cut:], whole]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     chunks = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     expected = parse(format.parser, [whole])

@@ -17,9 +17,7 @@ from tests.support.transformers_models import write_random_model
 
 LENGTHS = (1, 2, 7, 16, 33, 50)
 PROMPTS = [[(7 * i + 11 * p + p * p) % 320 for p in range(length)] for i, length in enumerate(LENGTHS)]
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "num_kv_blocks": 256, "num_threads": 1, "block_size": 4,
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "num_kv_blocks": 256, "num_threads": 1, "block_size": 4}
 
 
 def hidden_states(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
@@ -38,9 +36,7 @@ def pooled(rows_TD: np.ndarray, pooling: str, *, normalize: bool = True) -> np.n
 
 
 def embed(llm: LLM, prompts: list[list[int]], **params: Any) -> list[np.ndarray]:
-    outputs = llm.embed(
-        [{"prompt_token_ids": p} for p in prompts], pooling_params=PoolingParams(**params), use_tqdm=False
-    )
+    outputs = llm.embed([{"prompt_token_ids": p} for p in prompts], pooling_params=PoolingParams(**params), use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
     return [np.array(output.outputs.embedding) for output in outputs]
 
@@ -143,17 +139,19 @@ def test_families(architecture: str, tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", architecture, **changes)
     is_bare = architecture.endswith("Model")
     with LLM(
-        str(folder), runner="auto" if is_bare else "pooling", enforce_eager=True, skip_tokenizer_init=True,
-        max_num_batched_tokens=12, **OPTIONS,
-    ) as llm:  # fmt: skip
+        str(folder),
+        runner="auto" if is_bare else "pooling",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=12,
+        **OPTIONS,
+    ) as llm:
         for ours, theirs in zip(embed(llm, PROMPTS, pooling="mean"), hidden_states(folder, PROMPTS), strict=True):
             np.testing.assert_allclose(ours, pooled(theirs, "mean"), atol=5e-5)
 
 
 def test_compiled(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cache_dir: Path) -> None:
-    with LLM(
-        str(tiny_llama_dir), runner="pooling", cache_dir=shared_cache_dir, max_num_batched_tokens=24, **OPTIONS
-    ) as llm:
+    with LLM(str(tiny_llama_dir), runner="pooling", cache_dir=shared_cache_dir, max_num_batched_tokens=24, **OPTIONS) as llm:
         assert int(llm.info.compile_report["distinct_pieces"]) <= 3
         for pooling in ("last", "mean"):
             for ours, theirs in zip(embed(llm, PROMPTS, pooling=pooling), expected, strict=True):
@@ -163,9 +161,8 @@ def test_compiled(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cache
 @pytest.mark.slow
 def test_two_ranks(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cache_dir: Path) -> None:
     with LLM(
-        str(tiny_llama_dir), runner="pooling", cache_dir=shared_cache_dir, tensor_parallel_size=2, max_num_batched_tokens=24,
-        **OPTIONS,
-    ) as llm:  # fmt: skip
+        str(tiny_llama_dir), runner="pooling", cache_dir=shared_cache_dir, tensor_parallel_size=2, max_num_batched_tokens=24, **OPTIONS
+    ) as llm:
         for ours, theirs in zip(embed(llm, PROMPTS, pooling="mean"), expected, strict=True):
             np.testing.assert_allclose(ours, pooled(theirs, "mean"), atol=2e-5)
 
@@ -174,11 +171,8 @@ def test_two_ranks(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cach
 def test_smollm2(smollm2_dir: Path) -> None:
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5] * 3]
     with LLM(
-        str(smollm2_dir), runner="pooling", dtype="float32", device="cpu", max_model_len=256, max_num_batched_tokens=64,
-        max_num_seqs=4,
-    ) as llm:  # fmt: skip
+        str(smollm2_dir), runner="pooling", dtype="float32", device="cpu", max_model_len=256, max_num_batched_tokens=64, max_num_seqs=4
+    ) as llm:
         for pooling in ("last", "mean"):
-            for ours, theirs in zip(
-                embed(llm, prompts, pooling=pooling), hidden_states(smollm2_dir, prompts), strict=True
-            ):
+            for ours, theirs in zip(embed(llm, prompts, pooling=pooling), hidden_states(smollm2_dir, prompts), strict=True):
                 np.testing.assert_allclose(ours, pooled(theirs, pooling), atol=1e-4)

@@ -22,9 +22,7 @@ def write(folder: Path, *modules: str, **modes: bool) -> ModelConfig:
 
 
 def test_modes(tmp_path: Path) -> None:
-    model = write(
-        tmp_path, "Transformer", "Pooling", "Normalize", pooling_mode_cls_token=False, pooling_mode_mean_tokens=True
-    )
+    model = write(tmp_path, "Transformer", "Pooling", "Normalize", pooling_mode_cls_token=False, pooling_mode_mean_tokens=True)
     assert does_pool(model, CONFIG)
     assert pooling_type_of(model) == "mean"
     assert pooling_type_of(ModelConfig(model="m", path=tmp_path, pooling_type="last")) == "last"

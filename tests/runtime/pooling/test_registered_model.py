@@ -39,9 +39,14 @@ def build(config: Any, dtype: torch.dtype) -> ModelSpec:
     with torch.device("meta"):
         module = BagOfTokens().to(dtype).requires_grad_(False).eval()
     return ModelSpec(
-        module=module, config=config, state=(), vocab_size=320, max_model_len=64,
-        outputs=(StepOutput(name="token_vectors", dims=(ROWS, WIDTH)),), pooling=PoolingSpec(kind="embed", width=WIDTH),
-    )  # fmt: skip
+        module=module,
+        config=config,
+        state=(),
+        vocab_size=320,
+        max_model_len=64,
+        outputs=(StepOutput(name="token_vectors", dims=(ROWS, WIDTH)),),
+        pooling=PoolingSpec(kind="embed", width=WIDTH),
+    )
 
 
 @pytest.fixture
@@ -57,9 +62,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_registered_model(folder: Path, eager: bool, shared_cache_dir: Path) -> None:
     options: dict[str, Any] = {"enforce_eager": eager, "dtype": "float32", "device": "cpu", "num_threads": 1}
     with LLM(
-        str(folder), skip_tokenizer_init=True, max_num_seqs=4, max_num_batched_tokens=16, cache_dir=shared_cache_dir,
-        pooling_type="mean", **options,
-    ) as llm:  # fmt: skip
+        str(folder),
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        cache_dir=shared_cache_dir,
+        pooling_type="mean",
+        **options,
+    ) as llm:
         ours = embed(llm, PROMPTS, use_activation=False)
     torch.manual_seed(0)
     module = BagOfTokens()
@@ -71,9 +81,7 @@ def test_a_registered_model(folder: Path, eager: bool, shared_cache_dir: Path) -
 
 
 def test_params_of_a_request_win(folder: Path) -> None:
-    with LLM(
-        str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", device="cpu", num_threads=1
-    ) as llm:
+    with LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", device="cpu", num_threads=1) as llm:
         params = PoolingParams(pooling="cls", use_activation=False)
         [first] = llm.embed({"prompt_token_ids": [5, 6]}, pooling_params=params, use_tqdm=False)
         [alone] = llm.embed({"prompt_token_ids": [5]}, pooling_params=params, use_tqdm=False)

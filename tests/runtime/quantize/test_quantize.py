@@ -50,9 +50,8 @@ def test_the_flow_writes_a_checkpoint_and_its_perplexity(tiny_llama_dir: Path, t
     output = tmp_path / "new" / "quantized"
     stages: list[str] = []
     report = quantize_checkpoint(
-        str(tiny_llama_dir), output, "int8", calibration=text_file, quantizer=stand_in, on_stage=stages.append,
-        enforce_eager=True, **ENGINE,
-    )  # fmt: skip
+        str(tiny_llama_dir), output, "int8", calibration=text_file, quantizer=stand_in, on_stage=stages.append, enforce_eager=True, **ENGINE
+    )
     assert stages == ["perplexity before", "quantizing to int8", "perplexity after"]
     assert report.tokens == 510  # one sequence of 511 tokens, the model's limit but one
     assert report.perplexity_before != report.perplexity_after
@@ -77,9 +76,7 @@ def test_the_command_passes_its_options_and_prints_the_perplexities(
     options = f"-o {output} --scheme int4 --calibration {text_file} --num-samples 6"
     result = CliRunner().invoke(app, ["quantize", "model", *options.split()])
     assert result.exit_code == 0
-    assert result.stdout == (
-        f"{output}: int4, groups of 64 inputs\nperplexity on 510 tokens: 8.000 before, 8.400 after (+5.0 %)\n"
-    )
+    assert result.stdout == (f"{output}: int4, groups of 64 inputs\nperplexity on 510 tokens: 8.000 before, 8.400 after (+5.0 %)\n")
     assert given["arguments"] == ("model", output, "int4")
     assert (given["calibration"], given["num_samples"]) == (text_file, 6)
 
@@ -107,9 +104,7 @@ def test_a_failure_leaves_nothing_behind(tiny_llama_dir: Path, tmp_path: Path, t
 
 
 def test_a_folder_that_holds_something_is_refused(tiny_llama_dir: Path, tmp_path: Path, text_file: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["quantize", str(tiny_llama_dir), "-o", str(tmp_path), "--scheme", "int8"], env={"COLUMNS": "200"}
-    )
+    result = CliRunner().invoke(app, ["quantize", str(tiny_llama_dir), "-o", str(tmp_path), "--scheme", "int8"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "is not empty: give a new or empty folder" in result.stderr
     with pytest.raises(ValueError, match="is a file: give a new folder"):
@@ -167,9 +162,7 @@ def test_int4_takes_the_largest_group_that_fits() -> None:
         int4_group_size([64, 40])
 
 
-def test_a_gguf_tokenizer_is_written_as_hugging_face_stores_it(
-    tiny_llama_dir: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_gguf_tokenizer_is_written_as_hugging_face_stores_it(tiny_llama_dir: Path, tmp_path: Path, monkeypatch) -> None:
     from compile_and_serve.runtime.quantize import source
 
     tokenizer = load_tokenizer(tiny_llama_dir)
@@ -185,20 +178,21 @@ def test_a_gguf_tokenizer_is_written_as_hugging_face_stores_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4", "int8", "fp8"])
 def test_llm_compressors_checkpoint_is_served(
-    scheme: Scheme,
-    tiny_llama_dir: Path,
-    tmp_path: Path,
-    text_file: Path,
-    shared_cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scheme: Scheme, tiny_llama_dir: Path, tmp_path: Path, text_file: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("llmcompressor") is None:
         pytest.skip("llm-compressor is not installed")
     output = tmp_path / "quantized"
     report = quantize_checkpoint(
-        str(tiny_llama_dir), output, scheme, calibration=text_file, num_samples=2, dtype="float32",
-        cache_dir=str(shared_cache_dir), **ENGINE,
-    )  # fmt: skip
+        str(tiny_llama_dir),
+        output,
+        scheme,
+        calibration=text_file,
+        num_samples=2,
+        dtype="float32",
+        cache_dir=str(shared_cache_dir),
+        **ENGINE,
+    )
     assert report.group_size == (64 if scheme == "int4" else None)
     assert 0.5 < report.perplexity_after / report.perplexity_before < 2
     tensors = load_file(output / "model.safetensors")

@@ -33,9 +33,7 @@ def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> t
 )
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("kind", DTYPES)
-def test_logprobs_are_those_of_rounded_keys_and_values(
-    model_dir: Path, options: dict[str, object], backend: str, kind: str
-) -> None:
+def test_logprobs_are_those_of_rounded_keys_and_values(model_dir: Path, options: dict[str, object], backend: str, kind: str) -> None:
     if backend == "cpu":
         require_cpu_kernels()
     core = EngineCore(tiny_config(model_dir, kv_cache_dtype=kind, attention_backend=backend, **options))
@@ -48,9 +46,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(
             tokens = [token for step in outputs[name] for token in step.new_token_ids]
             found = torch.tensor([step.new_logprobs[0].logprobs[0] for step in outputs[name] if step.new_logprobs])
             rows = torch.arange(len(tokens)) + len(prompt) - 1
-            expected, unrounded = (
-                plain_logprobs(core, prompt + tokens, dtype)[rows, tokens] for dtype in (DTYPES[kind], torch.float32)
-            )
+            expected, unrounded = (plain_logprobs(core, prompt + tokens, dtype)[rows, tokens] for dtype in (DTYPES[kind], torch.float32))
             ours.append((found - expected).abs())
             rounding.append((expected - unrounded).abs())
         # A key or value whose last bits differ may be rounded to the next float8, 2⁻³ away, or the next int8. Of the

@@ -58,10 +58,7 @@ def test_the_first_that_runs_is_chosen() -> None:
     [
         ("nothing", "There is no attention backend 'nothing': known are picky, missing, easy."),
         ("picky", "Attention backend 'picky' does not run here: it takes bfloat16 only."),
-        (
-            "missing",
-            "Attention backend 'missing' does not run here: it cannot be imported: No module named 'no_such_package'.",
-        ),
+        ("missing", "Attention backend 'missing' does not run here: it cannot be imported: No module named 'no_such_package'."),
     ],
 )
 def test_a_forced_backend_that_cannot_run_says_why(name: str, sentence: str) -> None:
@@ -130,9 +127,7 @@ class BuildingBackend(TorchAttention):
     def __init__(self, folder: Path) -> None:
         self._modules = FakeModules(folder)
 
-    def modules(
-        self, dtype: torch.dtype, head_dim: int, device: torch.device, features: frozenset[str] = frozenset()
-    ) -> FakeModules:
+    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device, features: frozenset[str] = frozenset()) -> FakeModules:
         return self._modules
 
 
@@ -143,12 +138,8 @@ def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytes
     assert keep_built_modules({"kv_caches": TorchAttention()}, spec, cpu, torch.float32, tmp_path / "artifact") == 0
 
     other = BuildingBackend(tmp_path / "there")
-    monkeypatch.setattr(
-        "compile_and_serve.runtime.runner.attention_backends.select_attention_backend", lambda *args, **options: other
-    )
-    config = EngineConfig(
-        model=ModelConfig(model="tiny", path=tmp_path), compile=CompileConfig(artifact_dir=tmp_path / "artifact")
-    )
+    monkeypatch.setattr("compile_and_serve.runtime.runner.attention_backends.select_attention_backend", lambda *args, **options: other)
+    config = EngineConfig(model=ModelConfig(model="tiny", path=tmp_path), compile=CompileConfig(artifact_dir=tmp_path / "artifact"))
     assert backends_of_model(spec, config, cpu, torch.float32)["kv_caches"] is other
     assert (tmp_path / "there" / "b.so").read_text() == "kernels b"
     assert (other._modules.built, other._modules.num_loads) == ([], 1)
@@ -156,8 +147,6 @@ def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytes
     damaged = next((tmp_path / "artifact" / "attention-modules").glob("*/a.so"))
     damaged.write_text("tampered")
     third = BuildingBackend(tmp_path / "elsewhere")
-    monkeypatch.setattr(
-        "compile_and_serve.runtime.runner.attention_backends.select_attention_backend", lambda *args, **options: third
-    )
+    monkeypatch.setattr("compile_and_serve.runtime.runner.attention_backends.select_attention_backend", lambda *args, **options: third)
     backends_of_model(spec, config, cpu, torch.float32)
     assert not (tmp_path / "elsewhere").exists()

@@ -28,12 +28,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [({"avx512f", "avx512_bf16"}, torch.bfloat16), ({"avx512f"}, torch.float32), (set(), torch.float32)],
+    ("flags", "expected"), [({"avx512f", "avx512_bf16"}, torch.bfloat16), ({"avx512f"}, torch.float32), (set(), torch.float32)]
 )
-def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
-    monkeypatch: pytest.MonkeyPatch, flags: set[str], expected: torch.dtype
-) -> None:
+def test_auto_is_bfloat16_where_the_cpu_computes_in_it(monkeypatch: pytest.MonkeyPatch, flags: set[str], expected: torch.dtype) -> None:
     monkeypatch.setattr(platform, "_cpu_flags", lambda: flags)
     assert resolve_dtype("auto", CPU) == expected
     assert resolve_dtype("float32", CPU) == torch.float32
@@ -75,9 +72,7 @@ def test_a_device_that_was_given_and_is_not_there_is_no_reason_for_the_cpu(monke
         ("", [("", 0), ("", 1), ("", 2)]),
     ],
 )
-def test_a_child_sees_one_device(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[tuple[str, int]]
-) -> None:
+def test_a_child_sees_one_device(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[tuple[str, int]]) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -108,8 +103,7 @@ def test_gguf_codes_are_multiplied_in_float32_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("option", "model_config", "expected"),
-    [("auto", {}, "int8"), ("auto", {"kv_lora_rank": 512}, "model"), ("fp8", {}, "fp8")],
+    ("option", "model_config", "expected"), [("auto", {}, "int8"), ("auto", {"kv_lora_rank": 512}, "model"), ("fp8", {}, "fp8")]
 )
 def test_the_dtype_of_the_cache_of_an_int8_checkpoint(
     option: str, model_config: dict[str, Any], expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -65,11 +65,7 @@ class Gpu(CpuPlatform):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError(CUDA_TEXT),
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported"),
-    ],
+    "error", [torch.OutOfMemoryError(CUDA_TEXT), RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported")]
 )
 def test_out_of_memory_becomes_a_sentence(error: RuntimeError) -> None:
     with pytest.raises(DeviceMemoryError) as raised, memory_for("cooking", torch.device("cuda"), "lower --heat"):
@@ -88,9 +84,7 @@ def test_other_errors_stay_what_they_are() -> None:
 
 
 def test_the_cpu_has_no_endless_memory_either() -> None:
-    sentence = (
-        r"^Memory ran out while baking: 1152921504606846976 bytes more were wanted, [\d.]+ GiB are free; lower it.$"
-    )
+    sentence = r"^Memory ran out while baking: 1152921504606846976 bytes more were wanted, [\d.]+ GiB are free; lower it.$"
     with pytest.raises(DeviceMemoryError, match=sentence), memory_for("baking", torch.device("cpu"), "lower it"):
         torch.empty(1 << 60, dtype=torch.uint8)
 
@@ -98,11 +92,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
 @pytest.mark.parametrize(
     ("place", "doing", "flags"),
     [
-        (
-            "compile_and_serve.runtime.runner.worker.load_weights",
-            "loading the weights",
-            ["--quantization", "--tensor-parallel-size"],
-        ),
+        ("compile_and_serve.runtime.runner.worker.load_weights", "loading the weights", ["--quantization", "--tensor-parallel-size"]),
         (
             "compile_and_serve.runtime.runner.model_runner.allocate_state",
             "allocating a KV cache of 0.00 GiB",
@@ -115,9 +105,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
         ),
     ],
 )
-def test_start_up_says_what_to_lower(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str, doing: str, flags: list[str]
-) -> None:
+def test_start_up_says_what_to_lower(model_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str, doing: str, flags: list[str]) -> None:
     def fail(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError(CUDA_TEXT)
 
@@ -141,9 +129,15 @@ def test_a_command_ends_as_with_any_mistake_at_start_up(tiny_llama_dir: Path, mo
 
 def test_the_plan_adds_up_and_is_readable() -> None:
     plan = MemoryPlan(
-        total=80 * GIB, utilization=0.9, others=GIB, weights=15 * GIB, largest_step=2 * GIB, step_tokens=8192, sampling=GIB // 4,
+        total=80 * GIB,
+        utilization=0.9,
+        others=GIB,
+        weights=15 * GIB,
+        largest_step=2 * GIB,
+        step_tokens=8192,
+        sampling=GIB // 4,
         graphs=GIB // 2,
-    )  # fmt: skip
+    )
     assert plan.free_for_cache == 72 * GIB - 18 * GIB - 3 * GIB // 4
     assert plan.table("a GPU", 50 * GIB, 409600).splitlines() == [
         "Memory of a GPU: 80.00 GiB, of which 90% may be used",
@@ -228,9 +222,7 @@ def test_graphs_are_estimated_after_the_largest_step_and_reported_once_all_are_c
     assert caplog.text.count("all sizes are captured: estimated 1.00 GiB for all, took 0.50 GiB.") == 1
 
 
-def test_a_device_without_room_for_a_cache_shows_who_took_it(
-    model_dir: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_without_room_for_a_cache_shows_who_took_it(model_dir: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     gpu.used, gpu.peak = 32 * GIB, 34 * GIB
     config = tiny_config(model_dir, num_kv_blocks=None, gpu_memory_utilization=0.5)
     with (

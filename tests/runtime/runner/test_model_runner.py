@@ -12,10 +12,7 @@ from compile_and_serve.runtime.runner.model_runner import NOT_TAKEN_IN
 from compile_and_serve.runtime.runner.pending_step import NOT_FINITE
 from compile_and_serve.runtime.runner.warm_up import run_made_up_step, run_mixed_step
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.scheduler.step_messages import (
-    NOTHING_LEFT,
-    CachedRequestData,
-)
+from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, CachedRequestData
 from tests.support.paged_model import (
     BLOCK,
     MAX_LEN,
@@ -35,25 +32,20 @@ from tests.support.paged_model import (
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("num_blocks", [256, 24], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("budget", [32, 9], ids=["budget32", "budget9"])
-def test_every_sequence_is_read_and_written_where_it_belongs(
-    pad_to: int | None, depth: int, num_blocks: int, budget: int
-) -> None:
+def test_every_sequence_is_read_and_written_where_it_belongs(pad_to: int | None, depth: int, num_blocks: int, budget: int) -> None:
     rng = np.random.default_rng(num_blocks + budget)
     requests = [
         EngineRequest(
-            request_id=f"r{i}", prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
+            request_id=f"r{i}",
+            prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
             sampling_params=SamplingParams(temperature=0.0, max_tokens=int(rng.integers(1, 30))),
         )
         for i in range(20)
-    ]  # fmt: skip
-    requests[7] = EngineRequest(
-        request_id="r7", prompt_token_ids=requests[3].prompt_token_ids, sampling_params=requests[7].sampling_params
-    )
+    ]
+    requests[7] = EngineRequest(request_id="r7", prompt_token_ids=requests[3].prompt_token_ids, sampling_params=requests[7].sampling_params)
     model = PagedModel(pad_to)
     runner = make_runner(model, num_blocks=num_blocks, budget=budget)
-    tokens, scheduler = run_schedule(
-        runner, requests, num_blocks=num_blocks, budget=budget, seqs=8, depth=depth, late=6
-    )
+    tokens, scheduler = run_schedule(runner, requests, num_blocks=num_blocks, budget=budget, seqs=8, depth=depth, late=6)
     for request in requests:
         count = request.sampling_params.max_tokens or 0
         assert tokens[request.request_id] == expected_tokens(request.prompt_token_ids, count), request.request_id
@@ -78,9 +70,7 @@ def test_a_request_with_bad_logits_ends_with_a_sentence_and_the_others_go_on() -
     assert result.sampled_token_ids == {"good": [next_token([1, 2, next_token([1, 2])])]}
 
 
-def test_a_request_that_cannot_be_taken_in_ends_with_a_sentence_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_cannot_be_taken_in_ends_with_a_sentence_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(PagedModel())
     new = [new_request("good", [1, 2], [0]), new_request("big", [5], [1], presence_penalty=1.0, logprobs=1)]
 
@@ -113,10 +103,7 @@ def test_a_chunk_that_does_not_finish_its_prompt_samples_nothing() -> None:
 def test_prompt_logprobs_cover_each_prompt_token_once_over_chunks_and_decodes() -> None:
     runner = make_runner(PagedModel())
     prompt = [5, 9, 13, 17, 21]
-    new = [
-        new_request("asks", prompt, [0, 1], prompt_logprobs=2, logprobs=0),
-        new_request("plain", [1], [2]),
-    ]
+    new = [new_request("asks", prompt, [0, 1], prompt_logprobs=2, logprobs=0), new_request("plain", [1], [2])]
     results = [
         runner.launch(step(0, {"asks": 3, "plain": 1}, new_requests=new)).result(),
         runner.launch(step(1, {"plain": 1, "asks": 2})).result(),
@@ -159,9 +146,7 @@ def test_the_longest_decodes_are_the_first_rows_and_prompts_stay_in_order_behind
         versions.append(runner.batch.layout.version)
     assert len(set(versions)) == 1  # the same sequences as the step before, in the order in which they are scheduled
     late = [new_request("late", [1, 2], [9]), new_request("later", [3, 4, 5], [10])]
-    results.append(
-        runner.launch(step(4, {"late": 2, "short": 1, "later": 3, "long": 1, "middle": 1}, new_requests=late)).result()
-    )
+    results.append(runner.launch(step(4, {"late": 2, "short": 1, "later": 3, "long": 1, "middle": 1}, new_requests=late)).result())
     assert runner.batch.layout.request_ids == ["long", "middle", "short", "late", "later"]
     for name, prompt in prompts.items():
         assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 5)

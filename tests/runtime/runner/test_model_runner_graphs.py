@@ -13,9 +13,7 @@ from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.scheduler.step_messages import (
-    CachedRequestData,
-)
+from compile_and_serve.runtime.scheduler.step_messages import CachedRequestData
 from compile_and_serve.runtime.structured.compiler import CompiledGrammar, Grammar
 from compile_and_serve.runtime.structured.grammar import byte_tokenizer, to_grammar
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
@@ -35,9 +33,15 @@ from tests.support.paged_model import (
 
 def graphs_of(model: PagedModel, seqs: int = 8, **sizes: object) -> CudaGraphRunner:
     return CudaGraphRunner(
-        model, mode="full", max_num_seqs=seqs, backends=[Capturable()], device=FakeDevice(), decode_head=begin_step,
-        decode_tail=end_step, **sizes,  # type: ignore[arg-type]
-    )  # fmt: skip
+        model,
+        mode="full",
+        max_num_seqs=seqs,
+        backends=[Capturable()],
+        device=FakeDevice(),
+        decode_head=begin_step,
+        decode_tail=end_step,
+        **sizes,  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -47,22 +51,23 @@ def test_steps_go_on_from_what_the_step_before_left_on_the_device(depth: int, nu
     rng = np.random.default_rng(num_blocks)
     requests = [
         EngineRequest(
-            request_id=f"r{i}", prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
+            request_id=f"r{i}",
+            prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
             # Penalties too weak to change a choice: rows that are chosen outside of the graph.
             sampling_params=SamplingParams(
-                temperature=0.0, max_tokens=int(rng.integers(1, 30)), presence_penalty=1e-3 if i % 7 == 3 else 0.0,
+                temperature=0.0,
+                max_tokens=int(rng.integers(1, 30)),
+                presence_penalty=1e-3 if i % 7 == 3 else 0.0,
                 min_tokens=5 if i % 5 == 2 else 0,
             ),
         )
         for i in range(20)
-    ]  # fmt: skip
+    ]
     graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2, 4, 5, 8))
     runner = make_runner(graphs, num_blocks=num_blocks)
     graphs.bind(runner.decode_step)
     assert graphs.capture() == 5
-    tokens, scheduler = run_schedule(
-        runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True
-    )
+    tokens, scheduler = run_schedule(runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True)
     for request in requests:
         count = request.sampling_params.max_tokens or 0
         assert tokens[request.request_id] == expected_tokens(request.prompt_token_ids, count), request.request_id
@@ -91,22 +96,21 @@ def test_structured_sequences_replay_graphs_that_do_not_sample(depth: int, num_b
     form = StructuredOutputsParams(compiled=to_grammar(StructuredOutputsParams(regex=r"[\x20-\x5f]*"), {}))
     requests = [
         EngineRequest(
-            request_id=f"r{i}", prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
+            request_id=f"r{i}",
+            prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
             sampling_params=SamplingParams(
                 temperature=0.0, max_tokens=int(rng.integers(1, 30)), structured_outputs=form if i % 5 == 3 else None
             ),
         )
         for i in range(20)
-    ]  # fmt: skip
+    ]
     graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2, 4, 5, 8))
     runner = make_runner(graphs, num_blocks=num_blocks)
     runner.grammars = BytesGrammars()  # type: ignore[assignment]
     graphs.bind(runner.decode_step)
     graphs._waiting_unsampled += graphs.sizes  # as if steps had asked for them
     assert graphs.capture() == 10
-    tokens, _ = run_schedule(
-        runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True
-    )
+    tokens, _ = run_schedule(runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True)
     for request in requests:
         sequence = list(request.prompt_token_ids)
         for _ in range(request.sampling_params.max_tokens or 0):

@@ -23,8 +23,12 @@ BLOCK_BYTES = (2 * 2 * 8 + 2 * 4 * 16) * 16 * 2  # of 16 tokens in bfloat16
 
 def plan(config: CacheConfig, **overrides: object) -> int:
     given: dict[str, object] = {
-        "max_model_len": 100, "max_num_seqs": 4, "max_step_tokens": 64, "free_bytes": 8 * GIB, "shares_host_memory": True,
-    }  # fmt: skip
+        "max_model_len": 100,
+        "max_num_seqs": 4,
+        "max_step_tokens": 64,
+        "free_bytes": 8 * GIB,
+        "shares_host_memory": True,
+    }
     layout = PageLayout.of(GROUPS, config.block_size, torch.bfloat16)
     return plan_num_pages(config, GROUPS, layout, **(given | overrides))  # type: ignore[arg-type]
 
@@ -85,18 +89,14 @@ def test_the_cpu_default_takes_a_part_of_what_is_free() -> None:
         plan(CacheConfig(), free_bytes=400 * BLOCK_BYTES, max_model_len=201 * 16)
 
 
-@pytest.mark.parametrize(
-    "config", [CacheConfig(num_blocks=6), CacheConfig(memory_bytes=6 * BLOCK_BYTES), CacheConfig(memory_bytes=1)]
-)
+@pytest.mark.parametrize("config", [CacheConfig(num_blocks=6), CacheConfig(memory_bytes=6 * BLOCK_BYTES), CacheConfig(memory_bytes=1)])
 def test_a_cache_too_small_for_one_request_says_what_to_change(config: CacheConfig) -> None:
     with pytest.raises(KVCacheTooSmallError, match=r"max_model_len=100 .*--max-model-len or raise --kv-cache-memory"):
         plan(config)
 
 
 def test_a_device_without_room_says_so_too() -> None:
-    sentence = (
-        "room for 0 tokens .* lower --max-model-len, --max-num-batched-tokens or .* raise --gpu-memory-utilization"
-    )
+    sentence = "room for 0 tokens .* lower --max-model-len, --max-num-batched-tokens or .* raise --gpu-memory-utilization"
     with pytest.raises(KVCacheTooSmallError, match=sentence):
         plan(CacheConfig(), shares_host_memory=False, free_bytes=-5 * GIB)
 

@@ -51,9 +51,7 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
     assert not executor.idle()
 
 
-def test_nothing_is_left_for_idle_moments_where_all_is_to_be_captured_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_for_idle_moments_where_all_is_to_be_captured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compile_and_serve.runtime.runner.warm_up.unmeasured_token_counts", lambda *_: (5, 40, 70))
     config = tiny_config(write_tiny_model(tmp_path))
     stages: list[str] = []
@@ -69,13 +67,16 @@ def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker
 ) -> None:
     made: list[CudaGraphRunner] = []
 
-    def fake_graphs(
-        config: EngineConfig, _: object, plans: list[StepModel], *__: object, **___: object
-    ) -> GraphRunners:
+    def fake_graphs(config: EngineConfig, _: object, plans: list[StepModel], *__: object, **___: object) -> GraphRunners:
         runner = CudaGraphRunner(
-            plans[0], mode="full", max_num_seqs=config.scheduler.max_num_seqs, backends=[], device=FakeDevice(),
-            decode_head=begin_step, decode_tail=end_step,
-        )  # fmt: skip
+            plans[0],
+            mode="full",
+            max_num_seqs=config.scheduler.max_num_seqs,
+            backends=[],
+            device=FakeDevice(),
+            decode_head=begin_step,
+            decode_tail=end_step,
+        )
         made.append(runner)
         return GraphRunners([runner])
 

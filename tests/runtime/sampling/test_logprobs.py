@@ -68,9 +68,7 @@ def test_modes(mode: LogprobsMode) -> None:
         assert sorted(entry.ids[1:]) == list(range(VOCAB))
 
 
-@pytest.mark.parametrize(
-    "options", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}]
-)
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}])
 def test_filters_are_the_samplers(options: dict[str, float]) -> None:
     """What is kept is what is drawn in many draws."""
     params = SamplingParams(temperature=0.8, seed=3, **options)  # type: ignore[arg-type]
@@ -82,9 +80,7 @@ def test_filters_are_the_samplers(options: dict[str, float]) -> None:
     drawn = torch.zeros(VOCAB)
     plan = sampler.plan([0])
     for draw in range(4000):
-        inputs = {
-            "uniforms": torch.from_numpy(uniforms(np.array([draw], dtype=np.uint64), np.zeros(1, dtype=np.int64)))
-        }
+        inputs = {"uniforms": torch.from_numpy(uniforms(np.array([draw], dtype=np.uint64), np.zeros(1, dtype=np.int64)))}
         drawn[sampler.sample(logits, plan, inputs).tokens_S] += 1
     probabilities = found.softmax(-1)
     assert set(torch.nonzero(drawn)[:, 0].tolist()) <= set(torch.nonzero(probabilities)[:, 0].tolist())

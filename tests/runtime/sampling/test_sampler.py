@@ -176,9 +176,7 @@ def test_streams_differ_between_seeds_and_positions() -> None:
     assert sum(step[0] == step[1] for step in drawn) < 10
 
 
-def reference_penalties(
-    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
-) -> list[float]:
+def reference_penalties(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
     counts = Counter(output)
     result = []
     for token, logit in enumerate(logits):
@@ -304,9 +302,7 @@ def test_bad_words_of_one_and_of_several_tokens() -> None:
     logits[0, 10], logits[0, 11], logits[0, 12] = 3.0, 2.0, 1.0
 
     def first(words: list[list[int]], output: list[int]) -> int:
-        return tokens(make_sampler(SamplingParams(temperature=0.0, bad_words_token_ids=words), output=output), logits)[
-            0
-        ]
+        return tokens(make_sampler(SamplingParams(temperature=0.0, bad_words_token_ids=words), output=output), logits)[0]
 
     assert first([[10]], []) == 11
     assert first([[5, 10]], []) == 10
@@ -342,11 +338,7 @@ def test_bad_words_of_many_lengths_and_rows_match_a_plain_search() -> None:
     for _ in range(6):
         expected = []
         for row, output in enumerate(outputs):
-            bad = {
-                word[-1]
-                for word in words[row]
-                if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :] == word[:-1]
-            }
+            bad = {word[-1] for word in words[row] if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :] == word[:-1]}
             expected.append(next(token for token in range(4) if token not in bad))
         assert tokens(sampler, logits) == expected
         for output, token in zip(outputs, expected, strict=True):
@@ -387,8 +379,9 @@ def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     assert last.logprobs[0] == pytest.approx(float(expected[2].max()), abs=1e-5)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=t, top_k=k, top_p=p)
-                                    for t, k, p in [(0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.5)]])  # fmt: skip
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=t, top_k=k, top_p=p) for t, k, p in [(0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.5)]]
+)
 def test_rows_without_usable_logits_are_reported_and_get_a_valid_id(params: SamplingParams) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, 5] = float("nan")

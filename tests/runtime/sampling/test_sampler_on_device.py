@@ -13,8 +13,13 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 
 CPU, VOCAB, SLOTS = torch.device("cpu"), 200, 6
 GREEDY = SamplingParams(temperature=0.0)
-PARAMS = [GREEDY, SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams(top_p=0.7, seed=4), SamplingParams(seed=5),
-          SamplingParams(temperature=1.3, top_k=500, min_p=0.02, seed=6)]  # fmt: skip
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.8, top_k=5, seed=3),
+    SamplingParams(top_p=0.7, seed=4),
+    SamplingParams(seed=5),
+    SamplingParams(temperature=1.3, top_k=500, min_p=0.02, seed=6),
+]
 
 
 def device_sampler(params: list[SamplingParams]) -> Sampler:

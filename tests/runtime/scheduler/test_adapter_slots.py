@@ -59,26 +59,28 @@ def test_pinned_adapters_keep_their_slots_and_leave_one() -> None:
 
 def make_scheduler(num_slots: int) -> Scheduler:
     return Scheduler(
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), CacheConfig(), num_blocks=64, max_model_len=64,
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        CacheConfig(),
+        num_blocks=64,
+        max_model_len=64,
         num_adapter_slots=num_slots,
-    )  # fmt: skip
+    )
 
 
 def request(name: str, adapter: int | None, max_tokens: int = 1) -> EngineRequest:
     return EngineRequest(
-        request_id=name, prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(max_tokens=max_tokens),
+        request_id=name,
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(max_tokens=max_tokens),
         lora=None if adapter is None else LoRARequest(f"adapter {adapter}", adapter, ""),
-    )  # fmt: skip
+    )
 
 
 def finish_step(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
     tokens = {name: [5] for name in scheduled.num_scheduled_tokens}
     scheduler.update(
-        scheduled,
-        ModelRunnerOutput(
-            step=scheduled.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={}
-        ),
-    )  # fmt: skip
+        scheduled, ModelRunnerOutput(step=scheduled.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={})
+    )
 
 
 def run_step(scheduler: Scheduler) -> tuple[list[str], list[tuple[int, int]]]:

@@ -7,13 +7,7 @@ import pytest
 from compile_and_serve.runtime.speculation.config import SpeculativeConfig
 from compile_and_serve.runtime.speculation.speculator import Speculator
 from tests.support.drafters import check_every_draft
-from tests.support.scheduler_harness import (
-    Driver,
-    assert_as_alone,
-    expected_answer,
-    make_request,
-    make_scheduler,
-)
+from tests.support.scheduler_harness import Driver, assert_as_alone, expected_answer, make_request, make_scheduler
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -23,9 +17,7 @@ def test_drafts_end_at_the_length_limit_and_at_stop_tokens(depth: int) -> None:
     requests = [make_request(f"length{count}", prompt, max_tokens=count) for count in range(13)]
     requests += [make_request(f"stop{i}", prompt, stop_ids=[free_run[i]], max_tokens=12, logprobs=0) for i in range(12)]
     requests += [make_request("min", prompt, end_ids=free_run, max_tokens=12, min_tokens=6)]
-    driver = Driver(
-        make_scheduler(max_model_len=64, max_num_seqs=32, budget=256, num_blocks=400, num_draft_tokens=3), depth
-    )
+    driver = Driver(make_scheduler(max_model_len=64, max_num_seqs=32, budget=256, num_blocks=400, num_draft_tokens=3), depth)
     driver.add(*requests)
     answers = driver.run()
     for request in requests:
@@ -60,8 +52,7 @@ def test_a_step_has_no_more_sequences_than_it_has_room_for_drafts() -> None:
 
 def test_only_decodes_that_take_drafts_wait_for_the_step_in_flight() -> None:
     speculators = [
-        Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), max_rows=32, is_asynchronous=False)
-        for _ in range(3)
+        Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), max_rows=32, is_asynchronous=False) for _ in range(3)
     ]
     for speculator, flags in zip(speculators, [(False, False), (True, False), (True, True)], strict=True):
         driver = Driver(make_scheduler(speculator=speculator), depth=0)

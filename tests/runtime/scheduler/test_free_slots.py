@@ -4,11 +4,7 @@ import pytest
 
 from compile_and_serve.runtime.config import SchedulerConfig
 from compile_and_serve.runtime.scheduler import free_slots
-from tests.support.scheduler_harness import (
-    Driver,
-    make_request,
-    make_scheduler,
-)
+from tests.support.scheduler_harness import Driver, make_request, make_scheduler
 
 
 def _full_batch(monkeypatch: pytest.MonkeyPatch) -> Driver:
@@ -52,18 +48,14 @@ def test_free_slots_are_held_back_only_while_more_requests_wait_than_fit(monkeyp
 
 
 @pytest.mark.parametrize(("num_slots", "admit_in_groups"), [(8, True), (32, False)])
-def test_slots_are_given_away_at_once_in_a_small_batch_and_where_groups_are_off(
-    num_slots: int, admit_in_groups: bool
-) -> None:
+def test_slots_are_given_away_at_once_in_a_small_batch_and_where_groups_are_off(num_slots: int, admit_in_groups: bool) -> None:
     driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=num_slots, budget=64, admit_in_groups=admit_in_groups))
     driver.add(*(make_request(f"r{i}", [1], max_tokens=3 + i) for i in range(num_slots + 9)))
     assert _admitted(driver, 5) == [num_slots, 0, 0, 1, 1]
 
 
 def test_a_step_that_has_a_prompt_anyway_takes_more_of_them() -> None:
-    driver = Driver(
-        make_scheduler(num_blocks=400, max_num_seqs=64, budget=128, max_model_len=256, admit_in_groups=True)
-    )
+    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=64, budget=128, max_model_len=256, admit_in_groups=True))
     driver.add(*(make_request(f"r{i}", [1], max_tokens=2 + i) for i in range(3)))
     driver.add(*(make_request(f"s{i}", [1], max_tokens=30) for i in range(60)))
     driver.add(make_request("long", [1] * 150, max_tokens=30))
@@ -78,11 +70,6 @@ def test_slots_are_given_away_in_groups_on_a_gpu_in_order_of_arrival() -> None:
         (is_gpu, policy): SchedulerConfig(policy=policy).for_device(is_asynchronous=is_gpu).admit_in_groups
         for is_gpu in (False, True)
         for policy in ("fcfs", "priority")
-    }  # fmt: skip
-    assert defaults == {
-        (False, "fcfs"): False,
-        (False, "priority"): False,
-        (True, "fcfs"): True,
-        (True, "priority"): False,
     }
+    assert defaults == {(False, "fcfs"): False, (False, "priority"): False, (True, "fcfs"): True, (True, "priority"): False}
     assert SchedulerConfig(admit_in_groups=True).for_device(is_asynchronous=False).admit_in_groups

@@ -16,9 +16,7 @@ BLOCK = 4
 FULL = PagedGroup(BLOCK)
 
 
-def make_manager(
-    num_blocks: int = 8, *groups: PagedGroup, caching: bool = True, max_step_tokens: int = 8
-) -> KVCacheManager:
+def make_manager(num_blocks: int = 8, *groups: PagedGroup, caching: bool = True, max_step_tokens: int = 8) -> KVCacheManager:
     return KVCacheManager(num_blocks, groups or [FULL], max_step_tokens=max_step_tokens, enable_prefix_caching=caching)
 
 

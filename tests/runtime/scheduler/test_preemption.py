@@ -3,12 +3,7 @@
 import pytest
 
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
-from tests.support.scheduler_harness import (
-    Driver,
-    assert_as_alone,
-    make_request,
-    make_scheduler,
-)
+from tests.support.scheduler_harness import Driver, assert_as_alone, make_request, make_scheduler
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -32,10 +27,7 @@ def test_preemption_in_a_tiny_pool_changes_no_token(depth: int, caching: bool) -
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_preemption_between_two_chunks_of_a_prefill(depth: int, prompt_logprobs: int | None) -> None:
     scheduler = make_scheduler(num_blocks=5, budget=2)
-    requests = [
-        make_request("first", [9], max_tokens=16),
-        make_request("long", range(12), prompt_logprobs=prompt_logprobs, max_tokens=5),
-    ]
+    requests = [make_request("first", [9], max_tokens=16), make_request("long", range(12), prompt_logprobs=prompt_logprobs, max_tokens=5)]
     driver = Driver(scheduler, depth)
     driver.add(*requests)
     answers = driver.run()
@@ -72,15 +64,10 @@ def test_the_lowest_priority_is_preempted() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_request_that_resumes_asks_no_second_time_for_what_its_prompt_brought(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_resumes_asks_no_second_time_for_what_its_prompt_brought(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "PROMPT_LOGPROB_ROWS", 7)
     driver = Driver(make_scheduler(num_blocks=9, budget=40), depth)
-    requests = [
-        make_request("first", [3], max_tokens=30),
-        make_request("asks", range(1, 13), prompt_logprobs=0, max_tokens=18),
-    ]
+    requests = [make_request("first", [3], max_tokens=30), make_request("asks", range(1, 13), prompt_logprobs=0, max_tokens=18)]
     driver.add(*requests)
     answers = driver.run()
     begun, *resumed = [new for step in driver.steps for new in step.new_requests if new.request_id == "asks"]

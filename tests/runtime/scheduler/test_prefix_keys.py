@@ -6,9 +6,8 @@ TOKENS = list(range(100, 124))
 
 
 def chain(
-    tokens: list[int], *, size: int = 4, salt: str | None = None, prefix_key: str | None = None,
-    contents: list[ContentKey] | None = None,
-) -> list[bytes]:  # fmt: skip
+    tokens: list[int], *, size: int = 4, salt: str | None = None, prefix_key: str | None = None, contents: list[ContentKey] | None = None
+) -> list[bytes]:
     keys: list[bytes] = []
     extend_keys(keys, root_key(salt, prefix_key), tokens, size, len(tokens) // size, contents or [])
     return keys

@@ -3,14 +3,7 @@
 import pytest
 
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT
-from tests.support.scheduler_harness import (
-    Driver,
-    assert_as_alone,
-    expected_answer,
-    make_request,
-    make_scheduler,
-    next_token,
-)
+from tests.support.scheduler_harness import Driver, assert_as_alone, expected_answer, make_request, make_scheduler, next_token
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -29,9 +22,7 @@ from tests.support.scheduler_harness import (
         ({"stop": 0}, 1, "stop", "token"),
     ],
 )
-def test_stop_conditions(
-    depth: int, params: dict[str, int | None], num_tokens: int, finish_reason: str, stop_reason: str | None
-) -> None:
+def test_stop_conditions(depth: int, params: dict[str, int | None], num_tokens: int, finish_reason: str, stop_reason: str | None) -> None:
     """`end` and `stop` say at which output position the (then unique) end or stop token comes."""
     prompt = [5, 9, 2, 31]
     free_run = expected_answer(make_request("r", prompt, max_tokens=12), 64).tokens

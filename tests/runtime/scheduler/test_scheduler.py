@@ -12,16 +12,7 @@ from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
-from tests.support.scheduler_harness import (
-    BLOCK,
-    END_ID,
-    VOCAB,
-    Driver,
-    FakeRunner,
-    assert_as_alone,
-    make_request,
-    make_scheduler,
-)
+from tests.support.scheduler_harness import BLOCK, END_ID, VOCAB, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
 
 GROUPS = st.lists(st.builds(PagedGroup, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
 
@@ -88,19 +79,24 @@ def random_requests(rng: random.Random, count: int, max_len: int) -> list[Engine
         prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
         max_tokens = rng.choice([None, None, 0, 1, rng.randint(2, 40), rng.randint(2, 40)])
         request = make_request(
-            f"r{index}", prompt, priority=rng.randrange(3), salt=rng.choice([None, None, "a"]), end_ids=[END_ID],
-            stop_ids=[END_ID, *rng.sample(range(VOCAB), rng.randrange(2))], max_tokens=max_tokens,
-            min_tokens=0 if max_tokens in (0, 1) else rng.choice([0, 2]), ignore_eos=False,
-            prompt_logprobs=rng.choice([None, None, 0]), logprobs=rng.choice([None, 0]),
-        )  # fmt: skip
+            f"r{index}",
+            prompt,
+            priority=rng.randrange(3),
+            salt=rng.choice([None, None, "a"]),
+            end_ids=[END_ID],
+            stop_ids=[END_ID, *rng.sample(range(VOCAB), rng.randrange(2))],
+            max_tokens=max_tokens,
+            min_tokens=0 if max_tokens in (0, 1) else rng.choice([0, 2]),
+            ignore_eos=False,
+            prompt_logprobs=rng.choice([None, None, 0]),
+            logprobs=rng.choice([None, 0]),
+        )
         if len(prompt) < max_len:
             requests.append(request)
     return requests
 
 
-def run_random_workload(
-    rng: random.Random, driver: Driver, requests: list[EngineRequest], num_aborts: int
-) -> tuple[Driver, set[str]]:
+def run_random_workload(rng: random.Random, driver: Driver, requests: list[EngineRequest], num_aborts: int) -> tuple[Driver, set[str]]:
     """Returns the ids of the requests that were aborted or failed, too."""
     lost: set[str] = set()
     to_add = requests.copy()
@@ -161,8 +157,7 @@ def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: 
     driver.add(asking[0], plain, asking[1])
     answers = driver.run()
     rows = [
-        sum(count for name, count in step.num_scheduled_tokens.items() if name.startswith("asks") and count > 1)
-        for step in driver.steps
+        sum(count for name, count in step.num_scheduled_tokens.items() if name.startswith("asks") and count > 1) for step in driver.steps
     ]
     assert max(rows) == 7
     assert driver.steps[0].num_scheduled_tokens == {"asks0": 7, "plain": 30}
@@ -192,12 +187,7 @@ def test_async_gives_a_step_before_the_last_one_is_known() -> None:
     runner = FakeRunner(scheduler)
     scheduler.add_request(make_request("r", [1, 2], max_tokens=3))
     steps = [scheduler.schedule() for _ in range(4)]
-    assert [None if step is None else dict(step.num_scheduled_tokens) for step in steps] == [
-        {"r": 2},
-        {"r": 1},
-        {"r": 1},
-        None,
-    ]
+    assert [None if step is None else dict(step.num_scheduled_tokens) for step in steps] == [{"r": 2}, {"r": 1}, {"r": 1}, None]
     outputs = [output for step in steps if step for output in scheduler.update(step, runner.execute(step))]
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
     assert not scheduler.has_work()

@@ -11,13 +11,7 @@ from compile_and_serve.runtime.scheduler import admission
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, PagedGroup
-from tests.support.scheduler_harness import (
-    VOCAB,
-    Driver,
-    assert_as_alone,
-    make_request,
-    make_scheduler,
-)
+from tests.support.scheduler_harness import VOCAB, Driver, assert_as_alone, make_request, make_scheduler
 
 
 def held_blocks(driver: Driver) -> int:
@@ -79,9 +73,7 @@ def test_little_to_share_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("how", ["aborts", "fails", "fails and is gone"])
-def test_what_a_request_leaves_half_done_is_read_by_nobody(
-    depth: int, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_request_leaves_half_done_is_read_by_nobody(depth: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of several equal prompts ends before the result of its first step is known."""
     monkeypatch.setattr(admission, "MIN_GAINED_TOKENS", 1)
     driver = Driver(make_scheduler(budget=12, num_blocks=40), depth)

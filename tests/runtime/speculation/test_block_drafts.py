@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from compile_and_serve.runtime.engine.core import EngineCore
-from tests.runtime.speculation.test_heads import (
-    LLAMA,
-    random_tensors,
-    record_drafts,
-    requests,
-    target_tensors,
-    write_model,
-)
+from tests.runtime.speculation.test_heads import LLAMA, random_tensors, record_drafts, requests, target_tensors, write_model
 from tests.support import dflash
 from tests.support.drafters import check_every_draft, draft_in_turns
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
@@ -39,9 +32,7 @@ def engine(target: Path, drafter: Path, num_tokens: int = 5, **options: Any) -> 
 
 
 @pytest.mark.slow
-def test_a_compiled_drafter_drafts_the_same(
-    tmp_path: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_drafter_drafts_the_same(tmp_path: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = folders(tmp_path, {}, {})
     found = []
     for is_eager in (True, False):
@@ -83,7 +74,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 32}, "hidden size is 32 and the model's 64: use a drafter that was trained for this model"),
     ({"vocab_size": 100}, "has a vocabulary of 100 tokens and the model one of 320"),
     ({"block_size": 4}, "makes 3 tokens at a time, but num_speculative_tokens is 5: lower it"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS)

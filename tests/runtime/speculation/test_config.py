@@ -14,9 +14,7 @@ def test_json_and_mapping_say_the_same() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 6, "prompt_lookup_min": 2}
     config = parse_speculative_config(given)
     assert config == parse_speculative_config(json.dumps(given))
-    assert config == SpeculativeConfig(
-        method="ngram", num_speculative_tokens=4, prompt_lookup_max=6, prompt_lookup_min=2
-    )
+    assert config == SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=6, prompt_lookup_min=2)
     assert config.ngram_lengths == (2, 6)
     assert config.num_tokens == 4
     assert parse_speculative_config(None) is None
@@ -48,7 +46,7 @@ def test_defaults() -> None:
         ('{"method": "suffix", "suffix_decoding_max_spec_factor": Infinity}', "must be a number from 0 to 64, got inf"),
         ({"method": "suffix", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer at least 1, got 0"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_sentence(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match="speculative_config") as error:
         parse_speculative_config(given)

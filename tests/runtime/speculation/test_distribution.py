@@ -46,9 +46,8 @@ def draw(params: SamplingParams, accept: Accept, *, shares_randomness: bool = Fa
     none = np.empty(0, dtype=np.int64)
     for slot in range(N):
         given = SamplingParams(
-            temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
-            seed=int(rng.integers(2**62)),
-        )  # fmt: skip
+            temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=int(rng.integers(2**62))
+        )
         sampler.add(slot, given, [], np.zeros(1, dtype=np.int64), none)
     sequences: list[list[int]] = [[0] for _ in range(N)]
     while short := [slot for slot in range(N) if len(sequences[slot]) <= LENGTH]:
@@ -101,9 +100,10 @@ def biased(tokens: np.ndarray, counts: Sequence[int], drafts: Sequence[np.ndarra
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.8, "min_p": 0.05}],
+    "options",
+    [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.8, "min_p": 0.05}],
     ids=["plain", "top-k", "top-p and min-p"],
-)  # fmt: skip
+)
 def test_drawn_tokens_follow_the_target(options: dict[str, float]) -> None:
     params = SamplingParams(**({"temperature": 1.0} | options))  # type: ignore[arg-type]
     assert excess(draw(params, accepted_tokens), params) < 4

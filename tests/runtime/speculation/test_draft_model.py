@@ -52,12 +52,10 @@ def run(
     return outputs, stats
 
 
-@pytest.mark.parametrize(
-    "options", [{}, PREEMPTING, {"enable_prefix_caching": False}], ids=["roomy", "preempting", "uncached"]
-)
+@pytest.mark.parametrize("options", [{}, PREEMPTING, {"enable_prefix_caching": False}], ids=["roomy", "preempting", "uncached"])
 def test_a_drafter_that_errs_changes_nothing(
     folder: Path, expected: dict[str, list[int]], tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     check_every_draft(monkeypatch)
     drafter = changed(folder, tmp_path / "first-layer", num_hidden_layers=1)
     drafted, stats = run(folder, hard_requests(), speculation(drafter), **options)
@@ -68,16 +66,11 @@ def test_a_drafter_that_errs_changes_nothing(
 
 def greedy_requests() -> list[EngineRequest]:
     """Prompts that come in chunks, and pairs that share a prefix."""
-    return [
-        request(f"g{i}", prompt_of(i // 2, 30 + 20 * i)[: 200 - i], max_tokens=12 + 5 * i, eos_token_ids=[])
-        for i in range(8)
-    ]
+    return [request(f"g{i}", prompt_of(i // 2, 30 + 20 * i)[: 200 - i], max_tokens=12 + 5 * i, eos_token_ids=[]) for i in range(8)]
 
 
 @pytest.mark.parametrize("options", [{}, PREEMPTING, {"async_scheduling": True}], ids=["roomy", "preempting", "ahead"])
-def test_the_model_itself_drafts_what_it_says(
-    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_itself_drafts_what_it_says(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """So the drafter's cache holds what the model's holds: after chunks, prefix hits, preemptions and steps without drafts."""
     steps = iter(range(10_000))
     check_every_draft(monkeypatch)
@@ -124,10 +117,8 @@ def test_it_sleeps_and_wakes(folder: Path, expected: dict[str, list[int]], monke
         ({"vocab_size": 300}, "has a vocabulary of 300 tokens and the model one of 320: choose a drafter with the same"),
         ({"max_position_embeddings": 128}, "positions end at 128, but max_model_len is 256: lower --max-model-len"),
     ],
-)  # fmt: skip
-def test_a_draft_model_that_does_not_fit_is_one_sentence(
-    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+)
+def test_a_draft_model_that_does_not_fit_is_one_sentence(folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         EngineCore(tiny_config(folder, speculative_config=speculation(changed(folder, tmp_path / "other", **changes))))
     assert str(error.value).count("\n") == 0

@@ -49,10 +49,14 @@ def test_ngram_keeps_requests_apart_and_forgets_them() -> None:
 
 def longest_match(tokens: Sequence[int], text: Sequence[int], depth: int) -> int:
     return max(
-        (n for n in range(2, depth + 1) for end in range(n, len(text))
-         if len(tokens) >= n and list(text[end - n : end]) == list(tokens[-n:])),
+        (
+            n
+            for n in range(2, depth + 1)
+            for end in range(n, len(text))
+            if len(tokens) >= n and list(text[end - n : end]) == list(tokens[-n:])
+        ),
         default=0,
-    )  # fmt: skip
+    )
 
 
 def test_suffix_drafts_follow_the_longest_match() -> None:

@@ -39,23 +39,25 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], torc
 
 
 def engine(target: Path, speculation: dict[str, Any], *, is_captured: bool) -> EngineCore:
-    where = (
-        {"device": "cuda", "attention_backend": "triton", "enforce_eager": False}
-        if is_captured
-        else {"attention_backend": "torch"}
+    where = {"device": "cuda", "attention_backend": "triton", "enforce_eager": False} if is_captured else {"attention_backend": "torch"}
+    core = EngineCore(
+        tiny_config(
+            target,
+            speculative_config=speculation,
+            load_format="auto",
+            block_size=16,
+            num_kv_blocks=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            **where,
+        )
     )
-    core = EngineCore(tiny_config(
-        target, speculative_config=speculation, load_format="auto", block_size=16, num_kv_blocks=256, max_num_seqs=8,
-        max_num_batched_tokens=64, **where,
-    ))  # fmt: skip
     while core.idle():
         pass
     return core
 
 
-def check(
-    target: Path, speculation: dict[str, Any], given: list[EngineRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check(target: Path, speculation: dict[str, Any], given: list[EngineRequest], monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_draft(monkeypatch)
     found: list[dict[tuple[int, ...], list[int]]] = []
     for is_captured in (False, True):
@@ -63,11 +65,13 @@ def check(
         core = engine(target, speculation, is_captured=is_captured)
         outputs = tokens_of(run_requests(core, given))
         whole = {one.request_id: [*one.prompt_token_ids, *outputs[one.request_id]] for one in given}
-        found.append({
-            (count, *whole[name][: position + 1]): draft[:count]
-            for names, positions, drafts, counts in proposed
-            for name, position, draft, count in zip(names, positions.tolist(), drafts.tolist(), counts, strict=True)
-        })  # fmt: skip
+        found.append(
+            {
+                (count, *whole[name][: position + 1]): draft[:count]
+                for names, positions, drafts, counts in proposed
+                for name, position, draft, count in zip(names, positions.tolist(), drafts.tolist(), counts, strict=True)
+            }
+        )
         if is_captured:
             assert core.stats().graph_replays["draft"] > 20
             assert core.stats().steps_on_device > 10
@@ -88,8 +92,6 @@ def test_captured_drafts_are_those_of_plain_steps(method: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_layers_for_multi_token_prediction(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_layers_for_multi_token_prediction(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_model(tmp_path / family, *with_layers(FAMILIES[family]))
     check(target, {"method": "mtp", "num_speculative_tokens": 4}, requests(), monkeypatch)

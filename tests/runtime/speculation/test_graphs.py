@@ -12,16 +12,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs, use_oracle
-from tests.support.engines import (
-    VOCAB_SIZE,
-    mixed_requests,
-    prompt_of,
-    request,
-    run_requests,
-    tiny_config,
-    tokens_of,
-    write_tiny_model,
-)
+from tests.support.engines import VOCAB_SIZE, mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
 K = 4
 OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 1}, {"repetition_penalty": 1.3}]

@@ -55,32 +55,36 @@ TARGETS = {"mtp": ("deepseek", DEEPSEEK), "mtp of glm": ("glm", GLM)}  # of the 
 HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {**LLAMA, "num_hidden_layers": 1},
     "eagle3": {
-        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_V,
+        **LLAMA,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFT_V,
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
     },
     "medusa": {"medusa_num_heads": HEADS, "medusa_num_layers": 1},
     "dflash": dflash.CONFIG,
-}  # fmt: skip
+}
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1) if "norm" in name
+        name: torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)
+        if "norm" in name
         else torch.randn(shape, generator=generator) * 0.3
         for name, shape in shapes.items()
-    }  # fmt: skip
+    }
 
 
 def layer_shapes(prefix: str, inputs: int = D) -> dict[str, tuple[int, ...]]:
-    attention = {
-        f"{prefix}.self_attn.{name}_proj.weight": (size, inputs) for name, size in (("q", 64), ("k", 32), ("v", 32))
-    }
+    attention = {f"{prefix}.self_attn.{name}_proj.weight": (size, inputs) for name, size in (("q", 64), ("k", 32), ("v", 32))}
     return attention | {
-        f"{prefix}.self_attn.o_proj.weight": (D, 64), f"{prefix}.mlp.gate_proj.weight": (96, D),
-        f"{prefix}.mlp.up_proj.weight": (96, D), f"{prefix}.mlp.down_proj.weight": (D, 96),
+        f"{prefix}.self_attn.o_proj.weight": (D, 64),
+        f"{prefix}.mlp.gate_proj.weight": (96, D),
+        f"{prefix}.mlp.up_proj.weight": (96, D),
+        f"{prefix}.mlp.down_proj.weight": (D, 96),
         f"{prefix}.post_attention_layernorm.weight": (D,),
-    }  # fmt: skip
+    }
 
 
 def head_tensors(method: str) -> dict[str, torch.Tensor]:
@@ -88,10 +92,16 @@ def head_tensors(method: str) -> dict[str, torch.Tensor]:
     if method == "eagle":
         return random_tensors({"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D), **layer_shapes("layers.0")})
     if method == "eagle3":
-        tensors = random_tensors({
-            "fc.weight": (D, 3 * D), **layer_shapes("midlayer", 2 * D), "midlayer.hidden_norm.weight": (D,),
-            "midlayer.input_layernorm.weight": (D,), "norm.weight": (D,), "lm_head.weight": (DRAFT_V, D),
-        })  # fmt: skip
+        tensors = random_tensors(
+            {
+                "fc.weight": (D, 3 * D),
+                **layer_shapes("midlayer", 2 * D),
+                "midlayer.hidden_norm.weight": (D,),
+                "midlayer.input_layernorm.weight": (D,),
+                "norm.weight": (D,),
+                "lm_head.weight": (DRAFT_V, D),
+            }
+        )
         own = torch.arange(DRAFT_V)
         known = torch.zeros(V, dtype=torch.bool)
         known[own * 4 + 1] = True
@@ -101,9 +111,10 @@ def head_tensors(method: str) -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(HEADS):
         shapes |= {
-            f"medusa_head.{head}.0.linear.weight": (D, D), f"medusa_head.{head}.0.linear.bias": (D,),
+            f"medusa_head.{head}.0.linear.weight": (D, D),
+            f"medusa_head.{head}.0.linear.bias": (D,),
             f"medusa_head.{head}.1.weight": (V, D),
-        }  # fmt: skip
+        }
     return random_tensors(shapes)
 
 
@@ -120,13 +131,17 @@ def target_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = checkpoint_of(spec)
     if "num_nextn_predict_layers" in config:
         layer = f"model.layers.{config['num_hidden_layers']}"
-        given = {
-            n.replace("model.layers.1.", f"{layer}."): t for n, t in tensors.items() if n.startswith("model.layers.1.")
-        }
-        more = random_tensors({
-            f"{layer}.enorm.weight": (D,), f"{layer}.hnorm.weight": (D,), f"{layer}.eh_proj.weight": (D, 2 * D),
-            f"{layer}.shared_head.norm.weight": (D,), f"{layer}.shared_head.head.weight": (config["vocab_size"], D),
-        }, seed=7)  # fmt: skip
+        given = {n.replace("model.layers.1.", f"{layer}."): t for n, t in tensors.items() if n.startswith("model.layers.1.")}
+        more = random_tensors(
+            {
+                f"{layer}.enorm.weight": (D,),
+                f"{layer}.hnorm.weight": (D,),
+                f"{layer}.eh_proj.weight": (D, 2 * D),
+                f"{layer}.shared_head.norm.weight": (D,),
+                f"{layer}.shared_head.head.weight": (config["vocab_size"], D),
+            },
+            seed=7,
+        )
         tensors |= {name: tensor.flip(0).contiguous() for name, tensor in given.items()} | more
     return tensors
 
@@ -155,9 +170,14 @@ def write_folders(root: Path) -> dict[str, Path]:
 
 
 def engine(
-    folders: Mapping[str, Path], method: str, num_tokens: int = 3, *, drafts: bool = True, speculation: Mapping[str, Any] = {},
+    folders: Mapping[str, Path],
+    method: str,
+    num_tokens: int = 3,
+    *,
+    drafts: bool = True,
+    speculation: Mapping[str, Any] = {},
     **options: Any,
-) -> EngineCore:  # fmt: skip
+) -> EngineCore:
     """speculation: more of its config."""
     speculation = {"method": method.split()[0], "num_speculative_tokens": num_tokens, **speculation}
     if method in folders:
@@ -187,9 +207,14 @@ class Reference:
         spec, count = model.spec, len(tokens)
         sizes = {group.name: count for group in spec.state}
         step = make_step(
-            spec.inputs, spec.state, [(0, count)], state=zero_state(spec.state, 1, 1, sizes, torch.float32), tokens_per_page=sizes,
-            token_ids=tokens, row_indices=np.arange(count),
-        )  # fmt: skip
+            spec.inputs,
+            spec.state,
+            [(0, count)],
+            state=zero_state(spec.state, 1, 1, sizes, torch.float32),
+            tokens_per_page=sizes,
+            token_ids=tokens,
+            row_indices=np.arange(count),
+        )
         if hidden is not None:
             step.inputs["hidden_states"] = hidden
         with torch.no_grad(), running(step.metadata):
@@ -201,9 +226,7 @@ class Reference:
         known = np.array(tokens, dtype=np.int64)
         hidden = self.pass_over(self.target, known[:-1])["hidden_states"]
         if drafter.kind == "block":
-            embedding, head = (
-                self.target.spec.module.get_parameter(name) for name in ("model.embed_tokens.weight", "lm_head.weight")
-            )
+            embedding, head = (self.target.spec.module.get_parameter(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
             return dflash.drafts(head_tensors("dflash"), embedding, head, hidden, tokens[-1], count)
         if drafter.kind == "heads":
             return self.pass_over(self.compiled.model, known[-2:-1], hidden[-1:])["draft_tokens"][0, :count].tolist()
@@ -218,9 +241,7 @@ class Reference:
         return drafts
 
 
-def layer_of_one_token(
-    tensors: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor, residual: torch.Tensor
-) -> torch.Tensor:
+def layer_of_one_token(tensors: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """A decoder layer at position 0: attention gives the value, and RoPE changes nothing."""
     t = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     values = F.linear(x, t["self_attn.v_proj.weight"]).view(2, 16).repeat_interleave(2, dim=0).flatten()
@@ -235,9 +256,7 @@ def layer_of_one_token(
     [("eagle", {}), ("eagle3", {}), ("eagle3", {"norm_before_residual": True}), ("medusa", {})],
     ids=["eagle", "eagle3", "eagle3 with norm_before_residual", "medusa"],
 )
-def test_a_head_computes_the_papers_formula(
-    method: str, changes: dict[str, Any], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_head_computes_the_papers_formula(method: str, changes: dict[str, Any], folders: dict[str, Path], tmp_path: Path) -> None:
     if changes:
         changed = write_model(tmp_path / method, HEAD_CONFIGS[method] | changes, head_tensors(method))
         folders = folders | {method: changed}
@@ -329,9 +348,7 @@ def test_the_experts_of_a_head_are_not_counted(folders: dict[str, Path], monkeyp
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
-def test_a_device_with_memory_of_its_own_drafts_the_same(
-    method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_with_memory_of_its_own_drafts_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after it has slept and read the weights again."""
     check_every_draft(monkeypatch)
     given = {**folders, "draft_model": folders["llama"]}
@@ -491,7 +508,7 @@ MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
     ("medusa", "medusa", {"medusa_num_heads": 6}, "lacks medusa_head.4.0.linear.weight"),
     ("medusa", "medusa", {"hidden_size": 128}, "are for a hidden size of 128 and 320 tokens, and the model has 64 and 320"),
     ("medusa", "eagle", {}, "medusa_num_heads in the model's config must be a positive integer"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("method", "head", "changes", "message"), MISFITS)
@@ -507,18 +524,14 @@ def test_a_head_that_does_not_fit_is_one_sentence(
 def test_drafts_that_the_model_does_not_know_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     beyond = head_tensors("eagle3") | {"d2t": torch.full((DRAFT_V,), V)}
     folder = write_model(tmp_path / "head", HEAD_CONFIGS["eagle3"], beyond)
-    with pytest.raises(
-        ValueError, match=r"d2t in .* maps tokens to ids outside of the model's 320: use a drafter of this"
-    ):
+    with pytest.raises(ValueError, match=r"d2t in .* maps tokens to ids outside of the model's 320: use a drafter of this"):
         engine({**folders, "eagle3": folder}, "eagle3")
 
 
 def test_a_model_without_the_layer_or_the_hidden_states_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="brings no layer for multi-token prediction"):
         engine({**folders, "deepseek": folders["llama"]}, "mtp")
-    gemma = write_model(
-        tmp_path / "other", LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, {}
-    )
+    gemma = write_model(tmp_path / "other", LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, {})
     with pytest.raises(ValueError, match="MistralForCausalLM gives no hidden states to a drafter here"):
         engine({**folders, "llama": gemma}, "eagle")
 

@@ -11,16 +11,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, RequestOutput
 from compile_and_serve.runtime.speculation.speculator import Speculator
 from tests.support.drafters import check_every_draft, use_oracle
-from tests.support.engines import (
-    VOCAB_SIZE,
-    mixed_requests,
-    prompt_of,
-    request,
-    run_requests,
-    tiny_config,
-    tokens_of,
-    write_tiny_model,
-)
+from tests.support.engines import VOCAB_SIZE, mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -42,15 +33,11 @@ def hard_requests() -> list[EngineRequest]:
          "bad_words_token_ids": [[1, 1], [3, 3]], "min_tokens": 30},
         {"temperature": 1.5, "seed": 12, "max_tokens": 50, "speculate": False},
     ]  # fmt: skip
-    more = [
-        request(f"h{i}", prompt_of(i + 3, 5 + 7 * i), eos_token_ids=[11, 1], **given) for i, given in enumerate(options)
-    ]
+    more = [request(f"h{i}", prompt_of(i + 3, 5 + 7 * i), eos_token_ids=[11, 1], **given) for i, given in enumerate(options)]
     return mixed_requests() + more
 
 
-def run(
-    folder: Path, requests: list[EngineRequest], **options: Any
-) -> tuple[dict[str, list[RequestOutput]], EngineStats]:
+def run(folder: Path, requests: list[EngineRequest], **options: Any) -> tuple[dict[str, list[RequestOutput]], EngineStats]:
     core = EngineCore(tiny_config(folder, max_num_batched_tokens=64, **options))
     outputs = run_requests(core, requests)
     stats = core.stats()
@@ -59,9 +46,7 @@ def run(
     return outputs, stats
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_kv_blocks": 90}, {"enable_prefix_caching": False}], ids=["roomy", "preempting", "uncached"]
-)
+@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 90}, {"enable_prefix_caching": False}], ids=["roomy", "preempting", "uncached"])
 def test_drafts_change_nothing(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     requests = hard_requests()
     plain, _ = run(folder, requests)
@@ -70,9 +55,7 @@ def test_drafts_change_nothing(folder: Path, options: dict[str, Any], monkeypatc
     assert tokens_of(drafted) == tokens_of(plain)
     for name, steps in drafted.items():
         assert steps[-1].finish_reason == plain[name][-1].finish_reason
-        entries, expected = (
-            [entry for one in given for entry in one.new_logprobs or []] for given in (steps, plain[name])
-        )
+        entries, expected = ([entry for one in given for entry in one.new_logprobs or []] for given in (steps, plain[name]))
         assert [entry.ids for entry in entries] == [entry.ids for entry in expected]
         for entry, other in zip(entries, expected, strict=True):
             assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -92,19 +75,14 @@ def test_drafts_change_nothing(folder: Path, options: dict[str, Any], monkeypatc
 def test_methods_draft_what_repeats(folder: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_draft(monkeypatch)
     # One allowed token more than nothing: the output repeats soon.
-    requests = [
-        request(f"r{i}", prompt_of(i, 12), max_tokens=80, allowed_token_ids=[3, 4 + i], repetition_penalty=1.05)
-        for i in range(4)
-    ]
+    requests = [request(f"r{i}", prompt_of(i, 12), max_tokens=80, allowed_token_ids=[3, 4 + i], repetition_penalty=1.05) for i in range(4)]
     plain, _ = run(folder, requests)
     drafted, stats = run(folder, requests, speculative_config={"method": method, "num_speculative_tokens": 4})
     assert tokens_of(drafted) == tokens_of(plain)
     assert stats.spec_decode_num_accepted_tokens > 100
 
 
-def test_a_prompt_finds_the_prefix_that_drafted_output_has_cached(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_finds_the_prefix_that_drafted_output_has_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = request("a", prompt_of(1, 10), max_tokens=40)
     plain, _ = run(folder, [first])
     answer = tokens_of(plain)["a"]
@@ -114,9 +92,7 @@ def test_a_prompt_finds_the_prefix_that_drafted_output_has_cached(
     core = EngineCore(tiny_config(folder, speculative_config=DRAFTS))
     assert tokens_of(run_requests(core, [first]))["a"] == answer
     outputs = run_requests(core, [follow_up])
-    assert (
-        outputs["b"][0].num_cached_tokens == 48
-    )  # of 51; the last sampled token of the first request was never computed
+    assert outputs["b"][0].num_cached_tokens == 48  # of 51; the last sampled token of the first request was never computed
     assert tokens_of(outputs) == tokens_of(expected)
     assert core.stats().spec_decode_num_accepted_tokens > 20
     core.shutdown()

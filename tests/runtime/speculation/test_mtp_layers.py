@@ -42,9 +42,7 @@ def with_layers(config: dict[str, Any], count: int = NUM_LAYERS) -> tuple[dict[s
     tensors = target_tensors(config)
     shapes = {n: tuple(t.shape) for n, t in tensors.items() if n.startswith(f"model.layers.{first}.")}
     for number in range(first + 1, first + count):
-        tensors |= random_tensors(
-            {n.replace(f".{first}.", f".{number}.", 1): shape for n, shape in shapes.items()}, seed=number
-        )
+        tensors |= random_tensors({n.replace(f".{first}.", f".{number}.", 1): shape for n, shape in shapes.items()}, seed=number)
     return config | {"num_nextn_predict_layers": count}, tensors
 
 
@@ -86,9 +84,7 @@ class LayersReference(Reference):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_draft_is_that_of_its_layer(
-    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_draft_is_that_of_its_layer(family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps before: chunks of prompts, preemptions, wrong and right drafts, none at all; more drafts than layers."""
     draft_in_turns(monkeypatch)
     proposed = record_drafts(monkeypatch)
@@ -138,9 +134,7 @@ def test_drafts_behind_prefix_hits(folders: dict[str, Path], monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_compiled_layers_draft_the_same(
-    folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_draft_the_same(folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer then follows the target with its keys and values alone."""
     check_every_draft(monkeypatch)
     found = []
@@ -172,9 +166,7 @@ def test_captured_passes_draft_the_same(folders: dict[str, Path], monkeypatch: p
     assert made[0].stats.replays["draft"] > 30
 
 
-def test_layers_that_run_ahead_of_the_host_draft_the_same(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_run_ahead_of_the_host_draft_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     check_every_draft(monkeypatch)
     make_drafts, proposed, ahead = DraftRunner._make_drafts, [], []
@@ -184,9 +176,7 @@ def test_layers_that_run_ahead_of_the_host_draft_the_same(
         ahead.append(is_ahead)
         names = {held.slot: name for name, held in self._batch._requests.items()}
         asked, lengths = self._asked.device, self._known_positions() + 1
-        for slot, count, length in zip(
-            asked["slots"].tolist(), asked["counts"].tolist(), lengths.tolist(), strict=False
-        ):
+        for slot, count, length in zip(asked["slots"].tolist(), asked["counts"].tolist(), lengths.tolist(), strict=False):
             if slot in names and count:
                 proposed.append((names[slot], length, self.drafts[slot, :count].tolist()))
 
@@ -245,7 +235,5 @@ def test_a_wrong_number_of_layers_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks model\.layers\.3\."):
         engine(folder, 2)
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": -1}))
-    with pytest.raises(
-        ValueError, match="num_nextn_predict_layers in the model's config must be a positive integer, got -1"
-    ):
+    with pytest.raises(ValueError, match="num_nextn_predict_layers in the model's config must be a positive integer, got -1"):
         engine(folder, 2)

@@ -8,14 +8,7 @@ import pytest
 
 from compile_and_serve.runtime.engine.core import EngineCore
 from tests.support.drafters import use_oracle
-from tests.support.engines import (
-    VOCAB_SIZE,
-    mixed_requests,
-    run_requests,
-    tiny_config,
-    tokens_of,
-    write_tiny_model,
-)
+from tests.support.engines import VOCAB_SIZE, mixed_requests, run_requests, tiny_config, tokens_of, write_tiny_model
 
 
 @pytest.mark.slow

@@ -57,9 +57,7 @@ def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     return launched
 
 
-def perfect_drafts(
-    monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, Sequence[int]], requests: Sequence[EngineRequest]
-) -> None:
+def perfect_drafts(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, Sequence[int]], requests: Sequence[EngineRequest]) -> None:
     """The drafter of engines from now on says the answers, with an error at every fifth position. It uses the lengths on the device."""
     draft = DraftRunner._draft
     texts = {one.request_id: [*one.prompt_token_ids, *answers[one.request_id], *[0] * K] for one in requests}
@@ -82,9 +80,15 @@ def perfect_drafts(
 
 
 def both(
-    folders: Mapping[str, Path], method: str, monkeypatch: pytest.MonkeyPatch, given: list[EngineRequest],
-    prepare: Callable[[dict[str, list[int]]], None] = lambda answers: None, *, speculation: Mapping[str, Any] = {}, **options: Any,
-) -> tuple[EngineCore, dict[str, list[int]], dict[str, list[int]]]:  # fmt: skip
+    folders: Mapping[str, Path],
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[EngineRequest],
+    prepare: Callable[[dict[str, list[int]]], None] = lambda answers: None,
+    *,
+    speculation: Mapping[str, Any] = {},
+    **options: Any,
+) -> tuple[EngineCore, dict[str, list[int]], dict[str, list[int]]]:
     """An engine that runs ahead, its tokens, and those of an engine without drafts."""
     plain = engine(folders, method, drafts=False, max_num_seqs=8)
     expected = tokens_of(run_requests(plain, given))
@@ -98,14 +102,10 @@ def both(
 
 
 @pytest.mark.parametrize("method", [*METHODS, "draft_model"])
-def test_tokens_are_those_without_drafts(
-    method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_without_drafts(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given, folders = given_requests(), {**folders, "draft_model": folders["llama"]}
     launched = record_steps(monkeypatch)
-    core, found, expected = both(
-        folders, method, monkeypatch, given, lambda answers: perfect_drafts(monkeypatch, answers, given)
-    )
+    core, found, expected = both(folders, method, monkeypatch, given, lambda answers: perfect_drafts(monkeypatch, answers, given))
     assert found == expected
     stats = core.stats()
     assert 0.4 < stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens < 0.95
@@ -132,9 +132,7 @@ def test_ngrams_are_looked_up_on_the_device(folders: dict[str, Path], monkeypatc
             assert self.drafts[slot].tolist() == expected + [-1] * (K - len(expected))
 
     monkeypatch.setattr(NgramRunner, "_make_drafts", recorded)
-    core, found, expected = both(
-        folders, "ngram", monkeypatch, given, speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    )
+    core, found, expected = both(folders, "ngram", monkeypatch, given, speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3})
     assert found == expected
     stats = core.stats()
     assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens <= sum(map(len, found_drafts))
@@ -143,13 +141,8 @@ def test_ngrams_are_looked_up_on_the_device(folders: dict[str, Path], monkeypatc
     core.shutdown()
 
 
-def test_requests_whose_logits_depend_on_their_tokens_wait(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = [
-        request("plain", prompt_of(0, 9), max_tokens=60),
-        request("penalized", prompt_of(1, 9), max_tokens=25, repetition_penalty=1.3),
-    ]
+def test_requests_whose_logits_depend_on_their_tokens_wait(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [request("plain", prompt_of(0, 9), max_tokens=60), request("penalized", prompt_of(1, 9), max_tokens=25, repetition_penalty=1.3)]
     launched = record_steps(monkeypatch)
     core, found, expected = both(folders, "eagle3", monkeypatch, given)
     assert found == expected
@@ -158,15 +151,11 @@ def test_requests_whose_logits_depend_on_their_tokens_wait(
     core.shutdown()
 
 
-def test_without_graphs_the_runner_waits_for_the_tokens(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_graphs_the_runner_waits_for_the_tokens(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_requests()
     launched = record_steps(monkeypatch)
     monkeypatch.setattr(WorkGraphs, "holds", lambda self, name, size: False)
-    core, found, expected = both(
-        folders, "eagle3", monkeypatch, given, lambda answers: perfect_drafts(monkeypatch, answers, given)
-    )
+    core, found, expected = both(folders, "eagle3", monkeypatch, given, lambda answers: perfect_drafts(monkeypatch, answers, given))
     assert found == expected
     assert (True, False) in launched
     assert (True, True) not in launched
@@ -175,10 +164,7 @@ def test_without_graphs_the_runner_waits_for_the_tokens(
 
 def test_a_step_ahead_may_lose_its_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last request gets drafts, and it is preempted for a block of the first."""
-    given = [
-        request("first", prompt_of(0, 30), max_tokens=50, speculate=False),
-        request("last", prompt_of(1, 30), max_tokens=50),
-    ]
+    given = [request("first", prompt_of(0, 30), max_tokens=50, speculate=False), request("last", prompt_of(1, 30), max_tokens=50)]
     without_drafts: list[bool] = []
     launch = ModelRunner.launch
 
@@ -197,9 +183,8 @@ def test_few_blocks_preempt_while_a_step_runs_ahead(folders: dict[str, Path], mo
     given = [request(f"q{i}", prompt_of(i, 30 + i), max_tokens=40) for i in range(8)]
     launched = record_steps(monkeypatch)
     core, found, expected = both(
-        folders, "eagle3", monkeypatch, given, lambda answers: perfect_drafts(monkeypatch, answers, given),
-        num_kv_blocks=80,
-    )  # fmt: skip
+        folders, "eagle3", monkeypatch, given, lambda answers: perfect_drafts(monkeypatch, answers, given), num_kv_blocks=80
+    )
     assert found == expected
     stats = core.stats()
     assert stats.num_preemptions > 0

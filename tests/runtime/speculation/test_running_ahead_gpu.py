@@ -17,23 +17,31 @@ pytestmark = pytest.mark.gpu
 
 K = 3
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.9, "seed": 1}, {}, {"temperature": 1.1, "seed": 2, "top_p": 0.9}, {"temperature": 0.7, "seed": 3, "top_k": 20},
-]  # fmt: skip
+    {},
+    {"temperature": 0.9, "seed": 1},
+    {},
+    {"temperature": 1.1, "seed": 2, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 3, "top_k": 20},
+]
 
 
 def given_requests() -> list[EngineRequest]:
-    return [
-        request(f"q{i}", prompt_of(i, 5 + 7 * i), max_tokens=40 + 9 * i, **options) for i, options in enumerate(OPTIONS)
-    ]
+    return [request(f"q{i}", prompt_of(i, 5 + 7 * i), max_tokens=40 + 9 * i, **options) for i, options in enumerate(OPTIONS)]
 
 
 def engine(folder: Path, **options: Any) -> EngineCore:
     core = EngineCore(
         tiny_config(
-            folder, device="cuda", block_size=16, num_kv_blocks=256, max_num_seqs=8, attention_backend="triton",
-            enforce_eager=False, **options,
+            folder,
+            device="cuda",
+            block_size=16,
+            num_kv_blocks=256,
+            max_num_seqs=8,
+            attention_backend="triton",
+            enforce_eager=False,
+            **options,
         )
-    )  # fmt: skip
+    )
     while core.idle():  # capture all graphs
         pass
     return core

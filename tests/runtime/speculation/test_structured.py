@@ -41,7 +41,7 @@ def requests(marker: list[int]) -> list[SamplingParams]:
             temperature=1.0, seed=7, max_tokens=50, min_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{4,}")
         ),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
-    ]  # fmt: skip
+    ]
 
 
 def generate(llm: LLM, params: Sequence[SamplingParams]) -> list[RequestOutput]:
@@ -51,9 +51,14 @@ def generate(llm: LLM, params: Sequence[SamplingParams]) -> list[RequestOutput]:
 @pytest.fixture
 def options() -> dict[str, object]:
     return {
-        "dtype": "float32", "device": "cpu", "enforce_eager": True, "max_model_len": 256, "num_threads": 1,
-        "max_num_seqs": 8, "num_kv_blocks": 256,
-    }  # fmt: skip
+        "dtype": "float32",
+        "device": "cpu",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "num_threads": 1,
+        "max_num_seqs": 8,
+        "num_kv_blocks": 256,
+    }
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
@@ -77,18 +82,12 @@ def test_grammars_markers_and_stop_strings_hold(
     else:
         config["model"] = str(tiny_llama_dir)
     for is_asynchronous in (False, True):
-        with LLM(
-            str(tiny_llama_dir), speculative_config=config, async_scheduling=is_asynchronous, **options
-        ) as drafting:
+        with LLM(str(tiny_llama_dir), speculative_config=config, async_scheduling=is_asynchronous, **options) as drafting:
             drafted = generate(drafting, params)
             accepted = drafting.engine.core.stats().spec_decode_num_accepted_tokens
         for with_drafts, without in zip(drafted, plain, strict=True):
             got, expected = with_drafts.outputs[0], without.outputs[0]
-            assert (got.token_ids, got.text, got.stop_reason) == (
-                expected.token_ids,
-                expected.text,
-                expected.stop_reason,
-            )
+            assert (got.token_ids, got.text, got.stop_reason) == (expected.token_ids, expected.text, expected.stop_reason)
         assert accepted > (80 if method == "ngram" else 20)  # the model knows no grammar
     assert re.fullmatch("([0-9a-f]{2} ){12}", plain[0].outputs[0].text)
     assert plain[-1].outputs[0].stop_reason == text[10:13]

@@ -64,26 +64,30 @@ TRIGGERED = {"type": "triggered_tags", "triggers": ["<call"], "tags": [TAG]}
             ["<call=g>", '<call=f>{"y":1}</call>', '<call=f>{"x":1}'],
         ),
         ({"format": TRIGGERED | {"at_least_one": True}}, ['<call=f>{"x":1}</call> hi'], ["", "hi", "hi <call=f>"]),
-        (
-            {"format": TRIGGERED | {"at_least_one": True, "stop_after_first": True}},
-            ['<call=f>{"x":1}</call>'], ['<call=f>{"x":1}</call> '],
-        ),
+        ({"format": TRIGGERED | {"at_least_one": True, "stop_after_first": True}}, ['<call=f>{"x":1}</call>'], ['<call=f>{"x":1}</call> ']),
         ({"format": TRIGGERED | {"stop_after_first": True}}, ["hi", 'hi<call=f>{"x":1}</call>'], ['<call=f>{"x":1}</call> ']),
         (
             {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ";", "at_least_one": True}},
-            ['<call=f>{"x":1}</call>', '<call=f>{"x":1}</call>;<call=f>{"x":1}</call>'], ["", ";"],
+            ['<call=f>{"x":1}</call>', '<call=f>{"x":1}</call>;<call=f>{"x":1}</call>'],
+            ["", ";"],
         ),
         (
-            {"format": {"type": "sequence", "elements": [
-                {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
-                {"type": "or", "elements": [{"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "no+"}]},
-            ]}},
-            ["<think>a<b></think>yes", "<think></think>noo"], ["yes", "<think></think>", "<think></think>yesno"],
+            {
+                "format": {
+                    "type": "sequence",
+                    "elements": [
+                        {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
+                        {"type": "or", "elements": [{"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "no+"}]},
+                    ],
+                }
+            },
+            ["<think>a<b></think>yes", "<think></think>noo"],
+            ["yes", "<think></think>", "<think></think>yesno"],
         ),
         ({"format": {"type": "grammar", "grammar": 'root ::= "a" | "b"'}}, ["a"], ["c"]),
     ],
     ids=["older form", "at least one", "exactly one", "up to one", "separator", "sequence", "grammar"],
-)  # fmt: skip
+)
 def test_structural_tags(tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
     for given in (tag | {"type": "structural_tag"}, json.dumps(tag)):
         params = Params(structural_tag=given)
@@ -116,7 +120,7 @@ def test_special_tokens_in_a_tag_stand_for_their_ids() -> None:
         ({"properties": {"a": 5}}, "$.properties.a"),
         ({"items": {"properties": {f"p{i}": STRING for i in range(1001)}}}, "$.items.properties"),
     ],
-)  # fmt: skip
+)
 def test_refused_schema_names_the_place(schema: dict[str, Any], path: str) -> None:
     with pytest.raises(GrammarError) as caught:
         to_grammar(Params(json=schema), {})
@@ -124,10 +128,7 @@ def test_refused_schema_names_the_place(schema: dict[str, Any], path: str) -> No
 
 
 def test_refused_schema_in_a_tag_names_the_place() -> None:
-    tag = {
-        "format": TRIGGERED
-        | {"tags": [TAG, TAG | {"content": {"type": "json_schema", "json_schema": {"type": "foo"}}}]}
-    }
+    tag = {"format": TRIGGERED | {"tags": [TAG, TAG | {"content": {"type": "json_schema", "json_schema": {"type": "foo"}}}]}}
     with pytest.raises(GrammarError) as caught:
         to_grammar(Params(structural_tag=tag), {})
     assert caught.value.path == "$.format.tags[1].content.json_schema.type"
@@ -136,10 +137,13 @@ def test_refused_schema_in_a_tag_names_the_place() -> None:
 def test_equivalent_schemas_are_rewritten() -> None:
     schema = {
         "type": "object",
-        "properties": {"a": {"type": "string", "format": "regex", "uniqueItems": False},
-                       "b": {"oneOf": [{"const": 1}, {"enum": [2, "1"]}]}},
-        "required": ["a", "b"], "additionalProperties": {"not": {}},
-    }  # fmt: skip
+        "properties": {
+            "a": {"type": "string", "format": "regex", "uniqueItems": False},
+            "b": {"oneOf": [{"const": 1}, {"enum": [2, "1"]}]},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": {"not": {}},
+    }
     params = Params(json=schema)
     assert accepts(params, '{"a": "x", "b": 1}')
     assert accepts(params, '{"a": "x", "b": "1"}')
@@ -152,17 +156,15 @@ def fields(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-A_OR_B = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "additionalProperties": False,
-}
+A_OR_B = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "additionalProperties": False}
 KINDS = {"$defs": {"x": fields(kind={"const": "x"}), "y": {"allOf": [fields(kind={"enum": ["y", "z"]})]}}}
 
 CASE = {
-    "type": "object", "properties": {"kind": {"enum": ["x", "y"]}, "n": {"type": "integer"}}, "additionalProperties": False,
+    "type": "object",
+    "properties": {"kind": {"enum": ["x", "y"]}, "n": {"type": "integer"}},
+    "additionalProperties": False,
     "if": {"properties": {"kind": {"const": "x"}}, "required": ["kind"]},
-}  # fmt: skip
+}
 X, X1, Y, Y1 = '{"kind": "x"}', '{"kind": "x", "n": 1}', '{"kind": "y"}', '{"kind": "y", "n": 1}'
 
 
@@ -188,14 +190,16 @@ X, X1, Y, Y1 = '{"kind": "x"}', '{"kind": "x", "n": 1}', '{"kind": "y"}', '{"kin
         ({"not": {"type": ["string", "integer"]}}, ["null", "{}"], ['"a"', "1"]),
         (
             {"type": "object", "not": {"anyOf": [{"properties": {"a": STRING}}, {"required": ["b"]}]}},
-            ['{"a": 1}'], ["{}", '{"a": 1, "b": 1}', '{"a": ""}'],
+            ['{"a": 1}'],
+            ["{}", '{"a": 1, "b": 1}', '{"a": ""}'],
         ),
         (CASE | {"then": {"required": ["n"]}, "else": {"properties": {"n": False}}}, [X1, Y, "{}"], [X, Y1, '{"n": 1}']),
         (CASE | {"then": {"required": ["n"]}}, [X1, Y, Y1, "{}"], [X]),
         (CASE | {"else": {"required": ["n"]}}, [X, X1, Y1], [Y, "{}"]),
         (
             {"type": "object", "propertyNames": {"pattern": "^[a-z]$"}, "additionalProperties": {"type": "integer"}},
-            ["{}", '{"a": 1}'], ['{"A": 1}', '{"a": ""}'],
+            ["{}", '{"a": 1}'],
+            ['{"A": 1}', '{"a": ""}'],
         ),
         ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, ["{}", '{"a": 1, "b": ""}'], ['{"c": 1}']),
         (A_OR_B | {"minProperties": 1}, ['{"a": 1}', '{"b": 1}', '{"a": 1, "b": 1}'], ["{}"]),
@@ -205,7 +209,7 @@ X, X1, Y, Y1 = '{"kind": "x"}', '{"kind": "x", "n": 1}', '{"kind": "y"}', '{"kin
         (STRING | {"$schema": "https://json-schema.org/draft-04/schema#"}, ['"a"'], ["1"]),
         (STRING | {"$schema": "http://json-schema.org/schema"}, ['"a"'], ["1"]),
     ],
-)  # fmt: skip
+)
 def test_rewritten_schemas_accept_the_same_values(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
     validator = jsonschema.Draft202012Validator(schema)
     if "dependencies" not in schema:  # not a keyword of this draft
@@ -225,7 +229,7 @@ def test_rewritten_schemas_accept_the_same_values(schema: dict[str, Any], good: 
         [STRING, {"type": "null"}, {"enum": [1, None]}],
         [{"required": ["a"]}, {"required": ["a", "b"]}],
     ],
-)  # fmt: skip
+)
 def test_one_of_that_may_overlap_is_refused(branches: list[Any]) -> None:
     with pytest.raises(GrammarError) as caught:
         to_grammar(Params(json={"properties": {"v": {"oneOf": branches}}, "$defs": {"n": {"type": "null"}}}), {})
@@ -238,14 +242,16 @@ def test_one_of_that_may_overlap_is_refused(branches: list[Any]) -> None:
         ([{"type": "array", "items": STRING}, {"type": "array", "items": {"type": "null"}}], ['["a"]', "[null]"], ["[]", '["a", null]']),
         (
             [{"properties": {name: STRING}, "additionalProperties": False, "type": "object"} for name in "ab"],
-            ['{"a": ""}', '{"b": ""}'], ["{}", '{"a": "", "b": ""}'],
+            ['{"a": ""}', '{"b": ""}'],
+            ["{}", '{"a": "", "b": ""}'],
         ),
         (
             [{"properties": {name: STRING}, "required": [name], "type": "object"} for name in "ab"],
-            ['{"a": ""}', '{"b": "", "c": 1}'], ["{}", '{"a": "", "b": ""}'],
+            ['{"a": ""}', '{"b": "", "c": 1}'],
+            ["{}", '{"a": "", "b": ""}'],
         ),
     ],
-)  # fmt: skip
+)
 def test_alternatives_of_one_of_are_narrowed(branches: list[Any], good: list[str], bad: list[str]) -> None:
     schema = {"oneOf": branches}
     validator = jsonschema.Draft202012Validator(schema)
@@ -264,12 +270,7 @@ def test_long_one_of_is_refused_in_bounded_time() -> None:
 
 def test_place_in_a_rewritten_schema_is_that_of_the_original() -> None:
     with pytest.raises(GrammarError) as caught:
-        to_grammar(
-            Params(
-                json={"items": {"oneOf": [STRING, {"type": "array", "items": {"type": "object"}, "uniqueItems": True}]}}
-            ),
-            {},
-        )
+        to_grammar(Params(json={"items": {"oneOf": [STRING, {"type": "array", "items": {"type": "object"}, "uniqueItems": True}]}}), {})
     assert caught.value.path == "$.items.oneOf[1].uniqueItems"
 
 
@@ -311,11 +312,11 @@ HOSTILE = {
     },
     "intersections": {"json": {"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*b.{{100}}"} for i in range(300)]}},
     "many properties": {"json": {"properties": {f"p{i}": STRING for i in range(10_000)}}},
-    "chain of rules": {"grammar": "\n".join(['start: r0', *(f'r{i}: "x" r{i + 1}?' for i in range(2500)), 'r2500: "y"'])},
+    "chain of rules": {"grammar": "\n".join(["start: r0", *(f'r{i}: "x" r{i + 1}?' for i in range(2500)), 'r2500: "y"'])},
     "deep regex": {"regex": "(" * 5000 + "a" + ")" * 5000},
     "deep grammar": {"grammar": "root ::= " + "(" * 20_000},
     "huge regex": {"regex": "a" * 100_000},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -328,9 +329,7 @@ def test_hostile_grammars_are_refused_in_bounded_time(checker: GrammarChecker, n
     assert checker.check(Params(json=CALL), {})
 
 
-@pytest.mark.parametrize(
-    "regex", ["(a+)+$", "(a|a)*b", "((a{1,1000}){1,1000}){1,1000}b", "(.{0,1000}x){1000}", "(.*a){300}.{500}x"]
-)
+@pytest.mark.parametrize("regex", ["(a+)+$", "(a|a)*b", "((a{1,1000}){1,1000}){1,1000}b", "(.{0,1000}x){1000}", "(.*a){300}.{500}x"])
 def test_exponential_regexes_are_compiled_or_refused_at_once(checker: GrammarChecker, regex: str) -> None:
     checker.check(Params(regex="warm"), {})
     begin = time.monotonic()

@@ -35,9 +35,13 @@ def test_outputs_of_real_schemas_are_valid(llm: LLM) -> None:
     assert len(schemas) == COUNT
     for index, (name, text) in enumerate(schemas.items()):
         params = SamplingParams(
-            temperature=1.0, seed=index, n=2, max_tokens=MAX_TOKENS, logit_bias=likely,
+            temperature=1.0,
+            seed=index,
+            n=2,
+            max_tokens=MAX_TOKENS,
+            logit_bias=likely,
             structured_outputs=StructuredOutputsParams(json=text),
-        )  # fmt: skip
+        )
         try:
             llm._inputs.prepare([1], params)
             accepted.append((name, params))

@@ -28,15 +28,9 @@ SCHEMA = {
     "properties": {"kind": {"enum": ["a", "b"]}, "code": {"type": "string", "pattern": "^[0-9]{2}$"}, "on": {"type": "boolean"}},
     "required": ["kind", "code", "on"],
     "additionalProperties": False,
-}  # fmt: skip
-AS_JSON = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "num_threads": 1,
 }
+AS_JSON = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "enforce_eager": True, "max_model_len": 256, "num_threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +54,7 @@ def check(text: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_output_satisfies_its_schema(llm: LLM, temperature: float) -> None:
-    params = SamplingParams(
-        temperature=temperature, seed=1, n=4 if temperature else 1, max_tokens=100, structured_outputs=AS_JSON
-    )
+    params = SamplingParams(temperature=temperature, seed=1, n=4 if temperature else 1, max_tokens=100, structured_outputs=AS_JSON)
     [output] = generate(llm, params)
     for completion in output.outputs:
         assert completion.finish_reason == "stop"
@@ -84,10 +76,12 @@ def test_free_and_structured_requests_share_steps(llm: LLM) -> None:
     free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     tag = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[ab]"}, "end": ">"}
     forms = [
-        StructuredOutputsParams(regex="[0-9]{3}-[0-9]{2}"), StructuredOutputsParams(choice=["yes", "no"]), AS_JSON,
+        StructuredOutputsParams(regex="[0-9]{3}-[0-9]{2}"),
+        StructuredOutputsParams(choice=["yes", "no"]),
+        AS_JSON,
         StructuredOutputsParams(grammar='root ::= "x" | "y" root'),
         StructuredOutputsParams(structural_tag={"format": tag}),
-    ]  # fmt: skip
+    ]
     mixed = [SamplingParams(temperature=1.0, seed=2, max_tokens=60, structured_outputs=form) for form in forms]
     alone = texts(generate(llm, free))
     free_text, number, choice, as_json, letters, tagged = texts(generate(llm, free, *mixed))
@@ -101,10 +95,7 @@ def test_free_and_structured_requests_share_steps(llm: LLM) -> None:
 
 def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     [output] = generate(
-        llm,
-        SamplingParams(
-            temperature=0.0, max_tokens=9, logprobs=2, structured_outputs=StructuredOutputsParams(regex="[0-9]{9}")
-        ),
+        llm, SamplingParams(temperature=0.0, max_tokens=9, logprobs=2, structured_outputs=StructuredOutputsParams(regex="[0-9]{9}"))
     )
     [completion] = output.outputs
     assert completion.logprobs is not None
@@ -116,25 +107,14 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
 def test_penalties_bias_and_stop_strings_apply_to_what_the_grammar_leaves(llm: LLM) -> None:
     token = llm.get_tokenizer().encode("7", add_special_tokens=False)[0]
     digits = StructuredOutputsParams(regex="[0-9]+")
-    [output] = generate(
-        llm, SamplingParams(temperature=0.0, max_tokens=6, logit_bias={token: 90.0}, structured_outputs=digits)
-    )
+    [output] = generate(llm, SamplingParams(temperature=0.0, max_tokens=6, logit_bias={token: 90.0}, structured_outputs=digits))
     assert set(output.outputs[0].text) == {"7"}
-    stopped = SamplingParams(
-        temperature=0.0, max_tokens=20, logit_bias={token: 90.0}, stop=["777"], structured_outputs=digits
-    )
+    stopped = SamplingParams(temperature=0.0, max_tokens=20, logit_bias={token: 90.0}, stop=["777"], structured_outputs=digits)
     assert generate(llm, stopped)[0].outputs[0].stop_reason == "777"
-    [output] = generate(
-        llm, SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=2.0, structured_outputs=digits)
-    )
+    [output] = generate(llm, SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=2.0, structured_outputs=digits))
     assert set(output.outputs[0].text) <= set("0123456789")
     with pytest.raises(RuntimeError, match="exclude every one"):
-        generate(
-            llm,
-            SamplingParams(
-                max_tokens=4, allowed_token_ids=[llm.get_tokenizer().encode("x")[-1]], structured_outputs=digits
-            ),
-        )
+        generate(llm, SamplingParams(max_tokens=4, allowed_token_ids=[llm.get_tokenizer().encode("x")[-1]], structured_outputs=digits))
 
 
 def test_min_tokens_holds_as_long_as_something_else_may_follow(llm: LLM) -> None:
@@ -144,9 +124,7 @@ def test_min_tokens_holds_as_long_as_something_else_may_follow(llm: LLM) -> None
     assert len(generate(llm, SamplingParams(structured_outputs=loose, **ends))[0].outputs[0].text) == 2
     [output] = generate(llm, SamplingParams(structured_outputs=loose, min_tokens=9, **ends))
     assert len(output.outputs[0].token_ids) == 10
-    [output] = generate(
-        llm, SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), min_tokens=9, **ends)
-    )
+    [output] = generate(llm, SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), min_tokens=9, **ends))
     assert output.outputs[0].finish_reason == "stop"
     assert len(output.outputs[0].text) == 2
 
@@ -234,12 +212,7 @@ def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: 
         submit("wrong", SamplingParams(structured_outputs=AS_JSON))
     wrong.set_exception(ValueError("It is wrong."))
     [output] = core.step().outputs
-    assert (output.request_id, output.finish_reason, output.error, output.error_kind) == (
-        "wrong",
-        "error",
-        "It is wrong.",
-        "invalid",
-    )
+    assert (output.request_id, output.finish_reason, output.error, output.error_kind) == ("wrong", "error", "It is wrong.", "invalid")
     assert not core.has_work()
 
 
@@ -300,19 +273,13 @@ class TestMasks:
         sequence = self.sequence(compiler, StructuredOutputsParams(regex="[ab][c][ab]"))
         other = self.sequence(compiler, StructuredOutputsParams(regex="[c]"))
         masks = TokenMasks(8, compiler.num_words, torch.device("cpu"), 1)
-        rows = [
-            MaskedRows(first_row=0, sequence=other, drafts=[]), MaskedRows(first_row=1, sequence=sequence, drafts=[a, b]),
-        ]  # fmt: skip
+        rows = [MaskedRows(first_row=0, sequence=other, drafts=[]), MaskedRows(first_row=1, sequence=sequence, drafts=[a, b])]
         for _ in range(2):  # the sequence has not moved on
             logits = torch.zeros(4, tokenizer.vocab_size)
             count = masks.fill(rows)
             masks.apply(logits, count)
             allowed = [set(torch.isfinite(row).nonzero().flatten().tolist()) & {a, b, c} for row in logits]
-            assert allowed[:3] == [
-                {c},
-                {a, b},
-                {c},
-            ]  # the second guess is wrong, so that the row behind it does not matter
+            assert allowed[:3] == [{c}, {a, b}, {c}]  # the second guess is wrong, so that the row behind it does not matter
         sequence.advance([a, c])
         logits = torch.zeros(1, tokenizer.vocab_size)
         masks.apply(logits, masks.fill([MaskedRows(first_row=0, sequence=sequence, drafts=[])]))
@@ -334,9 +301,7 @@ class TestMasks:
         never.advance([1] * 50)
         assert never.forced_token is None
 
-    def test_the_structure_begins_at_once_without_a_start(
-        self, compiler: GrammarCompiler, tokenizer: Tokenizer
-    ) -> None:
+    def test_the_structure_begins_at_once_without_a_start(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         [a, b, c] = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "abc")
         [eos] = tokenizer.eos_token_ids
         masks = TokenMasks(8, compiler.num_words, torch.device("cpu"), 1)
@@ -376,9 +341,4 @@ class TestMasks:
         sequence.advance([a, eos, a, a])
         assert sequence.has_ended
         assert sequence.error is None
-        assert (
-            TokenMasks(1, compiler.num_words, torch.device("cpu"), 1).fill(
-                [MaskedRows(first_row=0, sequence=sequence, drafts=[])]
-            )
-            == 0
-        )
+        assert TokenMasks(1, compiler.num_words, torch.device("cpu"), 1).fill([MaskedRows(first_row=0, sequence=sequence, drafts=[])]) == 0

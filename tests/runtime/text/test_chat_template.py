@@ -45,9 +45,9 @@ def reference(template: str, messages: list[dict[str, Any]], **options: Any) -> 
 
 
 @pytest.mark.parametrize("template", [CHATML, LOOPS])
-@pytest.mark.parametrize("options", [
-    {"add_generation_prompt": True}, {"add_generation_prompt": False}, {"add_generation_prompt": True, "tools": TOOLS},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"add_generation_prompt": True}, {"add_generation_prompt": False}, {"add_generation_prompt": True, "tools": TOOLS}]
+)
 def test_rendering_equals_transformers(tokenizer: Tokenizer, template: str, options: dict[str, Any]) -> None:
     expected = reference(template, TALK, **options, **tokenizer.special_tokens)
     assert render_chat(tokenizer, TALK, template=template, **options) == expected
@@ -104,19 +104,22 @@ def test_the_tool_template_is_used_with_tools(tokenizer: Tokenizer) -> None:
     assert render_chat(both, TALK, tools=TOOLS) == "T"
 
 
-@pytest.mark.parametrize("template,messages,says", [
-    ("{{ raise_exception('system first') }}", TALK, "system first"),
-    ("{{ messages[0].content + 5 }}", TALK, "TypeError"),
-    ("{% for %}", TALK, "not valid Jinja"),
-    ("{{ messages.append(1) }}", TALK, "refused|unsafe|not safe"),
-    ("{{ ''.__class__.__mro__ }}", TALK, "refused|unsafe|not safe"),
-    (CHATML, [], "at least one message"),
-    (CHATML, [{"role": "user", "content": 5}], r"messages\[0\].content"),
-    (CHATML, [{"role": "user", "content": [{"type": "audio"}]}], "only reads text"),
-    (CHATML, [{"role": "assistant", "content": "", "tool_calls": 5}], "must be a list"),
-    (CHATML, [{"role": "wizard", "content": "x"}], "must be one of system"),
-    (CHATML, [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template,messages,says",
+    [
+        ("{{ raise_exception('system first') }}", TALK, "system first"),
+        ("{{ messages[0].content + 5 }}", TALK, "TypeError"),
+        ("{% for %}", TALK, "not valid Jinja"),
+        ("{{ messages.append(1) }}", TALK, "refused|unsafe|not safe"),
+        ("{{ ''.__class__.__mro__ }}", TALK, "refused|unsafe|not safe"),
+        (CHATML, [], "at least one message"),
+        (CHATML, [{"role": "user", "content": 5}], r"messages\[0\].content"),
+        (CHATML, [{"role": "user", "content": [{"type": "audio"}]}], "only reads text"),
+        (CHATML, [{"role": "assistant", "content": "", "tool_calls": 5}], "must be a list"),
+        (CHATML, [{"role": "wizard", "content": "x"}], "must be one of system"),
+        (CHATML, [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
+    ],
+)
 def test_errors_are_one_sentence(tokenizer: Tokenizer, template: str, messages: list[Any], says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(tokenizer, messages, template=template)

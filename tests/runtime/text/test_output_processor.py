@@ -170,9 +170,7 @@ def test_max_tokens_defaults_to_the_remaining_room(inputs: InputProcessor) -> No
 
 
 @pytest.mark.parametrize("length,max_tokens", [(64, None), (65, 0), (60, 5), (64, 1)])
-def test_the_error_of_a_long_prompt_names_all_lengths(
-    inputs: InputProcessor, length: int, max_tokens: int | None
-) -> None:
+def test_the_error_of_a_long_prompt_names_all_lengths(inputs: InputProcessor, length: int, max_tokens: int | None) -> None:
     with pytest.raises(PromptTooLongError, match=f"64 tokens.*{length} tokens"):
         inputs.prepare([5] * length, SamplingParams(max_tokens=max_tokens))
 
@@ -183,15 +181,21 @@ def test_kv_cache_smaller_than_the_model_is_the_limit(tokenizer: Tokenizer) -> N
         InputProcessor(tokenizer, info).prepare([5] * 30, SamplingParams(max_tokens=8))
 
 
-@pytest.mark.parametrize("prompt,params,says", [
-    ([], {}, "empty"), ([258], {}, "0 to 257"), ([-1], {}, "0 to 257"), ([5], {"stop_token_ids": [300]}, "300"),
-    ([5], {"logit_bias": {3: float("nan")}}, "logit_bias"), ([5], {"temperature": -3.0}, "temperature"),
-    ([5], {"stop": ["x"], "detokenize": False}, "detokenize"), ([5], {"truncate_prompt_tokens": 65}, "limit"),
-    ([5], {"max_tokens": None, "min_tokens": 64}, "room for only 63"),
-])  # fmt: skip
-def test_wrong_requests_are_refused(
-    inputs: InputProcessor, prompt: list[int], params: dict[str, object], says: str
-) -> None:
+@pytest.mark.parametrize(
+    "prompt,params,says",
+    [
+        ([], {}, "empty"),
+        ([258], {}, "0 to 257"),
+        ([-1], {}, "0 to 257"),
+        ([5], {"stop_token_ids": [300]}, "300"),
+        ([5], {"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ([5], {"temperature": -3.0}, "temperature"),
+        ([5], {"stop": ["x"], "detokenize": False}, "detokenize"),
+        ([5], {"truncate_prompt_tokens": 65}, "limit"),
+        ([5], {"max_tokens": None, "min_tokens": 64}, "room for only 63"),
+    ],
+)
+def test_wrong_requests_are_refused(inputs: InputProcessor, prompt: list[int], params: dict[str, object], says: str) -> None:
     with pytest.raises(SamplingParamsError, match=says):
         inputs.prepare(prompt, SamplingParams(**params))  # type: ignore[arg-type]
 
@@ -206,10 +210,15 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     assert all(tokenizer.decode(ids).strip() == "fox" for ids in params.bad_words_token_ids)
 
 
-@pytest.mark.parametrize("words,says", [
-    (["ab"] * 1025, "at most 1024 words, got 1025"), (["ab", "xy" * 300], "one has at least 600"),
-    (["xy" * 1_000_000], "one has at least"), (["xy" * 50] * 170, "together, but they have at least 17000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        (["ab"] * 1025, "at most 1024 words, got 1025"),
+        (["ab", "xy" * 300], "one has at least 600"),
+        (["xy" * 1_000_000], "one has at least"),
+        (["xy" * 50] * 170, "together, but they have at least 17000"),
+    ],
+)
 def test_bad_words_beyond_the_limits_are_refused(words: list[str], says: str) -> None:
     tokenizer = byte_level_tokenizer([])
     info = EngineInfo(max_model_len=9999, vocab_size=300, num_kv_blocks=9999, block_size=16, dtype="x", device="cpu")

@@ -47,14 +47,14 @@ def impatient() -> Iterator[TemplatePool]:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"add_generation_prompt": False}, {"add_generation_prompt": False, "continue_final_message": True},
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
         {"template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}", "template_kwargs": {"x": [1, None, 2.5]}},
         {"tools": [{"type": "function"}], "documents": [{"a": "b"}], "template": "{{ tools | tojson }}{{ documents }}"},
     ],
-)  # fmt: skip
-def test_text_equals_that_of_this_process(
-    templates: TemplatePool, tokenizer: Tokenizer, options: dict[str, Any]
-) -> None:
+)
+def test_text_equals_that_of_this_process(templates: TemplatePool, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
     assert templates.render(tokenizer, TALK, **options) == render_chat(tokenizer, TALK, **options)
 
 
@@ -71,12 +71,7 @@ def test_a_lone_surrogate_in_the_arguments_of_a_call_is_refused(templates: Templ
 
 
 def test_errors_equal_those_of_this_process(templates: TemplatePool, tokenizer: Tokenizer) -> None:
-    for messages, template in (
-        ([], None),
-        ([{"role": 5}], None),
-        (TALK, "{% if %}"),
-        (TALK, "{{ raise_exception('no') }}"),
-    ):
+    for messages, template in (([], None), ([{"role": 5}], None), (TALK, "{% if %}"), (TALK, "{{ raise_exception('no') }}")):
         with pytest.raises(ChatTemplateError) as expected:
             render_chat(tokenizer, messages, template=template)  # type: ignore[arg-type]
         with pytest.raises(ChatTemplateError) as found:

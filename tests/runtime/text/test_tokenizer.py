@@ -43,9 +43,7 @@ def test_smollm2_folder_and_gguf_agree_with_transformers(smollm2_dir: Path, smol
             ids = tokenizer.encode(text)
             assert ids == reference.encode(text)
             for skip in (True, False):
-                assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(
-                    ids, skip_special_tokens=skip
-                )
+                assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
             assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids).decode() == text
         assert tokenizer.eos_token_ids == [reference.eos_token_id]
         assert tokenizer.special_tokens["bos_token"] == reference.bos_token
@@ -59,18 +57,14 @@ def test_end_ids_are_those_of_the_tokenizer_and_the_generation_config(tmp_path: 
     assert load_tokenizer(folder).eos_token_ids == [own]
     (folder / "config.json").write_text('{"eos_token_id": 7}')
     assert load_tokenizer(folder).eos_token_ids == [own, 7]
-    (folder / "generation_config.json").write_text(
-        f'{{"eos_token_id": [9, {own}, 11], "temperature": 0.6, "top_k": 20}}'
-    )
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [9, {own}, 11], "temperature": 0.6, "top_k": 20}}')
     assert load_tokenizer(folder).eos_token_ids == [own, 9, 11]
     assert load_generation_defaults(folder) == {"temperature": 0.6, "top_k": 20}
 
 
 def test_templates_are_found_in_all_files(tmp_path: Path) -> None:
     folder = save(
-        byte_level_tokenizer([]),
-        tmp_path,
-        chat_template=[{"name": "default", "template": "A"}, {"name": "tool_use", "template": "T"}],
+        byte_level_tokenizer([]), tmp_path, chat_template=[{"name": "default", "template": "A"}, {"name": "tool_use", "template": "T"}]
     )
     assert load_tokenizer(folder).chat_templates == {"default": "A", "tool_use": "T"}
     (folder / "chat_template.jinja").write_text("B")
@@ -93,9 +87,7 @@ def test_truncation_stored_in_the_file_is_turned_off(tmp_path: Path) -> None:
     assert len(loaded.encode("abcdefgh")) == 8
 
 
-@pytest.mark.parametrize(
-    "name,content", [("tokenizer.json", "{"), ("tokenizer.json", '{"version": 1}'), ("tokenizer_config.json", "[]")]
-)
+@pytest.mark.parametrize("name,content", [("tokenizer.json", "{"), ("tokenizer.json", '{"version": 1}'), ("tokenizer_config.json", "[]")])
 def test_the_error_names_a_damaged_file(tmp_path: Path, name: str, content: str) -> None:
     folder = save(byte_level_tokenizer([]), tmp_path)
     (folder / name).write_text(content)
@@ -110,9 +102,7 @@ def test_the_error_of_a_missing_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_another_tokenizer_format_is_converted_by_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_tokenizer_format_is_converted_by_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     original = byte_level_tokenizer(TEXTS)
     original.backend.model.save(str(tmp_path))  # vocab.json and merges.txt
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "eos_token": "<|end|>"}
@@ -183,9 +173,7 @@ def test_gguf_sentencepiece_equals_the_original_tokenizer() -> None:
     assert without.encode("the") == original.encode("the")
 
 
-@pytest.mark.parametrize("pre,pieces", [
-    ("smollm", "a|1|2|3|4"), ("qwen2", "a|1|2|3|4"), ("llama-bpe", "a|123|4"), ("gpt-2", "a|1234"),
-])  # fmt: skip
+@pytest.mark.parametrize("pre,pieces", [("smollm", "a|1|2|3|4"), ("qwen2", "a|1|2|3|4"), ("llama-bpe", "a|123|4"), ("gpt-2", "a|1234")])
 def test_gguf_pre_tokenizers_split_digits_as_named(pre: str, pieces: str) -> None:
     """The vocabulary merges any digits of the text, also with the letter, unless the pre-tokenizer keeps them apart."""
     metadata = gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **{"tokenizer.ggml.pre": pre})
@@ -199,18 +187,21 @@ def test_gguf_pre_tokenizers_split_digits_as_named(pre: str, pieces: str) -> Non
     assert [loaded.decode([token_id]) for token_id in ids] == pieces.split("|")
 
 
-@pytest.mark.parametrize("kind,key,value,says", [
-    ("gpt2", "tokens", None, "tokens is missing"),
-    ("gpt2", "tokens", [], "tokens is empty"),
-    ("gpt2", "tokens", 7, "tokens is not an array of type str"),
-    ("gpt2", "tokens", [1, 2], "tokens is not an array of type str"),
-    ("gpt2", "token_type", [1], "token_type has 1 entries for"),
-    ("gpt2", "merges", None, "merges is missing"),
-    ("gpt2", "merges", ["ab"], "entry of one part"),
-    ("gpt2", "merges", ["a never-heard-of"], "tokenizer is damaged .*never-heard-of"),
-    ("llama", "scores", None, "scores is missing"),
-    ("llama", "scores", [0.5], "scores has 1 entries for"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind,key,value,says",
+    [
+        ("gpt2", "tokens", None, "tokens is missing"),
+        ("gpt2", "tokens", [], "tokens is empty"),
+        ("gpt2", "tokens", 7, "tokens is not an array of type str"),
+        ("gpt2", "tokens", [1, 2], "tokens is not an array of type str"),
+        ("gpt2", "token_type", [1], "token_type has 1 entries for"),
+        ("gpt2", "merges", None, "merges is missing"),
+        ("gpt2", "merges", ["ab"], "entry of one part"),
+        ("gpt2", "merges", ["a never-heard-of"], "tokenizer is damaged .*never-heard-of"),
+        ("llama", "scores", None, "scores is missing"),
+        ("llama", "scores", [0.5], "scores has 1 entries for"),
+    ],
+)
 def test_damaged_gguf_tokenizers_are_one_sentence(kind: str, key: str, value: Any, says: str) -> None:
     metadata = gguf_metadata(byte_level_tokenizer([]), kind=kind, **{f"tokenizer.ggml.{key}": value})
     with pytest.raises(TokenizerError, match=says) as error:
@@ -225,10 +216,14 @@ def test_special_tokens_outside_a_gguf_vocabulary_are_none() -> None:
     assert loaded.eos_token_ids == []
 
 
-@pytest.mark.parametrize("key,value,says", [
-    ("tokenizer.ggml.model", "bert", "'gpt2' and 'llama'"), ("tokenizer.ggml.pre", "martian", "smollm"),
-    ("tokenizer.ggml.model", None, "no tokenizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key,value,says",
+    [
+        ("tokenizer.ggml.model", "bert", "'gpt2' and 'llama'"),
+        ("tokenizer.ggml.pre", "martian", "smollm"),
+        ("tokenizer.ggml.model", None, "no tokenizer"),
+    ],
+)
 def test_unknown_gguf_kinds_name_the_supported_ones(key: str, value: Any, says: str) -> None:
     with pytest.raises(TokenizerError, match=says):
         tokenizer_from_gguf_metadata(gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **{key: value}))

@@ -55,10 +55,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
             torch.manual_seed(0)
             sizes = {
-                "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.08,
-                "tie_word_embeddings": False, "attention_bias": True,
-            }  # fmt: skip
+                "vocab_size": 320,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "max_position_embeddings": 256,
+                "initializer_range": 0.08,
+                "tie_word_embeddings": False,
+                "attention_bias": True,
+            }
             config = getattr(transformers, f"{family}Config")(**sizes)
             model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
             for name, parameter in model.named_parameters():
@@ -81,15 +89,11 @@ def add_scales(folder: Path, names: tuple[str, str] = NAMES[0], values: tuple[An
     return folder
 
 
-def load(
-    folder: Path, config: CompileConfig | None = None, dtype: torch.dtype = torch.float32, fold: bool = True
-) -> Model:
+def load(folder: Path, config: CompileConfig | None = None, dtype: torch.dtype = torch.float32, fold: bool = True) -> Model:
     spec = build_model(read_config(folder), dtype=dtype)
     kernels = frozenset({"rope_attention", "fused_linear"})
     model = compile_model(spec, config or CompileConfig(mode="eager"), device=CPU, dtype=dtype, kernels=kernels)
-    load_weights(
-        model, spec, folder, load_format="auto", device=CPU, dtype=dtype, seed=0, fold_cache_scales=fold
-    )  # fmt: skip
+    load_weights(model, spec, folder, load_format="auto", device=CPU, dtype=dtype, seed=0, fold_cache_scales=fold)
     return model
 
 
@@ -111,9 +115,13 @@ def reference(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_equal_scales_in_attention(
-    family: str, dtype: torch.dtype, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     expected = reference(plain(family), monkeypatch, dtype)
     assert not torch.equal(expected, logits(load(plain(family), dtype=dtype)))
     for names in NAMES if family == "Llama" and dtype == torch.float32 else NAMES[:1]:
@@ -130,9 +138,7 @@ def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_weights(
-    name: str, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_weights(name: str, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, dequantized = write(plain("Llama"), tmp_path, name)
     expected = reference(quantized, monkeypatch)
     assert torch.allclose(expected, reference(dequantized, monkeypatch), rtol=1e-5, atol=1e-5)
@@ -141,9 +147,7 @@ def test_quantized_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "limit"), [("static", 0.15), ("nvfp4", 0.02)])
-def test_merged_projections(
-    name: str, limit: float, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_projections(name: str, limit: float, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, q, k and v are one linear. Static activations of o_proj are quantized by a scale that follows, too."""
     quantized, _ = write(plain("Llama"), tmp_path, name)
     expected = reference(quantized, monkeypatch)
@@ -154,13 +158,8 @@ def test_merged_projections(
 def run_rank(rank: int, folder: str, cache: str) -> torch.Tensor:
     config = CompileConfig(cache_dir=Path(cache), tensor_parallel_size=2)
     spec = build_model(read_config(Path(folder)), dtype=torch.float32)
-    model = compile_model(
-        spec, config, device=CPU, dtype=torch.float32, kernels=frozenset({"rope_attention", "fused_linear"})
-    )
-    load_weights(
-        model, spec, Path(folder), load_format="auto", device=CPU, dtype=torch.float32, seed=0, rank=rank,
-        fold_cache_scales=True,
-    )  # fmt: skip
+    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=frozenset({"rope_attention", "fused_linear"}))
+    load_weights(model, spec, Path(folder), load_format="auto", device=CPU, dtype=torch.float32, seed=0, rank=rank, fold_cache_scales=True)
     return step(model, TOKENS, 0, caches(spec, FP8, tensor_parallel_size=2), TorchAttention())
 
 
@@ -174,13 +173,9 @@ def test_two_ranks(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("factors", "scale"),
-    [((4096.0, 4096.0), 4000.0), ((4096.0, 64.0), [[[32.0]], [[0.5]]])],
-    ids=["per tensor", "per head"],
+    ("factors", "scale"), [((4096.0, 4096.0), 4000.0), ((4096.0, 64.0), [[[32.0]], [[0.5]]])], ids=["per tensor", "per head"]
 )
-def test_values_beyond_float8_need_them(
-    factors: tuple[float, float], scale: Any, plain: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_values_beyond_float8_need_them(factors: tuple[float, float], scale: Any, plain: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "large"
     shutil.copytree(plain("Llama"), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -200,14 +195,14 @@ def test_values_beyond_float8_need_them(
     assert error < 0.05 < 0.3 < without
 
 
-def test_what_is_not_used_is_said(
-    plain: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number, (family, values, fold, reason) in enumerate((
-        ("Llama", (K_SCALE, V_SCALE), False, "only a float8 KV cache without LoRA adapters takes them, and an int8 cache has its own"),
-        ("Olmoe", (K_SCALE, V_SCALE), True, "OlmoeAttention is not linear in its projections or norms"),
-        ("Gemma2", (K_SCALE, V_SCALE), True, "no attention module of ours has projections by these names"),
-    )):  # fmt: skip
+def test_what_is_not_used_is_said(plain: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, (family, values, fold, reason) in enumerate(
+        (
+            ("Llama", (K_SCALE, V_SCALE), False, "only a float8 KV cache without LoRA adapters takes them, and an int8 cache has its own"),
+            ("Olmoe", (K_SCALE, V_SCALE), True, "OlmoeAttention is not linear in its projections or norms"),
+            ("Gemma2", (K_SCALE, V_SCALE), True, "no attention module of ours has projections by these names"),
+        )
+    ):
         folder = tmp_path / str(number)
         shutil.copytree(plain(family), folder)
         if family == "Olmoe":
@@ -242,8 +237,7 @@ def test_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "kind", "expected"),
-    [("auto", "float", "float8_e4m3fn"), ("auto", "int", "int8"), ("model", "float", "float32")],
+    ("option", "kind", "expected"), [("auto", "float", "float8_e4m3fn"), ("auto", "int", "int8"), ("model", "float", "float32")]
 )
 def test_the_engine_takes_the_checkpoint_at_its_word(
     option: str, kind: str, expected: str, plain: Callable[[str], Path], tmp_path: Path

@@ -29,16 +29,18 @@ LAYERS = 2
 def packed(file_format: str, group_size: int, **inputs: Any) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": group_size}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs or None}
-    return {
-        "quant_method": "compressed-tensors", "format": file_format, "config_groups": {"group_0": group}, "ignore": ["lm_head"],
-    }  # fmt: skip
+    return {"quant_method": "compressed-tensors", "format": file_format, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
 def bnb(**settings: Any) -> dict[str, Any]:
     return {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": False, "llm_int8_skip_modules": None,
-    } | settings  # fmt: skip
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "llm_int8_skip_modules": None,
+    } | settings
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -72,9 +74,7 @@ def load(folder: Path, config: CompileConfig, **options: Any) -> Model:
     spec = build_model(read_config(folder), dtype=torch.float32)
     kernels = frozenset({"rope_attention", "fused_linear"})
     model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
-    load_weights(
-        model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": torch.float32, "seed": 0} | options)
-    )
+    load_weights(model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": torch.float32, "seed": 0} | options))
     return model
 
 

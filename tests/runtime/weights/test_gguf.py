@@ -108,9 +108,7 @@ def test_tensors_equal_those_of_the_folder(
 
 
 @pytest.mark.parametrize(("checkpoint", "architecture"), [("tiny_llama_dir", "llama"), ("tiny_qwen3_dir", "qwen3")])
-def test_config_builds_the_same_model(
-    checkpoint: str, architecture: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_config_builds_the_same_model(checkpoint: str, architecture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(checkpoint)
     file = write_gguf(folder, tmp_path / "m.gguf", architecture=architecture, kind=GGMLQuantizationType.F16)
     from_gguf = build_model(read_config(file), dtype=torch.float32)
@@ -162,9 +160,7 @@ def string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def header(
-    values: dict[str, bytes] | None = None, *, shape: tuple[int, ...] = (32,), kind: int = 0, tensors: int = 1
-) -> bytes:
+def header(values: dict[str, bytes] | None = None, *, shape: tuple[int, ...] = (32,), kind: int = 0, tensors: int = 1) -> bytes:
     """A GGUF file with raw values (type and data) and equal tensors `w`. shape: columns first."""
     values = values or {}
     data = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(values))
@@ -198,7 +194,7 @@ ARRAY, STRING, UINT32, INT8 = (struct.pack("<I", kind) for kind in (9, 8, 4, 1))
         (header(shape=(1,) * 5), "5 dimensions"),
         (header(tensors=2), "same name"),
     ],
-)  # fmt: skip
+)
 def test_damaged_headers_are_one_sentence(content: bytes, says: str, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(content)
@@ -221,10 +217,8 @@ def test_the_header_of_the_damaged_ones_is_sound(tmp_path: Path) -> None:
         (lambda writer: writer.add_string("llama.rope.freq_base", "much"), "rope.freq_base must be a finite number, got 'much'"),
         (lambda writer: writer.add_float32("llama.rope.freq_base", float("nan")), "finite number, got nan"),
     ],
-)  # fmt: skip
-def test_metadata_of_a_wrong_type_is_one_sentence(
-    damage: Callable[[GGUFWriter], None], says: str, tmp_path: Path
-) -> None:
+)
+def test_metadata_of_a_wrong_type_is_one_sentence(damage: Callable[[GGUFWriter], None], says: str, tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.kv_data[0].pop("general.architecture")
     damage(writer)

@@ -22,25 +22,15 @@ KERNELS = frozenset({"rope_attention", "fused_linear"})
 TOKENS = [5, 6, 7, 8, 200, 41]
 HIDDEN, INNER, VOCAB, LAYERS = 256, 512, 300, 2
 SHAPES = {
-    "attn_q": (HIDDEN, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
-    "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
-}  # fmt: skip
-KINDS = (
-    "Q4_0",
-    "Q4_0",
-    "Q6_K",
-    "Q5_0",
-    "Q4_K",
-    "Q4_K",
-    "Q5_K",
-    "Q4_1",
-    "Q4_1",
-    "Q8_0",
-    "Q5_1",
-    "IQ4_NL",
-    "IQ4_NL",
-    "Q8_0",
-)
+    "attn_q": (HIDDEN, HIDDEN),
+    "attn_k": (128, HIDDEN),
+    "attn_v": (128, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN),
+    "ffn_gate": (INNER, HIDDEN),
+    "ffn_up": (INNER, HIDDEN),
+    "ffn_down": (HIDDEN, INNER),
+}
+KINDS = ("Q4_0", "Q4_0", "Q6_K", "Q5_0", "Q4_K", "Q4_K", "Q5_K", "Q4_1", "Q4_1", "Q8_0", "Q5_1", "IQ4_NL", "IQ4_NL", "Q8_0")
 
 
 @pytest.fixture(scope="module")

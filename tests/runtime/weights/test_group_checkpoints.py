@@ -30,12 +30,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 def w4a16(**weights: Any) -> dict[str, Any]:
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
     group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -95,9 +90,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
     reference = logits(load(dequantized, CompileConfig(mode="eager")))
-    model = load(
-        quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name in ("awq", "gptq-act-order"))
-    )
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name in ("awq", "gptq-act-order")))
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
     if name == "awq":

@@ -130,9 +130,7 @@ class ShardedTarget(RecordingTarget):
 
 
 @pytest.mark.parametrize("source", ["auto", "dummy"])
-def test_a_rank_reads_and_holds_only_its_shard(
-    source: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_and_holds_only_its_shard(source: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks together read each sharded byte once. A shard that waits for a merge holds only its own memory."""
     whole, report = load(tiny_llama_dir, load_format=source)
     spec = build_model(read_config(tiny_llama_dir), dtype=torch.float32)
@@ -159,9 +157,7 @@ def test_a_rank_reads_and_holds_only_its_shard(
         assert torch.equal(joined, tensor), name
 
 
-def test_unused_tensors_are_named_in_a_warning(
-    tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_tensors_are_named_in_a_warning(tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = rewrite(tiny_llama_dir, tmp_path, lambda tensors: tensors | {"vision.patch.weight": torch.zeros(2)})
     with caplog.at_level(logging.WARNING):
         _, report = load(folder)
@@ -169,9 +165,7 @@ def test_unused_tensors_are_named_in_a_warning(
     assert "vision.patch.weight" in caplog.text
 
 
-def test_ignored_scales_of_an_fp8_cache_are_reported(
-    tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ignored_scales_of_an_fp8_cache_are_reported(tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scales = {f"model.layers.{i}.self_attn.{name}_scale": torch.ones(1) for i in range(2) for name in "kv"}
     with caplog.at_level(logging.WARNING):
         _, report = load(rewrite(tiny_llama_dir, tmp_path, lambda tensors: tensors | scales))
@@ -198,9 +192,7 @@ def test_dummy_weights_depend_only_on_name_and_seed(tiny_llama_dir: Path) -> Non
     assert torch.equal(first.assigned[name], again.assigned[name])
     assert not torch.equal(first.assigned[name], other.assigned[name])
     assert not torch.equal(first.assigned[name], first.assigned[name.replace("layers.0", "layers.1")])
-    assert first.assigned["model.embed_tokens.weight"].std().item() == pytest.approx(
-        config["initializer_range"], rel=0.05
-    )
+    assert first.assigned["model.embed_tokens.weight"].std().item() == pytest.approx(config["initializer_range"], rel=0.05)
     assert torch.equal(first.assigned["model.norm.weight"], torch.ones(64))
     assert report.num_tensors == 21
 
@@ -305,10 +297,7 @@ def config_without_architecture(folder: Path) -> None:
         (empty_file, "model.safetensors is truncated or not a safetensors file"),
         (no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
         (index_names_absent_shard, "names model-00002-of-00002.safetensors, which is not in"),
-        (
-            index_names_absent_tensor,
-            "lacks model.elsewhere.weight, although model.safetensors.index.json lists it there",
-        ),
+        (index_names_absent_tensor, "lacks model.elsewhere.weight, although model.safetensors.index.json lists it there"),
         (index_is_not_json, 'must be a JSON object with a "weight_map"'),
         (quantized, "quant_method 'hqq' is not supported: use a checkpoint in the format compressed-tensors"),
         (no_config, "has no config.json"),

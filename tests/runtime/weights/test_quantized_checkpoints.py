@@ -43,9 +43,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
     folder = tmp_path_factory.mktemp("plain")
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -130,9 +138,7 @@ def test_a_wrong_config_is_one_sentence(plain: Path, tmp_path: Path) -> None:
 
 def test_contradicting_options_are_one_sentence(plain: Path, tmp_path: Path) -> None:
     quantized, _ = write_quantized(plain, tmp_path, FORMATS["int8-channel"])
-    with pytest.raises(
-        PassError, match="is already quantized, so it cannot be quantized to fp8: leave out --quantization"
-    ):
+    with pytest.raises(PassError, match="is already quantized, so it cannot be quantized to fp8: leave out --quantization"):
         load(quantized, CompileConfig(quantization="fp8"))
     with pytest.raises(PassError, match="leave out --quantization or --enforce-eager"):
         load(plain, CompileConfig(quantization="fp8", mode="eager"))

@@ -29,14 +29,13 @@ def test_bitsandbytes(name: str, plain: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    settings = {
-        key: FORMATS[name][key]
-        for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-    }
+    settings = {key: FORMATS[name][key] for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")}
     model = AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=torch.float32), device_map="cpu",
+        plain,
+        quantization_config=BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=torch.float32),
+        device_map="cpu",
         dtype=torch.float32,
-    )  # fmt: skip
+    )
     model.save_pretrained(tmp_path)
     held, compared = held_weights(tmp_path), 0
     for module_name, module in model.named_modules():
@@ -63,9 +62,7 @@ def test_compressed_tensors(name: str, plain: Path, tmp_path: Path) -> None:
     compressor: Any = NVFP4PackedCompressor if name == "nvfp4" else MXFP4PackedCompressor
     size = 16 if name == "nvfp4" else 32
     strategy = "tensor_group" if name == "nvfp4" else "group"
-    scheme = QuantizationScheme(
-        targets=["Linear"], weights=QuantizationArgs(num_bits=4, type="float", group_size=size, strategy=strategy)
-    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, type="float", group_size=size, strategy=strategy))
 
     def pack(module: str, weight: torch.Tensor, *_: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         weight = weight.float()
@@ -73,9 +70,7 @@ def test_compressed_tensors(name: str, plain: Path, tmp_path: Path) -> None:
         state = {"weight": weight, "weight_scale": largest / 6}
         if name == "nvfp4":
             state["weight_global_scale"] = (448 * 6 / weight.abs().max()).reshape(1)
-            state["weight_scale"] = (
-                (state["weight_scale"] * state["weight_global_scale"]).to(torch.float8_e4m3fn).float()
-            )
+            state["weight_scale"] = (state["weight_scale"] * state["weight_global_scale"]).to(torch.float8_e4m3fn).float()
         else:
             state["weight_scale"] = torch.exp2(torch.floor(torch.log2(largest)) - 2)
         packed = compressor.compress(state, scheme)

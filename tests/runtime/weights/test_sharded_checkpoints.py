@@ -46,9 +46,7 @@ def test_two_ranks(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, config, pack=pack)
     expected, _ = run_rank(0, str(dequantized), None, 1)
     cache = str(tmp_path / "cache")
-    for logits, rows in run_ranks(
-        SIZE, run_rank, str(quantized), cache, SIZE, name == "gptq-act-order", folder=tmp_path
-    ):
+    for logits, rows in run_ranks(SIZE, run_rank, str(quantized), cache, SIZE, name == "gptq-act-order", folder=tmp_path):
         assert ((logits - expected).norm() / expected.norm()).item() < 1e-3
         for row in rows:  # a rank that finds the other's artifact has no rows
             assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])

@@ -18,10 +18,7 @@ from compile_and_serve.runtime.weights import load_weights, read_config
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
 from tests.support.tiny_models import tiny_config
 
-ROW, TENSOR = (
-    {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}},
-    {"_type": "PerTensor", "_version": 1, "_data": {}},
-)
+ROW, TENSOR = ({"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}, {"_type": "PerTensor", "_version": 1, "_data": {}})
 FLOAT8 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
 SYMMETRIC = {"_type": "MappingType", "_data": "SYMMETRIC"}
 
@@ -60,9 +57,7 @@ def test_formats(name: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
         if f"{key}_scale" in held:
             renamed[f"{key.removesuffix('weight')}_weight_qdata"] = tensor
             if kind == "int":
-                renamed[f"{key.removesuffix('weight')}_weight_zero_point"] = torch.zeros(
-                    len(tensor), 1, dtype=torch.int8
-                )
+                renamed[f"{key.removesuffix('weight')}_weight_zero_point"] = torch.zeros(len(tensor), 1, dtype=torch.int8)
         else:
             renamed[key.replace(".weight_scale", "._weight_scale")] = tensor
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -87,10 +82,12 @@ def test_what_is_not_supported_is_named() -> None:
         (torchao("Int4WeightOnly", group_size=128), r"quant_type is 'Int4WeightOnlyConfig'"),
         (torchao("Int8WeightOnly", group_size=32, granularity=ROW), r"quant_type group_size is 32"),
         (torchao("Float8WeightOnly", granularity={"_type": "PerGroup", "_data": {}}), r"granularity is 'PerGroup'"),
-        (torchao("Int8DynamicActivationInt8Weight", act_mapping_type={"_type": "MappingType", "_data": "ASYMMETRIC"}),
-         r"quant_type act_mapping_type is 'ASYMMETRIC'"),
+        (
+            torchao("Int8DynamicActivationInt8Weight", act_mapping_type={"_type": "MappingType", "_data": "ASYMMETRIC"}),
+            r"quant_type act_mapping_type is 'ASYMMETRIC'",
+        ),
         ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, r"quantization_config's quant_type is"),
         (torchao("Int8WeightOnly", granularity=ROW) | {"include_input_output_embeddings": True}, "include_input_output_embeddings is"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ModelConfigError, match=message):
             build_model(tiny_config() | {"quantization_config": config}, dtype=torch.float32)

@@ -115,9 +115,7 @@ def test_reason_of_a_near_miss(dump: Path, open_page: Open) -> None:
 def test_roofline_shows_every_measured_piece(dump: Path, open_page: Open) -> None:
     browser = open_page(dump, "timings")
     pieces = len(load_dump(dump)["split"])
-    assert len(browser.find_elements("css selector", "#main svg circle")) == 2 * (
-        pieces + 1
-    )  # and the op, at two sizes
+    assert len(browser.find_elements("css selector", "#main svg circle")) == 2 * (pieces + 1)  # and the op, at two sizes
     rows = texts(browser, "#main tbody tr")
     assert sum(row.startswith(f"rope_attention × {LAYERS}") for row in rows) == 2
     assert "GFLOP/s" in browser.find_element("css selector", "#main svg").get_attribute("aria-label")

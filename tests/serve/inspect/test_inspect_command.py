@@ -42,9 +42,7 @@ def test_text_shows_what_the_page_shows(dump: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_two_dumps_are_compared(dump: Path, tmp_path: Path) -> None:
-    other = make_dump(
-        tmp_path / "other", tiny_spec(layers=LAYERS, dtype=torch.bfloat16), kernels=frozenset({"fused_linear"})
-    )
+    other = make_dump(tmp_path / "other", tiny_spec(layers=LAYERS, dtype=torch.bfloat16), kernels=frozenset({"fused_linear"}))
     result = CliRunner().invoke(app, ["inspect", str(dump), str(other)])
     assert result.exit_code == 0, result.output
     assert re.search(rf"fuse_rope_attention .*{LAYERS} of {LAYERS}.*no fused RoPE kernel", result.output)

@@ -5,15 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from compile_and_serve.runtime.parsers.events import (
-    CallArguments,
-    CallBegin,
-    CallDropped,
-    CallEnd,
-    Content,
-    Event,
-    Reasoning,
-)
+from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, CallDropped, CallEnd, Content, Event, Reasoning
 from compile_and_serve.runtime.parsers.json_scanner import ObjectReader
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 from compile_and_serve.runtime.parsers.text import find_marker

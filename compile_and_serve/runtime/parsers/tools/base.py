@@ -7,14 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from compile_and_serve.runtime.parsers.events import (
-    CallArguments,
-    CallBegin,
-    CallDropped,
-    CallEnd,
-    Content,
-    Event,
-)
+from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, CallDropped, CallEnd, Content, Event
 from compile_and_serve.runtime.parsers.json_scanner import ObjectReader
 from compile_and_serve.runtime.parsers.text import find_marker
 

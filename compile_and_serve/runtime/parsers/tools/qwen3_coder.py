@@ -20,8 +20,13 @@ _MAX_TAG = 300
 # The last two are for models that forget the first.
 _VALUE_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,), "null": (type(None),),
-}  # fmt: skip
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
 
 
 class Qwen3CoderParser(ToolParser):

@@ -52,9 +52,7 @@ def summarize(traces: Sequence[RequestTrace], seconds: float) -> dict[str, Any]:
     good = [trace for trace in traces if trace.error is None and trace.times]
     prompt_tokens = sum(trace.prompt_tokens for trace in good)
     output_tokens = sum(trace.output_tokens for trace in good)
-    decode_times = [
-        (trace.times[-1] - trace.times[0]) / (trace.output_tokens - 1) for trace in good if trace.output_tokens > 1
-    ]
+    decode_times = [(trace.times[-1] - trace.times[0]) / (trace.output_tokens - 1) for trace in good if trace.output_tokens > 1]
     gaps = [later - earlier for trace in good for earlier, later in zip(trace.times, trace.times[1:], strict=False)]
     return {
         "completed": len(good),
@@ -121,9 +119,4 @@ def report(title: str, workload: Mapping[str, Any], results: Mapping[str, Any], 
 
 
 def _environment() -> dict[str, str]:
-    return {
-        "version": __version__,
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
+    return {"version": __version__, "torch": version("torch"), "python": platform.python_version(), "machine": platform.machine()}

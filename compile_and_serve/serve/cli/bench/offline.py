@@ -85,9 +85,7 @@ def throughput_command(
     report("throughput", workload, summarize(traces, seconds), output_json)
 
 
-def run_requests(
-    engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int], *, n: int = 1
-) -> list[RequestTrace]:
+def run_requests(engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int], *, n: int = 1) -> list[RequestTrace]:
     """Send all prompts at once, without stop ids, and record when each token arrives. n: sequences per prompt, each with its
     own trace. A single one is greedy.
     """
@@ -103,9 +101,7 @@ def run_requests(
         # The sequences share their prompt, so its tokens count once.
         traces |= {id_: RequestTrace(sent=sent, prompt_tokens=0 if i else len(prompt)) for i, id_ in enumerate(ids)}
         siblings = [Sibling(request_id) for request_id in ids[1:]]
-        engine.add_request(
-            EngineRequest(request_id=ids[0], prompt_token_ids=prompt, sampling_params=params, siblings=siblings)
-        )
+        engine.add_request(EngineRequest(request_id=ids[0], prompt_token_ids=prompt, sampling_params=params, siblings=siblings))
     unfinished = set(traces)
     while unfinished:
         step = engine.step()

@@ -50,9 +50,7 @@ def serve_bench_command(
     model: Annotated[str | None, typer.Option(help="By default the first model that the server lists.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     num_prompts: Annotated[int, typer.Option(help="Total number of requests.")] = 100,
-    request_rate: Annotated[
-        float, typer.Option(help="Requests per second, as a Poisson process; inf sends all at once.")
-    ] = math.inf,
+    request_rate: Annotated[float, typer.Option(help="Requests per second, as a Poisson process; inf sends all at once.")] = math.inf,
     max_concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent requests.")] = None,
     input_len: Annotated[int, typer.Option(help="Words per prompt; a word is about one token.")] = 128,
     output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
@@ -60,9 +58,7 @@ def serve_bench_command(
     num_clients: Annotated[
         int | None, typer.Option(help="Processes that send the requests. By default one, and 4 with 16 CPU cores.")
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Send ignore_eos to get the full length. Some servers reject the field.")
-    ] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Send ignore_eos to get the full length. Some servers reject the field.")] = True,
     api_key: Annotated[
         str | None, typer.Option(help=f"Sent as a bearer token. By default {API_KEY_VARIABLE} from the environment.")
     ] = None,
@@ -169,28 +165,16 @@ def _import_httpx() -> None:
 
 
 def _send_share(
-    begin: float,
-    target: Target,
-    requests: Sequence[tuple[str, int]],
-    due: Sequence[float],
-    max_concurrency: int | None,
-    timeout: float,
+    begin: float, target: Target, requests: Sequence[tuple[str, int]], due: Sequence[float], max_concurrency: int | None, timeout: float
 ) -> tuple[list[RequestTrace], float]:
     """A process's share: its traces and CPU seconds. due: seconds after `begin` (time.perf_counter, the same clock in all processes)."""
     before = time.process_time()
-    traces = asyncio.run(
-        send_all(target, requests, [begin + at for at in due], max_concurrency=max_concurrency, timeout=timeout)
-    )
+    traces = asyncio.run(send_all(target, requests, [begin + at for at in due], max_concurrency=max_concurrency, timeout=timeout))
     return traces, time.process_time() - before
 
 
 async def send_all(
-    target: Target,
-    requests: Sequence[tuple[str, int]],
-    due: Sequence[float],
-    *,
-    max_concurrency: int | None,
-    timeout: float,
+    target: Target, requests: Sequence[tuple[str, int]], due: Sequence[float], *, max_concurrency: int | None, timeout: float
 ) -> list[RequestTrace]:
     """Send request i, its prompt and max_tokens, at due[i] (time.perf_counter), at most `max_concurrency` at a time.
     Returns traces in order.
@@ -199,9 +183,7 @@ async def send_all(
 
     slots = asyncio.Semaphore(max_concurrency or len(requests))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(
-        base_url=target.base_url, headers=target.headers, timeout=timeout, limits=limits
-    ) as client:
+    async with httpx.AsyncClient(base_url=target.base_url, headers=target.headers, timeout=timeout, limits=limits) as client:
 
         async def one(prompt: str, max_tokens: int) -> RequestTrace:
             async with slots:
@@ -273,9 +255,7 @@ def _first_model(base_url: str, headers: dict[bytes, bytes]) -> str:
         response.raise_for_status()
         return response.json()["data"][0]["id"]
     except httpx.HTTPStatusError as error:
-        raise ValueError(
-            f"{base_url}/v1/models answered {error.response.status_code}: give --model or --api-key."
-        ) from None
+        raise ValueError(f"{base_url}/v1/models answered {error.response.status_code}: give --model or --api-key.") from None
     except httpx.HTTPError as error:
         raise ValueError(f"No server answers at {base_url} ({error}): start it first or give --base-url.") from None
     except (json.JSONDecodeError, LookupError, TypeError):
