@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.quantization import GroupedWeight, QuantizedWeight
-from compile_and_serve.models.llama import LlamaAttention
+from compile_and_serve.models.families.llama import LlamaAttention
 from compile_and_serve.models.spec import ModelSpec
 
 # Last parts of the names of a cache's scales and of their zero points, which are 0. Those of queries and probabilities are for attention

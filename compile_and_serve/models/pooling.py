@@ -15,7 +15,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.step import CLASS_LOGITS, HIDDEN_STATES, ROWS, StepOutput
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.gemma import GemmaForCausalLM
+from compile_and_serve.models.families.gemma import GemmaForCausalLM
 from compile_and_serve.models.registry import ARCHITECTURES, ModelImpl, architecture_of, build_model, is_registered
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 

@@ -13,18 +13,18 @@ from torch import nn
 from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, ScoreFeature, StateGroup
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, WindowedConfig
-from compile_and_serve.models.deepseek import DeepseekConfig
-from compile_and_serve.models.deepseek_moe import DeepseekMoeForCausalLM, DeepseekMoeModelConfig
-from compile_and_serve.models.gemma import GemmaConfig, GemmaForCausalLM
-from compile_and_serve.models.glm4_moe import Glm4MoeConfig
-from compile_and_serve.models.gpt_oss import GptOssConfig, GptOssForCausalLM
-from compile_and_serve.models.gpt_oss import stored_weights as stored_gpt_oss_weights
+from compile_and_serve.models.families.deepseek import DeepseekConfig
+from compile_and_serve.models.families.deepseek_moe import DeepseekMoeForCausalLM, DeepseekMoeModelConfig
+from compile_and_serve.models.families.gemma import GemmaConfig, GemmaForCausalLM
+from compile_and_serve.models.families.glm4_moe import Glm4MoeConfig
+from compile_and_serve.models.families.gpt_oss import GptOssConfig, GptOssForCausalLM
+from compile_and_serve.models.families.gpt_oss import stored_weights as stored_gpt_oss_weights
+from compile_and_serve.models.families.llama import LlamaAttention, LlamaForCausalLM
+from compile_and_serve.models.families.mistral import Qwen2ForCausalLM, WindowedForCausalLM, mistral_config, qwen2_config
+from compile_and_serve.models.families.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
+from compile_and_serve.models.families.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
-from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
-from compile_and_serve.models.mistral import Qwen2ForCausalLM, WindowedForCausalLM, mistral_config, qwen2_config
-from compile_and_serve.models.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
 from compile_and_serve.models.quantization_config import with_stored_weights
-from compile_and_serve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart, full_attention
 
 log = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def _build_with_transformers(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
     # Imported here because importing transformers takes seconds.
-    from compile_and_serve.models.transformers_model import build_transformers_model
+    from compile_and_serve.models.transformers.model import build_transformers_model
 
     spec = build_transformers_model(config, dtype=dtype)
     log.info("%s runs in the transformers package's implementation.", architecture)

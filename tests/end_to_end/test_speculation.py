@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.models import drafters
+from compile_and_serve.models.drafters.dflash import dflash
+from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
+from compile_and_serve.models.drafters.eagle import eagle, eagle3
+from compile_and_serve.models.drafters.medusa import medusa
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.llm import RequestOutput
 from tests.support.drafters import check_every_draft
@@ -56,8 +61,13 @@ def write_drafter(method: str, model: Path, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 20}))
         return
     own, target = config | HEADS[method], build_model(config, dtype=torch.float32)
-    tensors = (target, {}) if method in ("eagle", "eagle3") else (target,)
-    spec = getattr(drafters, method)(own, *tensors, dtype=torch.float32)
+    makers: dict[str, Callable[..., DrafterSpec]] = {
+        "eagle": partial(eagle, tensors={}),
+        "eagle3": partial(eagle3, tensors={}),
+        "medusa": medusa,
+        "dflash": dflash,
+    }
+    spec = makers[method](own, target, dtype=torch.float32)
     parts = [spec.spec] if spec.context is None else [spec.spec, spec.context]
     shapes = {name: one.shape for part in parts for name, one in part.module.named_parameters()}
     shapes = {name.removeprefix("model."): shape for name, shape in shapes.items() if name not in spec.borrowed_weights}

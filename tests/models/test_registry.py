@@ -12,7 +12,7 @@ from torch import nn
 from compile_and_serve.custom_ops.quantization import ArrangedWeight
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import ARCHITECTURES, build_model
-from compile_and_serve.models.transformers_model import TransformersModel
+from compile_and_serve.models.transformers.model import TransformersModel
 
 SIZES = {
     "vocab_size": 32,

@@ -76,7 +76,7 @@ class FuseRopeAttention(BasePass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
         for node in gm.graph.find_nodes(op="call_function", target=ATTENTION):
-            # Without queries of its own, it only writes keys and values (`models/dflash.py`).
+            # Without queries of its own, it only writes keys and values (`models/drafters/dflash.py`).
             if arguments(node)[0] is arguments(node)[2]:
                 continue
             try:

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The line of the model that a node comes from. place: `models/llama.py:57 in forward`. code: the line's text."""
+    """The line of the model that a node comes from. place: `models/families/llama.py:57 in forward`. code: the line's text."""
 
     place: str
     code: str

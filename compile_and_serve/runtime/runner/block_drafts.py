@@ -1,4 +1,4 @@
-"""`BlockDrafts`: all drafts of a sequence from one pass over a block of mask tokens (`models/dflash.py`).
+"""`BlockDrafts`: all drafts of a sequence from one pass over a block of mask tokens (`models/drafters/dflash.py`).
 
 Shape legend: T tokens of the target's step, S sequences that get drafts, K drafts of a sequence, B = 1 + K tokens of a block, F features of
 the target's hidden states, M block-table columns.

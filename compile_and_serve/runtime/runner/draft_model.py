@@ -14,7 +14,12 @@ from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, StateGroup
-from compile_and_serve.models.drafters import DrafterSpec, dflash, draft_model, eagle, eagle3, medusa, mtp
+from compile_and_serve.models.drafters.dflash import dflash
+from compile_and_serve.models.drafters.draft_model import draft_model
+from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
+from compile_and_serve.models.drafters.eagle import eagle, eagle3
+from compile_and_serve.models.drafters.medusa import medusa
+from compile_and_serve.models.drafters.mtp import mtp
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model

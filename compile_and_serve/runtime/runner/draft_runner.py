@@ -30,7 +30,7 @@ from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
-from compile_and_serve.models.drafters import DRAFT_TOKENS
+from compile_and_serve.models.drafters.medusa import DRAFT_TOKENS
 from compile_and_serve.runtime.runner.block_drafts import BlockDrafts
 from compile_and_serve.runtime.runner.decode_step import DecodeStep
 from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts, StepOf, aligned

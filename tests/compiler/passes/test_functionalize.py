@@ -20,7 +20,7 @@ from compile_and_serve.compiler.passes.functionalize import Functionalize
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
-from compile_and_serve.models.llama import LlamaDecoderLayer
+from compile_and_serve.models.families.llama import LlamaDecoderLayer
 from tests.support.tiny_models import caches, capture_decoder, fill, step, tiny_spec
 
 FEATURES = 8

@@ -120,7 +120,7 @@ def test_float32_norm_weight_is_a_near_miss_with_its_place() -> None:
     assert isinstance(result, PassResult)
     assert len(result.near_misses) == LAYERS
     assert "different dtypes (torch.float32 and torch.bfloat16)" in result.near_misses[0].reason
-    assert "models/llama.py:" in result.near_misses[0].source
+    assert "models/families/llama.py:" in result.near_misses[0].source
 
 
 WITHOUT_LINEARS = frozenset({"fuse_linears"})

@@ -132,7 +132,7 @@ def test_a_partly_excluded_merged_weight_is_a_near_miss() -> None:
     misses = near_misses(records["quantize_linears"])
     assert len(misses) == LAYERS
     assert misses[0].reason == "only a part of the merged weight is to be quantized"
-    assert "models/llama.py:" in misses[0].source
+    assert "models/families/llama.py:" in misses[0].source
     _, _, records = run(quantization="fp8", quantization_exclude=("*.k_proj",), disabled=frozenset({"merge_linears"}))
     assert records["quantize_linears"].result == PassResult(matched=6 * LAYERS + 1)
 

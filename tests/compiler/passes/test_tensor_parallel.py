@@ -280,7 +280,7 @@ def test_an_attention_that_is_not_sharded_is_an_error() -> None:
     """Each rank's KV cache has its own heads alone."""
     with pytest.raises(PassError, match="does not shard the attention of any layer.* tensor parallel size of 1"):
         run(2, verify=False, plan=lambda plan: {})
-    with pytest.raises(PassError, match=r"does not shard the attention of .*models/llama.py:\d+"):
+    with pytest.raises(PassError, match=r"does not shard the attention of .*models/families/llama.py:\d+"):
         run(2, verify=False, plan=lambda plan: {name: style for name, style in plan.items() if ".mlp." in name})
 
 

@@ -108,7 +108,7 @@ def test_graphs_run_and_every_line_has_dtype_shape_or_source(tmp_path: Path) -> 
     for file in (folder / graph["file"] for graph in graphs):
         text = file.read_text()
         body = text[text.index("):\n") : text.index("    return ")].splitlines()[1:]
-        assert all(re.match(r"    # models/\w+\.py:\d+, in forward: ", line) or "  # " in line for line in body), file
+        assert all(re.match(r"    # models/[\w/]+\.py:\d+, in forward: ", line) or "  # " in line for line in body), file
         graph = load(file)
         results.append(run(graph.forward, graph.INPUTS, random_inputs(graph.INPUTS))[0])
     assert len(results) == 1 + len(default_passes()) - 4  # the four fusions had no kernel and did not run
@@ -147,7 +147,7 @@ def test_report_has_the_passes_and_the_nodes(with_pieces: Path) -> None:
     last = report["pieces"][report["graphs"][-1]["steps"][2]["piece"]]
     calls = [node for node in last["nodes"] if node["kind"] == "call"]
     assert [node["target"] for node in calls] == ["torch.ops.cas.fused_linear.default"] * 4
-    assert calls[0]["source"].startswith("models/llama.py:")
+    assert calls[0]["source"].startswith("models/families/llama.py:")
     assert calls[0]["code"] == "return self.o_proj(out_THE.flatten(1))"
     used = Counter(step["piece"] for step in report["graphs"][-1]["steps"] if "piece" in step)
     assert {row["piece"]: row["count"] for row in report["split"]} == used
@@ -163,7 +163,7 @@ def test_near_miss_is_in_the_report_with_its_line(tmp_path: Path) -> None:
     (row,) = [row for row in report["compilation"]["passes"] if row["name"] == "fuse_linears"]
     assert row["expected"] - row["matched"] == 2
     assert "different dtypes" in row["near_misses"][0]["reason"]
-    assert re.search(r"models/llama\.py:\d+", row["near_misses"][0]["source"])
+    assert re.search(r"models/families/llama\.py:\d+", row["near_misses"][0]["source"])
 
 
 def test_dumping_changes_nothing(plain_dump: tuple[Path, Model]) -> None:

@@ -17,8 +17,8 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.models import llama, qwen3
 from compile_and_serve.models.cache_scales import UnfoldableScalesError, checkpoint_cache_dtype, weight_factors
+from compile_and_serve.models.families import llama, qwen3
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.weights import load_weights, read_config

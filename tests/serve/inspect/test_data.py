@@ -39,7 +39,7 @@ def test_near_misses_are_grouped_by_source_line(dump: Path) -> None:
     rows = near_misses(load_dump(dump)["compilation"]["passes"])
     assert len(rows) == 1
     assert (rows[0]["pass"], rows[0]["count"], len(rows[0]["nodes"])) == ("fuse_linears", LAYERS, LAYERS)
-    assert rows[0]["source"].startswith("models/llama.py:")
+    assert rows[0]["source"].startswith("models/families/llama.py:")
 
 
 def test_text_has_each_distinct_piece_once(dump: Path) -> None:

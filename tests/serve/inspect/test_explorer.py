@@ -78,7 +78,7 @@ def test_search_finds_a_node_and_shows_its_source(dump: Path, open_page: Open) -
     assert len(results) == len(browser.find_elements("css selector", "#canvas .node.found")) >= 9
     search.send_keys("\n")
     details = by_id(browser, "details").text
-    assert "models/llama.py:" in details
+    assert "models/families/llama.py:" in details
     assert "bfloat16[tokens, " in details
     assert "torch.ops.cas.fused_linear.default(" in details
     browser.find_element("css selector", "#details summary").click()
@@ -107,7 +107,7 @@ def test_reason_of_a_near_miss(dump: Path, open_page: Open) -> None:
     row = texts(browser, "#main tbody tr")[0]
     assert "fuse_linears" in row
     assert "the norm's weight and its input have different dtypes (torch.float32 and torch.bfloat16)" in row
-    assert "models/llama.py:" in row
+    assert "models/families/llama.py:" in row
     by_id(browser, "reason-filter").send_keys("no such reason")
     assert texts(browser, "#main tbody tr") == []
 

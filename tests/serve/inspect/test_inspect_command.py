@@ -31,7 +31,7 @@ def test_text_shows_what_the_page_shows(dump: Path) -> None:
     assert "(attention → piece 1) × 3" in result.output
     assert f"(rope_attention → piece 1) × {repeats(dump)}" in result.output
     assert "the norm's weight and its input have different dtypes (torch.float32 and torch.bfloat16)" in result.output
-    assert re.search(r"fuse_linears .*models/llama\.py:\d+", result.output)
+    assert re.search(r"fuse_linears .*models/families/llama\.py:\d+", result.output)
     assert len(re.findall(r"\bcorrect\b", result.output)) == len(default_passes())
     assert "Measured pieces (" in result.output
     assert "KV cache 512 tokens, 1.0 MiB, attention by torch" in result.output

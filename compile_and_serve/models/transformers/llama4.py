@@ -17,7 +17,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.quantization import ArrangedWeight, StoredWeight
-from compile_and_serve.models.transformers_attention import attention_forward
+from compile_and_serve.models.transformers.attention import attention_forward
 
 
 def _angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def arranged_experts(model: nn.Module, dtype: torch.dtype) -> dict[str, StoredWe
     return stored
 
 
-METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # as `transformers_older` has them
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # as `older` has them
     "Llama4TextRotaryEmbedding": ("forward", _angles),
     "Llama4TextAttention": ("forward", _attention),
     "Llama4TextMoe": ("forward", _experts),

@@ -16,8 +16,8 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPastAndCrossAttentions
 
-from compile_and_serve.models import transformers_llama4
-from compile_and_serve.models.transformers_attention import Mask, Unsupported, attention_forward
+from compile_and_serve.models.transformers import llama4
+from compile_and_serve.models.transformers.attention import Mask, Unsupported, attention_forward
 
 
 def replace_attention(model: Any) -> dict[str, torch.Tensor]:
@@ -212,5 +212,5 @@ _METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # class of a module →
     "BigBirdSelfAttention": ("forward", _bert),
     "torch.nn.modules.normalization.RMSNorm": ("forward", _rms_norm),
     "XmodOutput": ("lang_adapter", _xmod_adapter),
-    **transformers_llama4.METHODS,
+    **llama4.METHODS,
 }

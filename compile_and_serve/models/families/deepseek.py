@@ -16,7 +16,7 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.mla import mla_attention
 from compile_and_serve.custom_ops.step import LatentCacheSpec
 from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigError, positive_int
-from compile_and_serve.models.deepseek_moe import ROUTINGS, DeepseekMoeConfig
+from compile_and_serve.models.families.deepseek_moe import ROUTINGS, DeepseekMoeConfig
 from compile_and_serve.models.layers import yarn_magnitude
 
 _LATENT_EPS = 1e-6  # of the norms over latents, whatever the config's rms_norm_eps

@@ -20,10 +20,10 @@ from compile_and_serve.custom_ops.quantization import ArrangedWeight, Mxfp4Weigh
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK
 from compile_and_serve.custom_ops.step import KV_CACHES, ScoreFeature
 from compile_and_serve.models.config import ModelConfigError, WindowedConfig
+from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
+from compile_and_serve.models.families.mistral import WindowedForCausalLM
+from compile_and_serve.models.families.moe import MoeConfig
 from compile_and_serve.models.layers import apply_rope
-from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer
-from compile_and_serve.models.mistral import WindowedForCausalLM
-from compile_and_serve.models.moe import MoeConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,12 +8,19 @@ reads its own output at i in place of the hidden state of token i + 1, which the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
-from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
+from compile_and_serve.models.drafters.drafter_spec import EMBEDDING, HEAD, DrafterSpec, check_vocabulary, checked_target
+from compile_and_serve.models.drafters.hidden_states import hidden_size_of, num_layers_of, reads_hidden_states, with_hidden_states
+from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding
-from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer
+from compile_and_serve.models.registry import DECODER_TP_PLAN, decoder_spec, kv_cache_of, on_meta
+from compile_and_serve.models.spec import ModelSpec, full_attention
 
 
 class EagleModel(nn.Module):
@@ -119,3 +126,77 @@ class Eagle3ForCausalLM(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_SD = self.model(input_ids, positions, hidden_states, kv_caches)[logits_indices]
         return self.lm_head(self.model.norm(hidden_SD)), hidden_SD
+
+
+def eagle(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype) -> DrafterSpec:
+    """An EAGLE-1 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
+    if any(name.removeprefix("model.").startswith(("midlayer.", "d2t")) for name in tensors):
+        raise ModelConfigError("The drafter is an EAGLE-3 head: use the method eagle3 in speculative_config.")
+    decoder, size = DecoderConfig.from_dict({**config, "tie_word_embeddings": False}), hidden_size_of(target)
+    if decoder.hidden_size != size:
+        raise ModelConfigError(
+            f"The EAGLE head's hidden size is {decoder.hidden_size} and the model's {size}: use a head that was trained for this model."
+        )
+    check_vocabulary(decoder.vocab_size, target)
+    has_bias = any(name.endswith("fc.bias") for name in tensors)
+    state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
+    spec = decoder_spec(
+        on_meta(lambda: EagleForCausalLM(decoder, has_bias), dtype), decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"}
+    )
+    return DrafterSpec(
+        kind="hidden",
+        spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
+        target=with_hidden_states(checked_target(target), (num_layers_of(target),)),
+        hidden_size=decoder.hidden_size,
+        borrowed_weights={EMBEDDING: (EMBEDDING,), HEAD: (HEAD, EMBEDDING)},
+    )
+
+
+def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype) -> DrafterSpec:
+    """An EAGLE-3 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
+    if tensors and not any("midlayer." in name for name in tensors):
+        raise ModelConfigError(
+            "The drafter has no tensors of an EAGLE-3 head (midlayer.…): use the method eagle for an EAGLE-1 head, or another drafter."
+        )
+    config = {**config, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    decoder, num_layers = DecoderConfig.from_dict(config), num_layers_of(target)
+    check_vocabulary(decoder.vocab_size, target)
+    draft_vocab_size = positive_int(config, "draft_vocab_size", decoder.vocab_size)
+    norm_before_residual = config.get("norm_before_residual", False)
+    if not isinstance(norm_before_residual, bool):
+        raise ModelConfigError(f"norm_before_residual in the EAGLE head's config must be true or false, got {norm_before_residual!r:.200}.")
+    given = positive_int(config, "target_hidden_size", hidden_size_of(target))
+    if given != hidden_size_of(target):
+        raise ModelConfigError(
+            f"The EAGLE head reads hidden states of {given} features and the model has {hidden_size_of(target)}: use a head that was "
+            "trained for this model."
+        )
+    plan = {name.replace("model.layers.*", "model.midlayer"): style for name, style in DECODER_TP_PLAN.items()}
+    spec = decoder_spec(
+        on_meta(lambda: Eagle3ForCausalLM(decoder, draft_vocab_size, norm_before_residual), dtype),
+        decoder,
+        config,
+        [full_attention([kv_cache_of(decoder)])],
+        plan,
+    )
+    return DrafterSpec(
+        kind="hidden",
+        spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
+        target=with_hidden_states(checked_target(target), _eagle3_taps(config, num_layers)),
+        hidden_size=decoder.hidden_size,
+        combine=True,
+        maps_tokens=draft_vocab_size != decoder.vocab_size or "d2t" in tensors,
+        borrowed_weights={EMBEDDING: (EMBEDDING,)},
+    )
+
+
+def _eagle3_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs an EAGLE-3 head reads. vLLM's configs number these; those with an `eagle_config`, which are SGLang's, number
+    the layers whose outputs they are.
+    """
+    name, nested = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
+    inner = nested.get(name) if isinstance(nested, Mapping) else None
+    given = inner or config.get(name) or (2, num_layers // 2, num_layers - 3)
+    if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
+        raise ModelConfigError(f"{name} in the EAGLE head's config must be a list of layer numbers, got {given!r:.200}.")
+    return tuple(layer + 1 if inner else layer for layer in given)

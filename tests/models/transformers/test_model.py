@@ -24,7 +24,7 @@ from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
-from compile_and_serve.models.transformers_attention import Mask, Unsupported, recognize
+from compile_and_serve.models.transformers.attention import Mask, Unsupported, recognize
 from tests.support.moe_models import FAMILIES
 from tests.support.tiny_models import capture_decoder, capture_spec
 from tests.support.transformers_models import SIZES, config_of, greedy_tokens, load_reference, write_random_model

@@ -13,7 +13,7 @@ from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.layers import inverse_frequencies, rope_magnitude
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
-from tests.models.test_moe import loaded
+from tests.models.families.test_moe import loaded
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.mxfp4_checkpoints import write_gpt_oss
 from tests.support.tiny_models import plain_logits

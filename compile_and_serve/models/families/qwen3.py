@@ -11,8 +11,8 @@ from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from compile_and_serve.models.layers import apply_rope
-from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 
 
 class Qwen3Attention(LlamaAttention):

@@ -16,9 +16,9 @@ from torch import nn
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.step import KVCacheSpec, LatentCacheSpec
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
+from compile_and_serve.models.families.llama import LlamaDecoderLayer, LlamaForCausalLM
+from compile_and_serve.models.families.moe import Experts, MoeConfig
 from compile_and_serve.models.layers import GatedMlp
-from compile_and_serve.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from compile_and_serve.models.moe import Experts, MoeConfig
 
 Routing = tuple[Literal["softmax", "sigmoid"], Literal["greedy", "group_limited_greedy", "noaux_tc"]]
 ROUTINGS: tuple[Routing, ...] = (("softmax", "greedy"), ("softmax", "group_limited_greedy"), ("sigmoid", "noaux_tc"))

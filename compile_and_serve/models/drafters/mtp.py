@@ -9,12 +9,21 @@ does. Where there is one, it drafts further tokens from its own output. `runtime
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import nn
 
-from compile_and_serve.models.config import DecoderConfig
-from compile_and_serve.models.deepseek_moe import DeepseekMoe, DeepseekMoeLayer, DeepseekMoeModelConfig
+from compile_and_serve.custom_ops.step import ROWS, TOKENS
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
+from compile_and_serve.models.drafters.drafter_spec import EMBEDDING, HEAD, DrafterSpec, checked_target
+from compile_and_serve.models.drafters.hidden_states import num_layers_of, reads_hidden_states, with_hidden_states
+from compile_and_serve.models.families.deepseek_moe import DeepseekMoe, DeepseekMoeLayer, DeepseekMoeModelConfig
 from compile_and_serve.models.layers import RotaryEmbedding
+from compile_and_serve.models.quantization_config import with_stored_weights
+from compile_and_serve.models.registry import ARCHITECTURES, deepseek_moe_spec
+from compile_and_serve.models.spec import ModelSpec
 
 
 class SharedHead(nn.Module):
@@ -80,3 +89,39 @@ class MtpForCausalLM(nn.Module):
         hidden_TD = layer(x_TD, cos_TE, sin_TE, kv_caches[0])
         hidden_SD = hidden_TD[logits_indices]
         return layer.shared_head(hidden_SD), hidden_SD if self.is_only else hidden_TD
+
+
+def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpec:
+    """The target's own layers for multi-token prediction, as many as `num_tokens` drafts need. Raises `ModelConfigError` if it has none."""
+    config = target.config
+    architecture = (config.get("architectures") or ["?"])[0]
+    family = ARCHITECTURES.get(architecture)
+    if family is None or family.deepseek_moe is None or not config.get("num_nextn_predict_layers"):
+        families = [name for name, one in ARCHITECTURES.items() if one.deepseek_moe is not None]
+        raise ModelConfigError(
+            f"{architecture} brings no layer for multi-token prediction that is known here: it must be one of {', '.join(families)} with "
+            "num_nextn_predict_layers in its config."
+        )
+    assert family.experts is not None
+    parsed = family.deepseek_moe(config)
+    target = with_hidden_states(checked_target(target), (num_layers_of(target),))
+    first, size = parsed.decoder.num_hidden_layers, parsed.decoder.hidden_size
+    numbers = range(first, first + min(num_tokens, positive_int(config, "num_nextn_predict_layers")))
+    layers = []
+    for number in numbers:
+        is_only, prefix = len(numbers) == 1, f"model.layers.{number}."
+        make = partial(MtpForCausalLM, number=number, is_only=is_only)
+        # The number is part of the config, because it is part of the weights' names, which an artifact holds.
+        own = {**config, "mtp_layer_number": number}
+        spec = with_stored_weights(deepseek_moe_spec(make, parsed, family.experts, own, dtype, number))
+        layers.append(
+            DrafterSpec(
+                kind="hidden",
+                spec=reads_hidden_states(spec, size, dtype, gives=ROWS if is_only else TOKENS),
+                target=target,
+                hidden_size=size,
+                borrowed_weights={f"{prefix}embed_tokens.weight": (EMBEDDING,), f"{prefix}shared_head.head.weight": (HEAD, EMBEDDING)},
+                prefix=prefix,
+            )
+        )
+    return replace(layers[0], layers_behind=tuple(layers[1:]))

@@ -1,7 +1,7 @@
 """Any decoder of the transformers package, unmodified: its class from config.json, its weights by their own names.
 
 `AttentionInterface` lets us replace the attention function, so that the class runs on the paged KV cache like our own families. What a
-class's attention needs (masks, windows, caps, sinks) is recorded in a dry run; `transformers_attention` has both.
+class's attention needs (masks, windows, caps, sinks) is recorded in a dry run; `attention` has both.
 
 Shape legend: T tokens of the step, S rows whose logits are needed, V vocabulary.
 """
@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from compile_and_serve.custom_ops.step import StateGroup
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
-from compile_and_serve.models.transformers_attention import (
+from compile_and_serve.models.transformers.attention import (
     DRY_RUN,
     DRY_TOKENS,
     RunningForward,
@@ -34,16 +34,16 @@ from compile_and_serve.models.transformers_attention import (
     state_groups,
     unsupported,
 )
-from compile_and_serve.models.transformers_experts import (
+from compile_and_serve.models.transformers.experts import (
     biases_as_parameters,
     expert_parts,
     has_experts,
     unsupported_reason,
     use_our_experts,
 )
-from compile_and_serve.models.transformers_llama4 import arranged_experts
-from compile_and_serve.models.transformers_older import replace_attention
-from compile_and_serve.models.transformers_weights import weight_names
+from compile_and_serve.models.transformers.llama4 import arranged_experts
+from compile_and_serve.models.transformers.older import replace_attention
+from compile_and_serve.models.transformers.weights import weight_names
 
 ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "seq_length")
@@ -368,7 +368,8 @@ def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
 
 def _module_of(error: Exception) -> str:
     """File and line of transformers' code that raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts]
+    package = Path(transformers.__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if package in Path(frame.filename).parents]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else type(error).__name__
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES
 from compile_and_serve.models.config import WindowedConfig
+from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
+from compile_and_serve.models.families.moe import Qwen2Attention
 from compile_and_serve.models.layers import RotaryEmbedding
-from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer
-from compile_and_serve.models.moe import Qwen2Attention
 
 MakeLayer = Callable[[str], nn.Module]
 

@@ -16,9 +16,9 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.step import KVCacheSpec
 from compile_and_serve.models.config import DecoderConfig
-from compile_and_serve.models.deepseek_moe import DeepseekMoeConfig
+from compile_and_serve.models.families.deepseek_moe import DeepseekMoeConfig
+from compile_and_serve.models.families.llama import LlamaAttention
 from compile_and_serve.models.layers import apply_partial_rope
-from compile_and_serve.models.llama import LlamaAttention
 
 # What a config.json leaves out.
 _DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_shared_experts": 1, "first_k_dense_replace": 1}

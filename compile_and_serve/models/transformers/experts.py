@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.models.spec import TensorPart
-from compile_and_serve.models.transformers_llama4 import OUR_EXPERTS
+from compile_and_serve.models.transformers.llama4 import OUR_EXPERTS
 
 EXPERTS = "compile_and_serve"  # our name in transformers' ExpertsInterface
 _SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -1,12 +1,28 @@
-"""Hidden states as a second output of a decoder, for drafters that read them."""
+"""Hidden states: a second output of a target, and an input of the drafters that read them.
+
+Shape legend: T tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from compile_and_serve.custom_ops.step import HIDDEN_STATES, TOKENS, StepOutput
-from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.llama import LlamaForCausalLM
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.step import (
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_INDICES,
+    POSITIONS,
+    ROWS,
+    TOKENS,
+    StepInput,
+    StepOutput,
+)
+from compile_and_serve.models.config import ModelConfigError, positive_int
+from compile_and_serve.models.families.llama import LlamaForCausalLM
 from compile_and_serve.models.spec import ModelSpec
 
 
@@ -39,4 +55,29 @@ def with_hidden_states(spec: ModelSpec, taps: tuple[int, ...]) -> ModelSpec:
         spec,
         config={**spec.config, "hidden_state_taps": list(taps)},  # it is a part of what the module computes
         outputs=(*spec.outputs, StepOutput(name=HIDDEN_STATES, dims=(TOKENS, size * len(taps)))),
+    )
+
+
+def hidden_size_of(target: ModelSpec) -> int:
+    num_layers_of(target)  # which names a target without hidden states
+    return positive_int(target.config, "hidden_size")
+
+
+def hidden_input(size: int, dtype: torch.dtype) -> StepInput:
+    """Hidden states [T, D]. The host has none: it fills zeros."""
+    return StepInput(
+        name=HIDDEN_STATES, dtype=dtype, dims=(TOKENS, size), fill=lambda batch: np.zeros((len(batch.token_ids), size), dtype=np.float32)
+    )
+
+
+def reads_hidden_states(spec: ModelSpec, size: int, dtype: torch.dtype, gives: str = ROWS) -> ModelSpec:
+    """The spec of a head, which takes and gives hidden states. Names in its checkpoint may lack "model.". gives: of which rows."""
+    parameters = [name for name, _ in spec.module.named_parameters()]
+    short = {name.removeprefix("model."): name for name in parameters if name.startswith("model.")}
+    unused: dict[str, str | None] = dict.fromkeys(("d2t", "t2d", "fc.weight", "fc.bias"))
+    return replace(
+        spec,
+        weight_map={**unused, **short, **spec.weight_map},
+        inputs=(INPUT_IDS, POSITIONS, hidden_input(size, dtype), LOGITS_INDICES),
+        outputs=(StepOutput(name=LOGITS), StepOutput(name=HIDDEN_STATES, dims=(gives, size))),
     )

@@ -18,8 +18,8 @@ from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.step import KV_CACHES
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
+from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from compile_and_serve.models.layers import GatedMlp, apply_rope
-from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from compile_and_serve.models.transformers_attention import Unsupported
-from compile_and_serve.models.transformers_experts import stacks_experts
+from compile_and_serve.models.transformers.attention import Unsupported
+from compile_and_serve.models.transformers.experts import stacks_experts
 
 
 def weight_names(model: PreTrainedModel) -> dict[str, str | None]:

@@ -1,0 +1,1 @@
+"""The fallback: decoders of the transformers package, unmodified."""
