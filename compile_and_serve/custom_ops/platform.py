@@ -97,6 +97,11 @@ class Platform(Protocol):
         ...
 
     @property
+    def shared_bytes_per_multiprocessor(self) -> int:
+        """The most shared memory that a multiprocessor can have; 0 on a CPU."""
+        ...
+
+    @property
     def l2_bytes(self) -> int:
         """Size of the cache that all multiprocessors share; 0 on a CPU, where nothing asks for it."""
         ...
@@ -199,6 +204,7 @@ class CpuPlatform:
     collectives = "gloo"
     compute_capability = (0, 0)
     num_multiprocessors = 1
+    shared_bytes_per_multiprocessor = 0
     l2_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
@@ -331,6 +337,11 @@ class CudaPlatform:
     def num_multiprocessors(self) -> int:
         """See `Platform.num_multiprocessors`."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def shared_bytes_per_multiprocessor(self) -> int:
+        """See `Platform.shared_bytes_per_multiprocessor`."""
+        return torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
 
     @property
     def l2_bytes(self) -> int:

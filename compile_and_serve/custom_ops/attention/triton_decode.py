@@ -99,6 +99,7 @@ def _decode_kernel(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, IS_CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    RESIDENT: tl.constexpr,  # not read: the kernel of one sequence is one of its own, whose shared memory `launch` limits
 ):  # fmt: skip
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -379,6 +380,8 @@ def decode_attention(
     min_split = max(block_c, min_split)
     if window is not None:
         splits = min(splits, cdiv(window, min_split))  # no more of them have keys
+    # The linears of a step of one sequence need the L1 cache; those of more sequences keep their loads in shared memory.
+    resident = cdiv(num_kv_heads * splits, num_sms(device)) if num_seqs == 1 else None
     partial = counters = None
     if splits > 1:
         partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
@@ -398,5 +401,5 @@ def decode_attention(
         WINDOW=window or 0, CHUNKED=chunked, HAS_CAP=scores.soft_cap > 0, HAS_SINKS=scores.sinks_H is not None,
         HAS_ALIBI=scores.alibi_slopes_H is not None,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
-        IS_CAUSAL=is_causal, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        IS_CAUSAL=is_causal, PDL=pdl, RESIDENT=resident, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip

@@ -31,7 +31,7 @@ ATTENTION = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 
              "BLOCK_H": 32, "BLOCK_K": 8, "WRITE_Q": True, "WRITE_K": False, "HAS_Q_NORM": False, "HAS_K_NORM": False,
              "HAS_ROPE": True, "PDL": True, "q_norm_ptr": None, "k_norm_ptr": None, "k_out_ptr": None,
              "WINDOW": 0, "CHUNKED": False, "HAS_CAP": False, "HAS_SINKS": False, "HAS_ALIBI": False, "sinks_ptr": None,
-             "slopes_ptr": None, "IS_CAUSAL": True}
+             "slopes_ptr": None, "IS_CAUSAL": True, "RESIDENT": 1}
 GEMMA = {"NUM_HEADS": 8, "NUM_KV_HEADS": 4, "HEAD_DIM": 256, "BLOCK_R": 128, "BLOCK_E": 256, "WINDOW": 1024, "HAS_CAP": True,
          "HAS_SINKS": True, "HAS_ALIBI": True, "sinks_ptr": "", "slopes_ptr": ""}
 SAMPLING = {"CHUNK": 8192, "CHUNKS": 16, "STEP": 2048, "BLOCK": 128, "BLOCK_J": 16, "BLOCKS": 1024, "CANDIDATES": 1024, "KEY_BITS": 16,
