@@ -27,6 +27,7 @@ class WeightMismatchError(ValueError):
 
 
 Outputs = dict[str, torch.Tensor]
+StepModel = Callable[[Step], Outputs]
 JoinPieces = Callable[[], Mapping[str, PieceCallable]]
 
 
@@ -70,10 +71,14 @@ class Model(Protocol):
     inputs, state: what a step takes and keeps: the model's own, and what passes added.
     source_specs: what a checkpoint must hold, by parameter name (with the scales of those that it holds quantized).
     transforms: how the weights are made of it.
+    plans: what runs the model's steps once its weights are loaded: any step first, steps that use no optional input last.
     report: what was done and how long it took.
     """
 
     report: dict[str, Any]
+
+    @property
+    def plans(self) -> Sequence[StepModel]: ...
 
     @property
     def inputs(self) -> Sequence[StepInput]: ...
@@ -118,7 +123,11 @@ class CompiledModel:
     plain_plan: ExecutionPlan | None = None
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _loaded: LoadedPlan | None = field(default=None, init=False)
-    plain: LoadedPlan | None = field(default=None, init=False)  # of plain_plan, after `finish_loading`
+    _plain: LoadedPlan | None = field(default=None, init=False)  # of plain_plan, after `finish_loading`
+
+    @property
+    def plans(self) -> tuple[StepModel, ...]:
+        return (self,) if self._plain is None else (self, self._plain)
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
@@ -164,7 +173,7 @@ class CompiledModel:
         _require(self._weights, [t.target for t in self.plan.transforms])
         self._loaded = LoadedPlan(self, self.plan)
         if self.plain_plan is not None:
-            self.plain = LoadedPlan(self, self.plain_plan)
+            self._plain = LoadedPlan(self, self.plain_plan)
 
     def __call__(self, step: Step) -> Outputs:
         assert self._loaded is not None, "the model's weights are not loaded"
@@ -208,6 +217,10 @@ class EagerModel:
     @property
     def state(self) -> Sequence[StateGroup]:
         return self.spec.state
+
+    @property
+    def plans(self) -> tuple[StepModel, ...]:
+        return (self,)
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:

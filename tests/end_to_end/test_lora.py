@@ -175,9 +175,9 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
         with make_llm(model, tmp_path, num_kv_blocks=66) as llm:
             runner = llm.engine.core.executor.worker.runner
             compiled = runner.steps.model
-            assert compiled.plain.plan.steps == model_of_base.plan.steps
+            assert compiled.plans[1].plan.steps == model_of_base.plan.steps
             assert compiled.plan.steps != model_of_base.plan.steps
-            assert {t.target for t in compiled.plan.transforms} > {t.target for t in compiled.plain.plan.transforms}
+            assert {t.target for t in compiled.plan.transforms} > {t.target for t in compiled.plans[1].plan.transforms}
             calls: list[str] = []
             for steps, name in ((runner.steps, "adapters"), (runner.plain_steps, "plain")):
                 monkeypatch.setattr(steps, "run", noted(calls, name, steps.run))

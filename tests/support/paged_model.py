@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, Step
 from compile_and_serve.models.spec import ModelSpec, full_attention
@@ -90,11 +89,8 @@ class PaddingRunner(PlainRunner):
         return None if pad_to is None else -(-num_tokens // pad_to) * pad_to
 
 
-class Capturable:
-    name = "capturable"
+class Capturable(TorchAttention):
     decode_capturable = True
-
-    def plan(self, metadata: AttentionMetadata) -> None: ...
 
 
 def make_runner(model: PagedModel | CudaGraphRunner, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8) -> ModelRunner:

@@ -4,8 +4,7 @@ A full graph holds everything from a step's inputs to its outputs, and what `dec
 sampled last, sampling the next, advancing the inputs). It serves steps in which every sequence has the same small number of tokens
 (`query_len`, usually 1), padded to a captured number of sequences with sequences of length 0. A graph bakes in every address and integer
 that its kernels were launched with, so it is replayed only where all of them are the captured ones; any other step runs the model as
-it is. A backend that sets `decode_capturable` promises that its decodes read all lengths from the device, and take nothing from
-`plan` or from the metadata's integers.
+it is. The attention backends say whether decodes can be captured (`AttentionBackend.decode_capturable`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import bisect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,20 +26,13 @@ from compile_and_serve.compiler.cudagraphs.piecewise import (
     piecewise_unsupported_reason,
 )
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.compiler.model import Outputs, StepModel
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.step import Step
 
 logger = logging.getLogger(__name__)
 
 ESTIMATED_TOKENS = 8  # of the prompt that an estimate runs, so that it asks for no kernel of long prompts
-
-Outputs = dict[str, torch.Tensor]
-
-
-class StepModel(Protocol):
-    """`model(step)` → outputs by name."""
-
-    def __call__(self, step: Step) -> Outputs: ...
-
 
 StepOf = Callable[[int], Step]
 DecodeHead = Callable[[Step], None]
@@ -123,7 +115,7 @@ class CudaGraphRunner:
         *,
         mode: CudaGraphMode,
         max_num_seqs: int,
-        backends: Sequence[object],
+        backends: Sequence[AttentionBackend],
         device: GraphDevice,
         sizes: Sequence[int] | None = None,
         query_len: int = 1,
@@ -147,11 +139,10 @@ class CudaGraphRunner:
         self._lost: dict[tuple[int, bool], float] = {}  # steps lost so far by going without a graph
         self.sizes: tuple[int, ...] = ()
         if mode in ("full", "full_and_piecewise"):
-            plain = [b for b in backends if not getattr(b, "decode_capturable", False)]
-            if not plain:
+            names = ", ".join(backend.name for backend in backends if not backend.decode_capturable)
+            if not names:
                 self.sizes = default_sizes(max_num_seqs, sizes)
             else:
-                names = ", ".join(str(getattr(backend, "name", type(backend).__name__)) for backend in plain)
                 logger.warning("no full CUDA graphs: attention backend %s cannot be captured", names)
         self._waiting = capture_order(self.sizes)
         self._waiting_unsampled: list[int] = []  # sizes that steps without sampling asked for

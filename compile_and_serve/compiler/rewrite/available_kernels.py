@@ -18,7 +18,7 @@ from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsuppo
 def available_kernels(*, device: torch.device, dtype: torch.dtype, attention_backends: Iterable[AttentionBackend]) -> frozenset[str]:
     """Names of the `cas` ops that passes may insert for a model on this device, with these attention backends."""
     kernels = set()
-    if all(hasattr(backend, "rope_forward") for backend in attention_backends):
+    if all(backend.fuses_rope for backend in attention_backends):
         kernels.add("rope_attention")
     has_triton = platform_of(device).runs_triton_kernels
     if has_triton:

@@ -11,7 +11,7 @@ which blocks are kept. What is done to the scores is an argument of the op.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,9 +100,25 @@ class AttentionBackend(Protocol):
     and values are quantized to float8 without a scale (to nearest, ties to even, saturating at ±448), to int8 with a scale for each token
     and head, beside the values: [N, 2, K, P, E + 4], as `int8_cache.py` says. A backend that reads the step's own keys from the cache
     attends to their quantized values.
+
+    decode_capturable: decodes read all lengths from the device, and take nothing from `plan` or the metadata's integers, so that a CUDA
+    graph of them serves any lengths. drafts_capturable: so do steps with draft tokens, through `AttentionMetadata.row_seq_lens`.
+    fuses_rope: `rope_forward` runs kernels, which beat head norms and RoPE in compiled pieces.
     """
 
     name: str
+    decode_capturable: bool
+    drafts_capturable: bool
+    fuses_rope: bool
+
+    @property
+    def pending_workspace_bytes(self) -> int:
+        """Bytes of device memory that later steps will take beside their tensors, for all instances together."""
+        return 0
+
+    def without_modules(self) -> AbstractContextManager[None]:
+        """Inside, no kernel module is loaded or used that is built at first use."""
+        return nullcontext()
 
     def unsupported_reason(
         self,
@@ -134,6 +150,24 @@ class AttentionBackend(Protocol):
         scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. Inputs may be views with a contiguous last dimension. → [T, H, E]"""
+        ...
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
+    ) -> torch.Tensor:
+        """As `compile_and_serve.custom_ops.attention.rope_attention.rope_attention`, with the metadata as an argument. → [T, H*E]"""
         ...
 
 

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores, cache_unsupported_reason
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionBackend,
+    AttentionMetadata,
+    Scores,
+    cache_unsupported_reason,
+)
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import AttentionFeature
@@ -16,13 +22,16 @@ _MAX_HEAD_DIM = 512
 _MAX_GROUP = 96
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """KV write and paged attention in one kernel call, with head norms and RoPE in `rope_forward`.
 
     Computes in float32 or bfloat16. The cache has the same dtype, float8_e4m3fn or int8.
     """
 
     name = "cpu"
+    decode_capturable = False
+    drafts_capturable = False
+    fuses_rope = True
 
     def unsupported_reason(
         self,

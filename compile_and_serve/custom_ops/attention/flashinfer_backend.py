@@ -113,7 +113,7 @@ class FlashInferAttention(TritonAttention):
         )
 
     @property
-    def workspace_to_come(self) -> int:
+    def pending_workspace_bytes(self) -> int:
         """Bytes of device memory that long prompts will take beside a step's other tensors, for all instances."""
         return (WORKSPACE_BYTES if self._workspace is None else 0) + (EXPANDED_BYTES if self._expands else 0)
 

@@ -2,41 +2,16 @@
 
 Shape legend: T tokens of the step, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block.
 
-Like `cas::attention`, the op reads the step's `AttentionMetadata`. A backend with a `rope_forward` does everything in one call. For other
-backends, the op computes norms and RoPE in plain torch and calls the backend's `forward`.
+Like `cas::attention`, the op reads the step's `AttentionMetadata` and calls its backend.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
-
-
-class RopeAttentionBackend(Protocol):
-    """What an `AttentionBackend` may have besides: one call for the whole op."""
-
-    def rope_forward(
-        self,
-        qkv: torch.Tensor,
-        cos_TE: torch.Tensor,
-        sin_TE: torch.Tensor,
-        kv_cache: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        scale: float,
-        q_norm_weight_E: torch.Tensor | None,
-        k_norm_weight_E: torch.Tensor | None,
-        eps: float,
-        metadata: AttentionMetadata,
-        scores: Scores = PLAIN_SCORES,
-    ) -> torch.Tensor:
-        """As `rope_attention`, with the metadata as an argument. → [T, H*E]"""
-        ...
 
 
 def norm_rope_reference(
@@ -73,16 +48,9 @@ def _rope_attention(
 ) -> torch.Tensor:
     metadata = current_metadata(group)
     scores = Scores(soft_cap, sinks_H) if soft_cap or sinks_H is not None else PLAIN_SCORES
-    rope_forward = getattr(metadata.backend, "rope_forward", None)
-    if rope_forward is not None:
-        return rope_forward(
-            qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata, scores
-        )
-    heads_TNE = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    q_THE, k_TKE, v_TKE = heads_TNE.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    q_THE = norm_rope_reference(q_THE, cos_TE, sin_TE, q_norm_weight_E, eps)
-    k_TKE = norm_rope_reference(k_TKE, cos_TE, sin_TE, k_norm_weight_E, eps)
-    return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores).flatten(1)
+    return metadata.backend.rope_forward(
+        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata, scores
+    )
 
 
 def _rope_attention_fake(

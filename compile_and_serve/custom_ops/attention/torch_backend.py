@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores, cache_unsupported_reason
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionBackend,
+    AttentionMetadata,
+    Scores,
+    cache_unsupported_reason,
+)
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
+from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference
 from compile_and_serve.custom_ops.quantization import quantize_activations, round_to_cache
 from compile_and_serve.custom_ops.step import AttentionFeature
 
@@ -44,10 +51,13 @@ def _read_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtyp
     return values[blocks].to(dtype) * scales[blocks][..., None].to(dtype)
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """Attends one sequence at a time. Scores, softmax and the weighted sum are in float32 (float64 for float64 inputs)."""
 
     name = "torch"
+    decode_capturable = False
+    drafts_capturable = False
+    fuses_rope = False
 
     def unsupported_reason(
         self,
@@ -109,6 +119,28 @@ class TorchAttention:
             out_KGLE = torch.einsum("kglc,kce->kgle", probs_KGLC, v_KCE)
             out_THE[begin:end] = out_KGLE.permute(2, 0, 1, 3).flatten(1, 2).to(q_THE.dtype)
         return out_THE
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
+    ) -> torch.Tensor:
+        """As `AttentionBackend.rope_forward`."""
+        heads_TNE = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+        q_THE, k_TKE, v_TKE = heads_TNE.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q_THE = norm_rope_reference(q_THE, cos_TE, sin_TE, q_norm_weight_E, eps)
+        k_TKE = norm_rope_reference(k_TKE, cos_TE, sin_TE, k_norm_weight_E, eps)
+        return self.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores).flatten(1)
 
     def mla_forward(self, operands: LatentOperands, metadata: AttentionMetadata) -> torch.Tensor:
         """As `LatentAttention.mla_forward`."""

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores, cache_unsupported_reason
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionBackend,
+    AttentionMetadata,
+    Scores,
+    cache_unsupported_reason,
+)
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, triton_mla
 from compile_and_serve.custom_ops.platform import platform_of
@@ -32,12 +38,13 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
     return f"Triton has no {device.type} target here (on the CPU it runs in the interpreter only: TRITON_INTERPRET=1)"
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """A layer's decodes run in one kernel (norm, rope, KV write, attention), its prompts in two (norm, rope, KV write; attention)."""
 
     name = "triton"
-    decode_capturable = True  # a decode step reads all lengths from the device
-    drafts_capturable = True  # and so does one with draft tokens, through `AttentionMetadata.row_seq_lens`
+    decode_capturable = True
+    drafts_capturable = True
+    fuses_rope = True
     _parts: StepParts | None = None  # of the last step with latent caches
 
     def unsupported_reason(

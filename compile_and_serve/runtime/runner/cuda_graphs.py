@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from compile_and_serve.compiler.config import CudaGraphMode
 from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepModel
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
+from compile_and_serve.compiler.model import StepModel
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
@@ -30,8 +31,8 @@ def make_graph_runners(
     config: EngineConfig,
     spec: ModelSpec,
     plans: Sequence[StepModel],
-    backends: Mapping[str, Any],
-    drafter_backends: Mapping[str, Any] | None,
+    backends: Mapping[str, AttentionBackend],
+    drafter_backends: Mapping[str, AttentionBackend] | None,
     device: torch.device,
     *,
     logs: bool,
@@ -65,7 +66,7 @@ def make_graph_runners(
     drafted = _drafted_runner(config, plans[-1], backends, graphs, stats, logs=logs)
     drafter = None
     if drafted is not None and drafter_backends is not None:
-        others = [name for name, one in drafter_backends.items() if not getattr(one, "drafts_capturable", False)]
+        others = [name for name, one in drafter_backends.items() if not one.drafts_capturable]
         if not others:
             drafter = WorkGraphs(runners[-1].sizes, graphs, stats, "draft")
         elif logs:
@@ -74,7 +75,7 @@ def make_graph_runners(
 
 
 def _drafted_runner(
-    config: EngineConfig, model: StepModel, backends: Mapping[str, Any], graphs: CudaGraphs, stats: GraphStats, *, logs: bool
+    config: EngineConfig, model: StepModel, backends: Mapping[str, AttentionBackend], graphs: CudaGraphs, stats: GraphStats, *, logs: bool
 ) -> CudaGraphRunner | None:
     """Graphs of steps whose sequences all have the most draft tokens."""
     speculative = config.speculative
@@ -83,7 +84,7 @@ def _drafted_runner(
     query_len = 1 + speculative.num_tokens
     longest = MAX_GRAPH_BLOCK if speculative.method == "dflash" else MAX_GRAPH_QUERY_LEN
     max_num_seqs = min(config.scheduler.max_num_seqs, config.max_drafted_rows // query_len)
-    others = [name for name, one in backends.items() if not getattr(one, "drafts_capturable", False)]
+    others = [name for name, one in backends.items() if not one.drafts_capturable]
     if query_len > longest or max_num_seqs == 0 or others:
         reason = f"their number, {speculative.num_tokens}, is above {longest - 1} or no step has room for it"
         if others:

@@ -36,7 +36,7 @@ class WarmUp:
     """
 
     def __init__(self, runner: ModelRunner, graphs: GraphRunners | None, logits_dtype: torch.dtype, *, is_alone: bool) -> None:
-        self._runner = runner
+        self.runner = runner
         self._graphs = graphs
         self._logits_dtype = logits_dtype
         self._is_alone = is_alone
@@ -44,7 +44,7 @@ class WarmUp:
 
     def run(self) -> str:
         """Run every kind of step and capture the first graphs. Returns a sentence on the graphs, or ""."""
-        runner, graphs = self._runner, self._graphs
+        runner, graphs = self.runner, self._graphs
         run_made_up_step(runner, 1, 1)
         run_made_up_step(runner, min(8, runner.max_num_tokens), 1)
         # A step of each range of token counts, so that linears measure which kernel is fastest. Ranges of decode steps come before
@@ -87,8 +87,8 @@ class WarmUp:
         if graphs is None:
             return False
         while (size := graphs.next_piecewise_size()) is not None:
-            if size <= self._runner.max_num_tokens:  # no step is longer
-                run_made_up_step(self._runner, size, 1)
+            if size <= self.runner.max_num_tokens:  # no step is longer
+                run_made_up_step(self.runner, size, 1)
                 return True
         return False
 
@@ -102,7 +102,7 @@ class WarmUp:
         """Run a step with about as many rows of logits as a step of `num_tokens` may have, so that the output head is measured too. It is
         not a step of decodes alone, which would count as asking for its graph.
         """
-        run_made_up_step(self._runner, num_tokens, max(1, min(num_tokens - 1, self._runner.batch.num_slots)))
+        run_made_up_step(self.runner, num_tokens, max(1, min(num_tokens - 1, self.runner.batch.num_slots)))
 
 
 def compile_kernels(runner: ModelRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:

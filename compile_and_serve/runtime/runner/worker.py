@@ -25,7 +25,7 @@ from functools import partial
 
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
-from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepModel
+from compile_and_serve.compiler.cudagraphs.runner import PlainRunner
 from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
 from compile_and_serve.compiler.reports.dump import add_to_report
@@ -166,6 +166,7 @@ class Worker:
         self._adapters = self._device_adapters(model, spec, tensor_rank)
         self._graphs = self._graph_runners()
         self._said_all_captured = False
+        self._started: WarmUp | None = None  # the runner with its cache and what remains of its warm-up; None while the worker sleeps
         self._is_asleep = False
         self._stats_before_sleep = WorkerStats()
         self._expert_load = None
@@ -213,7 +214,6 @@ class Worker:
         self._say_memory(cache_bytes, tokens)
         start = time.perf_counter()
         with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP), self._counting():
-            self._warm_up = self._new_warm_up()
             self._stage("warm up", start, self._warm_up.run())
             if self._config.compile.capture == "all":
                 start = time.perf_counter()
@@ -297,8 +297,7 @@ class Worker:
         before = platform.memory().free
         self._stats_before_sleep = self.stats()
         self._is_asleep = True
-        del self.runner, self._warm_up
-        self._graphs = None
+        self._started = self._graphs = None
         self._sleeping_weights.release(keep=level == 1)
         gc.unfreeze()
         gc.collect()  # the runner and its graphs refer to each other
@@ -319,12 +318,11 @@ class Worker:
         if kv_cache:
             self._graphs = self._graph_runners()
             self._allocate_cache()
-        if not self._sleeping_weights.is_asleep and hasattr(self, "runner"):
+        if not self._sleeping_weights.is_asleep and self._started is not None:
             if self._expert_load is not None:
                 self._expert_load.forget_addresses()
                 self._expert_load.begin_step(0)
             with memory_for("capturing CUDA graphs", self.device, memory.WARMING_UP), self._counting():
-                self._warm_up = self._new_warm_up()
                 detail = self._warm_up.run()
                 self._is_asleep = False
                 if self._config.compile.capture == "all":
@@ -349,6 +347,16 @@ class Worker:
         return replace(self._pages, page_bytes=self._pages.page_bytes + added)
 
     @property
+    def runner(self) -> ModelRunner:
+        """What runs the rank's steps."""
+        return self._warm_up.runner
+
+    @property
+    def _warm_up(self) -> WarmUp:
+        assert self._started is not None, "the worker has not started, or sleeps"
+        return self._started
+
+    @property
     def adapters(self) -> DeviceAdapters:
         """The rank's LoRA adapters."""
         assert self._adapters is not None, "the engine takes no adapters"
@@ -359,7 +367,7 @@ class Worker:
         slots = self._config.scheduler.max_num_seqs + 1
         cache_bytes = self._num_blocks_started * self._all_pages.page_bytes + slots * self._pages.slot_bytes
         with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
-            self.runner = self._new_runner(self._num_blocks_started)
+            self._started = WarmUp(self._new_runner(self._num_blocks_started), self._graphs, self._dtype, is_alone=self.rank.size == 1)
         return cache_bytes
 
     def _device_adapters(self, model: Model, spec: ModelSpec, rank: int) -> DeviceAdapters | None:
@@ -378,15 +386,10 @@ class Worker:
             rank=rank,
         )
 
-    def _plans(self) -> list[StepModel]:
-        """The model with its plan for any step, then with its plan for steps without optional inputs, if it has one."""
-        plain = getattr(self.model, "plain", None)
-        return [self.model] if plain is None else [self.model, plain]
-
     def _graph_runners(self) -> GraphRunners | None:
         drafter_backends = None if self._drafter is None else self._drafter.backends
         return make_graph_runners(
-            self._config, self._spec, self._plans(), self._backends, drafter_backends, self.device, logs=self.rank.index == 0
+            self._config, self._spec, self.model.plans, self._backends, drafter_backends, self.device, logs=self.rank.index == 0
         )
 
     def _choose_allreduce(self, spec: ModelSpec) -> str:
@@ -413,7 +416,7 @@ class Worker:
 
     def _new_runner(self, num_blocks: int, *, captures: bool = True) -> ModelRunner:
         graphs = self._graphs if captures else None
-        runners = [PlainRunner(model) for model in self._plans()] if graphs is None else graphs.runners
+        runners = [PlainRunner(model) for model in self.model.plans] if graphs is None else graphs.runners
         runner = (PoolingRunner if self._pools else ModelRunner)(
             self._config,
             self._spec,
@@ -479,10 +482,10 @@ class Worker:
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             with tuning_off(), contextlib.ExitStack() as stack:
                 for backend in backends:
-                    stack.enter_context(getattr(backend, "without_modules", nullcontext)())
+                    stack.enter_context(backend.without_modules())
                 run_made_up_step(probe, tokens, seqs)
             largest_step = platform.peak_bytes() - weights
-            workspaces = (getattr(backend, "workspace_to_come", 0) for backend in backends)
+            workspaces = (backend.pending_workspace_bytes for backend in backends)
             largest_step += max(workspaces, default=0)  # the backends share it
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         if self._graphs is not None:
@@ -517,9 +520,6 @@ class Worker:
             # Ranks all do it or none: the model waits for all of them.
             known_as=f"{artifact} {kind}" if artifact and self.rank.size == 1 else None,
         )
-
-    def _new_warm_up(self) -> WarmUp:
-        return WarmUp(self.runner, self._graphs, self._dtype, is_alone=self.rank.size == 1)
 
     def _stage(self, stage: str, start: float, detail: str) -> None:
         self._on_stage(stage, time.perf_counter() - start, detail)

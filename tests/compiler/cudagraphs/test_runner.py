@@ -29,7 +29,7 @@ from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import PAGE_SIZES, caches, fill, step, tiny_spec
 
 
-class Backend:
+class Backend(TorchAttention):
     name = "fake"
     decode_capturable = True
 

@@ -172,12 +172,12 @@ def test_a_plan_is_not_written_over_before_the_device_has_read_it(monkeypatch: p
 
 def test_its_workspace_is_known_before_it_is_there() -> None:
     backend, _ = with_modules("fa3")
-    assert backend.workspace_to_come == WORKSPACE_BYTES
+    assert backend.pending_workspace_bytes == WORKSPACE_BYTES
     assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) == "fa3"
-    assert backend.workspace_to_come == 0
+    assert backend.pending_workspace_bytes == 0
     with backend.without_modules():
         backend.planned_prefill(replace(SHAPE, kv_cache_dtype=torch.float8_e4m3fn), CPU, step(backend, [8]))
-    assert backend.workspace_to_come == EXPANDED_BYTES
+    assert backend.pending_workspace_bytes == EXPANDED_BYTES
 
 
 def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepModel
+from compile_and_serve.compiler.cudagraphs.runner import PlainRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.compiler.model import StepModel
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo, platform_of, register_platform
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
@@ -192,12 +193,12 @@ def gpu() -> Iterator[Gpu]:
     register_platform("cpu", CpuPlatform)
 
 
-def test_the_largest_step_is_measured_with_the_workspace_to_come(
+def test_the_largest_step_is_measured_with_the_workspace_that_later_steps_take(
     model_dir: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu.used, gpu.peak = 3 * GIB, 5 * GIB
     config = tiny_config(model_dir, max_num_batched_tokens=64)
-    monkeypatch.setattr(TorchAttention, "workspace_to_come", GIB, raising=False)
+    monkeypatch.setattr(TorchAttention, "pending_workspace_bytes", GIB)
     with caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"):
         plan = EngineCore(replace(config, attention_backend="torch")).info.compile_report
     assert [plan[f"memory.{name}"] for name in ("weights", "largest_step", "step_tokens")] == [3 * GIB, 3 * GIB, 64]

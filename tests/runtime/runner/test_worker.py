@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepModel
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
+from compile_and_serve.compiler.model import StepModel
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.runner import warm_up
