@@ -108,21 +108,6 @@ class StepOutput:
     dims: tuple[int | str, ...] = (ROWS, "vocabulary")
 
 
-class Drafter(Protocol):
-    """Guesses the next tokens of a sequence, which the model checks in its next step.
-
-    num_tokens: d, guesses per sequence; a decode step then takes 1 + d tokens of each sequence and gives back as many rows.
-    """
-
-    num_tokens: int
-
-    def propose(self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
-        """outputs: the step's, by name. rows_S: int64 [S], the row of the outputs at which each sequence's last token was sampled.
-        tokens_S: int64 [S], these tokens. → int64 [S, d]
-        """
-        ...
-
-
 class LayerState(Protocol):
     """What one layer keeps."""
 

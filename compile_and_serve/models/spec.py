@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.quantization import StoredWeight
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, Drafter, KVCacheSpec, StateGroup, StepInput, StepOutput
+from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, StateGroup, StepInput, StepOutput
 
 # How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
 # or of an output head; "experts": each expert's intermediate features, of the stacked weights of experts; "replicated": not at all.
@@ -57,7 +57,6 @@ class ModelSpec:
     state: groups of layers that keep something from step to step.
     inputs, outputs: what a step takes and gives; the first output is the logits, or what `pooling` says.
     pooling: None for a model that generates tokens.
-    drafter: guesses tokens that the model's next step checks; None: a decode step takes one token of each sequence.
     weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
     parts: checkpoint tensor name → the part of a parameter that it is. A checkpoint has either the parameter or all of its parts.
     tp_plan: glob over module names → how its weight is sharded.
@@ -78,5 +77,4 @@ class ModelSpec:
     quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     inputs: tuple[StepInput, ...] = DECODER_INPUTS
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
-    drafter: Drafter | None = None
     pooling: PoolingSpec | None = None

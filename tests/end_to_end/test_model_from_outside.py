@@ -1,9 +1,9 @@
 """A model unlike any of ours, declared and registered from outside: it compiles, is verified and captured, and serves.
 
 It has a paged group with a window and an op of its own, a recurrent group with one slot a sequence, an input of [3, tokens] that the
-host fills at each step, a second output, and a drafter that reads that output: three rows a sequence in a decode step.
+host fills at each step, and a second output.
 
-Shape legend: T tokens of the step, S sequences, D hidden size, P tokens per page, Q rows of a sequence in a decode step.
+Shape legend: T tokens of the step, S sequences, D hidden size, P tokens per page.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.support.engines import mixed_requests, prompt_of, request, run_reques
 from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import fill, plain_logits
 
-VOCAB, D, WINDOW, Q, LAYERS = 320, 24, 9, 3, 3
+VOCAB, D, WINDOW, LAYERS = 320, 24, 9, 3
 DECAY = 0.7
 
 
@@ -78,27 +78,21 @@ def _window_mean(x_TD: torch.Tensor, cache_NPD: torch.Tensor, window: int, group
     return out_TD
 
 
-def _decaying_sum(x_TD: torch.Tensor, sums_RQD: torch.Tensor, lengths_RQ: torch.Tensor, decay: float, group: str) -> torch.Tensor:
-    """y_t = decay · y_{t-1} + x_t along each sequence.
-
-    The state keeps y of the last Q tokens with the sequence's length after each, so that a step which begins behind rejected
-    guesses goes on from the right one.
-    """
+def _decaying_mean(x_TD: torch.Tensor, sums_RD: torch.Tensor, weights_R1: torch.Tensor, decay: float, group: str) -> torch.Tensor:
+    """y_t / w_t with y_t = decay · y_{t-1} + x_t and w_t = decay · w_{t-1} + 1 along each sequence."""
     metadata = current_metadata(group)
     out_TD = torch.zeros_like(x_TD)
     starts, slots = metadata.query_start_loc.tolist(), metadata.slots.tolist()
     for s, length in enumerate(metadata.seq_lens.tolist()):
         if not length:
             continue
-        before = length - (starts[s + 1] - starts[s])
-        known = (lengths_RQ[slots[s]] == before).nonzero()
-        y_D = sums_RQD[slots[s], known[0, 0]].to(x_TD.dtype) if before and len(known) else torch.zeros_like(x_TD[0])
+        y_D, weight_1 = sums_RD[slots[s]], weights_R1[slots[s]]
+        if length == starts[s + 1] - starts[s]:
+            y_D, weight_1 = torch.zeros_like(y_D), torch.zeros_like(weight_1)
         for token in range(starts[s], starts[s + 1]):
-            y_D = decay * y_D + x_TD[token]
-            out_TD[token] = y_D
-            if starts[s + 1] - token <= Q:
-                kept = starts[s + 1] - 1 - token
-                sums_RQD[slots[s], kept], lengths_RQ[slots[s], kept] = y_D, before + token - starts[s] + 1
+            y_D, weight_1 = decay * y_D + x_TD[token], decay * weight_1 + 1
+            out_TD[token] = y_D / weight_1
+        sums_RD[slots[s]], weights_R1[slots[s]] = y_D, weight_1
     return out_TD
 
 
@@ -109,12 +103,12 @@ WINDOW_MEAN = define(
     fake=lambda x, cache, window, group: torch.empty_like(x),
     CompositeExplicitAutograd=_window_mean,
 )
-DECAYING_SUM = define(
-    "test_decaying_sum(Tensor x, Tensor(a!) sums, Tensor(b!) lengths, float decay, str group) -> Tensor",
+DECAYING_MEAN = define(
+    "test_decaying_mean(Tensor x, Tensor(a!) sums, Tensor(b!) weights, float decay, str group) -> Tensor",
     kind=OpKind.SPLIT_POINT,
     version=1,
-    fake=lambda x, sums, lengths, decay, group: torch.empty_like(x),
-    CompositeExplicitAutograd=_decaying_sum,
+    fake=lambda x, sums, weights, decay, group: torch.empty_like(x),
+    CompositeExplicitAutograd=_decaying_mean,
 )
 
 
@@ -127,7 +121,7 @@ class Layer(nn.Module):
     def forward(self, x_TD: torch.Tensor, cache: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> torch.Tensor:
         y_TD = self.norm(x_TD)
         near_TD = WINDOW_MEAN(self.near(y_TD), cache, WINDOW, "window_caches")
-        far_TD = DECAYING_SUM(self.far(y_TD), memory[0], memory[1], DECAY, "memories")
+        far_TD = DECAYING_MEAN(self.far(y_TD), memory[0], memory[1], DECAY, "memories")
         return x_TD + self.out(torch.tanh(near_TD + 0.3 * far_TD))
 
 
@@ -155,16 +149,6 @@ class Outside(nn.Module):
         return self.head(rows_LD), rows_LD
 
 
-class Repeat:
-    """Guesses the token itself, or its neighbour where the hidden state says so."""
-
-    num_tokens = Q - 1
-
-    def propose(self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
-        step_S = (outputs["hidden"][rows_S].sum(1) > 1e3).long()
-        return torch.stack([tokens_S, tokens_S + step_S], 1) % VOCAB
-
-
 PLACES = StepInput(
     name="places",
     dtype=torch.int64,
@@ -182,30 +166,26 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         config=config,
         state=(
             StateGroup(name="window_caches", layers=(WindowLayer(size=D),) * LAYERS, window=WINDOW),
-            StateGroup(name="memories", layers=(SlotState(tensors=((Q, D), (Q,))),) * LAYERS, paged=False, dtype=torch.float32),
+            StateGroup(name="memories", layers=(SlotState(tensors=((D,), (1,))),) * LAYERS, paged=False, dtype=torch.float32),
         ),
         vocab_size=VOCAB,
         max_model_len=256,
         inputs=(INPUT_IDS, PLACES, LOGITS_INDICES),
         outputs=(StepOutput(name=LOGITS), StepOutput(name="hidden", dims=(ROWS, D))),
-        drafter=Repeat() if config["guesses"] else None,
     )
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """The model's folders, with and without guesses."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder."""
     register_model("OutsideForTests", build)
-    made = {}
-    for guesses in (True, False):
-        made[guesses] = tmp_path_factory.mktemp(f"outside-{guesses}")
-        config = {"architectures": ["OutsideForTests"], "vocab_size": VOCAB, "guesses": guesses, "eos_token_id": 2}
-        (made[guesses] / "config.json").write_text(json.dumps(config))
+    made = tmp_path_factory.mktemp("outside")
+    (made / "config.json").write_text(json.dumps({"architectures": ["OutsideForTests"], "vocab_size": VOCAB, "eos_token_id": 2}))
     return made
 
 
-def test_it_compiles_and_every_pass_is_verified(folders: dict[bool, Path]) -> None:
-    spec = build({"guesses": True}, torch.float32)
+def test_it_compiles_and_every_pass_is_verified() -> None:
+    spec = build({}, torch.float32)
     config = CompileConfig(use_cache=False, verify_passes=True)
     model = compile_model(spec, config, device=torch.device("cpu"), dtype=torch.float32)
     fill(model)
@@ -215,13 +195,13 @@ def test_it_compiles_and_every_pass_is_verified(folders: dict[bool, Path]) -> No
         assert "failed" not in str(row.get("skipped", "")), row
 
 
-def test_it_serves_the_tokens_of_the_plain_module(folders: dict[bool, Path], tmp_path: Path) -> None:
-    core = EngineCore(tiny_config(folders[True], enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=16))
+def test_it_serves_the_tokens_of_the_plain_module(folder: Path, tmp_path: Path) -> None:
+    core = EngineCore(tiny_config(folder, enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=16))
     requests = [request(f"r{i}", prompt_of(i, 3 + 11 * i), max_tokens=30) for i in range(4)]
     served = tokens_of(run_requests(core, requests))
     assert core.info.compile_report["distinct_pieces"] == 3
     core.shutdown()
-    eager = EngineCore(tiny_config(folders[False]))
+    eager = EngineCore(tiny_config(folder))
     spec = eager.executor.worker.model.spec  # type: ignore[attr-defined]
     for one in requests:
         sequence = list(one.prompt_token_ids)
@@ -232,24 +212,20 @@ def test_it_serves_the_tokens_of_the_plain_module(folders: dict[bool, Path], tmp
     eager.shutdown()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 40, "max_model_len": 100}], ids=["roomy", "preempting"])
-def test_guesses_change_no_token(folders: dict[bool, Path], options: dict[str, int]) -> None:
-    """Greedy or drawn, with penalties, logprobs, stop ids: every request is as without guesses."""
-    outputs = {}
-    for guesses in (True, False):
-        core = EngineCore(tiny_config(folders[guesses], max_num_batched_tokens=24, **options))
-        outputs[guesses] = run_requests(core, mixed_requests())
-        assert core.stats().num_free_blocks == core.stats().num_total_blocks
+def test_preemptions_change_no_token(folder: Path) -> None:
+    """Greedy or drawn, with penalties, logprobs, stop ids."""
+    outputs = []
+    for num_kv_blocks in (None, 10):
+        core = EngineCore(tiny_config(folder, max_num_batched_tokens=24, max_model_len=100, num_kv_blocks=num_kv_blocks))
+        outputs.append(run_requests(core, mixed_requests()))
+        stats = core.stats()
+        assert stats.num_free_blocks == stats.num_total_blocks
+        assert (stats.num_preemptions > 0) == (num_kv_blocks is not None)
         core.shutdown()
-    assert tokens_of(outputs[True]) == tokens_of(outputs[False])
-    for name, steps in outputs[True].items():
-        with_guesses, without = ([entry for one in given for entry in one.new_logprobs or []] for given in (steps, outputs[False][name]))
-        assert [entry.ids for entry in with_guesses] == [entry.ids for entry in without]
-    accepted = [len(one.new_token_ids) for steps in outputs[True].values() for one in steps]
-    assert max(accepted) > 1, accepted
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])
 
 
-def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_are_captured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     made: list[CudaGraphRunner] = []
 
@@ -262,7 +238,6 @@ def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monk
                 backends=[],
                 device=FakeDevice(),
                 sizes=(1, 2, 4, 8),
-                query_len=Q,
                 decode_head=begin_step,
                 decode_tail=end_step,
             )
@@ -270,11 +245,11 @@ def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monk
         return GraphRunners(made)
 
     requests = [request(f"r{i}", prompt_of(i, 5 + 3 * i), max_tokens=24) for i in range(3)]
-    plain = EngineCore(tiny_config(folders[True]))
+    plain = EngineCore(tiny_config(folder))
     expected = tokens_of(run_requests(plain, requests))
     plain.shutdown()
     monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
-    core = EngineCore(tiny_config(folders[True], max_num_seqs=8))
+    core = EngineCore(tiny_config(folder, max_num_seqs=8))
     made[0].capture()
     assert tokens_of(run_requests(core, requests)) == expected
     assert made[0].stats.replays["full"] > 3

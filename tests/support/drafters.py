@@ -44,7 +44,7 @@ class OracleDrafter:
 def check_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are made from now on check all drafts, whether that pays or not."""
     monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: True)
-    monkeypatch.setattr(Payoff, "draft_lengths", _all_that_fit)
+    monkeypatch.setattr(Payoff, "draft_lengths", all_that_fit)
 
 
 def draft_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,8 @@ def draft_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: next(steps) % 9 < 6)
 
 
-def _all_that_fit(self: Payoff, num_seqs: int, drafted: Mapping[str, tuple[int, float]], max_tokens: int) -> dict[str, int]:
+def all_that_fit(self: Payoff, num_seqs: int, drafted: Mapping[str, tuple[int, float]], max_tokens: int) -> dict[str, int]:
+    """`Payoff.draft_lengths` that gives every sequence all its drafts, while there is room."""
     lengths: dict[str, int] = {}
     for name, (count, _) in drafted.items():
         if max_tokens > 0:

@@ -240,7 +240,7 @@ class Driver:
     def check(self, step: SchedulerOutput | None) -> None:
         scheduler, manager = self.scheduler, self.scheduler.manager
         pool, running, groups = manager.pool, scheduler._running, scheduler.groups
-        drafts = scheduler.num_draft_tokens
+        drafts = 0 if scheduler._drafting is None else scheduler._drafting._speculator.max_tokens
         owners: Counter[int] = Counter()
         for request in running:
             assert len(request.block_ids) == len(groups)
@@ -281,7 +281,7 @@ class Driver:
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
-    groups: Sequence[PagedGroup] | None = None, num_draft_tokens: int = 0, speculator: Speculator | None = None,
+    groups: Sequence[PagedGroup] | None = None, speculator: Speculator | None = None,
     drafts_run_ahead: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
@@ -298,7 +298,6 @@ def make_scheduler(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         groups=groups,
-        num_draft_tokens=num_draft_tokens,
         speculator=speculator,
         drafts_run_ahead=drafts_run_ahead,
     )

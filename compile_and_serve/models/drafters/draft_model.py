@@ -17,7 +17,7 @@ from compile_and_serve.models.spec import ModelSpec
 def draft_model(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> DrafterSpec:
     """A decoder of the target's vocabulary. Raises `ModelConfigError` with one sentence where it does not fit."""
     spec = build_model(config, dtype=dtype, model_impl=model_impl)
-    if spec.pooling is not None or spec.drafter is not None:
+    if spec.pooling is not None:
         raise ModelConfigError("The draft model must be a plain decoder: choose another one in speculative_config.")
     check_vocabulary(spec.vocab_size, target)
     recurrent = ", ".join(group.name for group in spec.state if not group.is_attention)

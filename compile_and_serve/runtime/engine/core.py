@@ -78,7 +78,6 @@ class EngineCore:
             num_blocks=found.num_blocks,
             max_model_len=found.max_model_len,
             groups=found.groups,
-            num_draft_tokens=found.num_draft_tokens,
             num_adapter_slots=config.compile.max_loras,
             speculator=speculator,
             drafts_run_ahead=found.drafts_run_ahead,
@@ -93,8 +92,7 @@ class EngineCore:
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        # With draft tokens one step at a time: the host compares them before it can make the next step's inputs.
-        self._depth = 2 if options.async_scheduling and not found.num_draft_tokens else 1
+        self._depth = 2 if options.async_scheduling else 1
         self._captures_due = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None

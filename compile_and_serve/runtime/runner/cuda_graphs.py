@@ -56,7 +56,6 @@ def make_graph_runners(
             backends=tuple(backends.values()),
             device=graphs,
             sizes=options.capture_sizes,
-            query_len=1 if spec.drafter is None else 1 + spec.drafter.num_tokens,
             decode_head=begin_step,
             decode_tail=end_step,
             stats=stats,

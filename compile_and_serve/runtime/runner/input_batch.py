@@ -37,7 +37,6 @@ class HeldRequest:
     num_blocks: list[int]  # of each paged group
     step_data: Mapping[str, StepDatum]
     pooling: PoolingParams | None = None
-    needs_history: bool = False  # what it asks for makes its logits depend on the tokens sampled before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,20 +118,18 @@ class InputBatch:
         max_padded_size: int,
         max_model_len: int,
         device: torch.device,
-        num_draft_tokens: int = 0,
-        max_host_drafts: int = 0,
+        max_drafts: int = 0,
         max_drafted_rows: int = 0,
         max_padded_drafts: int = 0,
     ) -> None:
         """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to.
-        num_draft_tokens: of each decode, from the model's drafter. max_host_drafts: of a decode, from the scheduler; max_drafted_rows:
-        of a step with these. max_padded_drafts: steps of up to so many decodes are padded to `max_host_drafts` each.
+        max_drafts: of a decode. max_drafted_rows: of a step with drafts. max_padded_drafts: steps of up to so many decodes are padded to
+        `max_drafts` each.
         """
         self.num_slots = num_slots
-        self.query_len = 1 + num_draft_tokens  # tokens of a sequence in a step of decodes
         self._max_len = max_model_len
         self._max_padded_drafts = max_padded_drafts
-        self.max_sampled = max(num_slots * self.query_len, max_drafted_rows)
+        self.max_sampled = max(num_slots, max_drafted_rows)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.gained = torch.zeros_like(self.last_tokens)
         # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
@@ -155,7 +152,7 @@ class InputBatch:
             )
 
         # Two sets of arrays: a step of decodes only copies what it needs, not arrays as long as the token budget.
-        self.decode_buffers = buffers(max(num_slots * self.query_len, max_padded_size))
+        self.decode_buffers = buffers(max(num_slots, max_padded_size))
         self._mixed_buffers = buffers(max(max_num_tokens, max_padded_size))
         self._requests: dict[str, HeldRequest] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -163,7 +160,7 @@ class InputBatch:
         self._known = np.zeros(num_slots, dtype=np.int64)  # length of token_ids
         # Of sequences with guessed tokens, which the host knows: the token sampled last, and the guesses behind it.
         self._last_tokens = np.zeros(num_slots, dtype=np.int64)
-        self._drafts = np.zeros((num_slots, max(num_draft_tokens, max_host_drafts)), dtype=np.int64)
+        self._drafts = np.zeros((num_slots, max_drafts), dtype=np.int64)
         self._num_versions = 0
         self._advanced_version = 0  # of the layout whose next step lies in the device's arrays
 
@@ -238,8 +235,7 @@ class InputBatch:
         layout = self.layout
         advanced_version, self._advanced_version = self._advanced_version, 0
         if (
-            self.query_len == 1
-            and not drafts
+            not drafts
             and not layout.has_drafts
             and layout.is_decode_only
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
@@ -255,7 +251,7 @@ class InputBatch:
             return layout, buffers, self._lay_decodes(layout, buffers)
         if (
             drafts
-            and layout.query_len > self.query_len
+            and layout.query_len > 1
             and layout.scheduled_ids == list(num_scheduled)
             and int(self._computed[layout.slots_S].max()) + layout.query_len <= self._max_len
         ):
@@ -271,7 +267,7 @@ class InputBatch:
         order = np.argsort(np.where(is_decode_S, -computed_S, 1), kind="stable")
         rows = [rows[i] for i in order]
         slots_S, counts_S = slots_S[order], counts_S[order]
-        has_drafts, query_len = self.query_len > 1 or bool(drafts), self.query_len
+        query_len = 1
         if drafts and num_decodes == len(rows) <= self._max_padded_drafts:
             longest = 1 + self._drafts.shape[1]
             if int(computed_S.max()) + longest <= self._max_len:
@@ -288,7 +284,7 @@ class InputBatch:
             is_decode_only=num_decodes == len(rows) and bool((counts_S == query_len).all()),
             num_tokens=int(counts_S.sum()),
             max_query_len=int(counts_S.max()),
-            has_drafts=has_drafts,
+            has_drafts=bool(drafts),
         )
         for table in self.tables.values():
             table.set_batch(slots_S)
@@ -297,15 +293,14 @@ class InputBatch:
             buffers = self.decode_buffers
             buffers.rotate()
             return layout, buffers, self._lay_decodes(layout, buffers)
-        if query_len > self.query_len:
+        if query_len > 1:
             layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, layout.num_tokens
             layout.sampled_counts = [query_len] * len(rows)
             self.decode_buffers.rotate()
             return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers, is_ahead=is_ahead)
         assert not is_ahead, "a step that runs ahead is no padded step of decodes"
-        buffers = self.decode_buffers if layout.is_decode_only else self._mixed_buffers
-        buffers.rotate()
-        return layout, buffers, self._lay_mixed(layout, rows, counts_S, buffers)
+        self._mixed_buffers.rotate()
+        return layout, self._mixed_buffers, self._lay_mixed(layout, rows, counts_S, self._mixed_buffers)
 
     def can_run_ahead(self, last_tokens: Mapping[str, tuple[int, int]]) -> bool:
         """Whether a step of these decodes is padded to as many draft tokens each, whatever the step before it gains. last_tokens: of
@@ -399,10 +394,9 @@ class InputBatch:
             for row in range(layout.num_decodes):
                 known = (self._last_tokens[slots_S[row], None], self._drafts[slots_S[row]])
                 token_ids_T[starts[row] : starts[row + 1]] = np.concatenate(known)[: counts_S[row]]
-            if self.query_len == 1:
-                # Where a draft is shorter than the step has room for, -1 stands for its other tokens.
-                self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
-                np.maximum(token_ids_T, 0, out=token_ids_T)
+            # Where a draft is shorter than the step has room for, -1 stands for its other tokens.
+            self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
+            np.maximum(token_ids_T, 0, out=token_ids_T)
         for row in range(layout.num_decodes, num_seqs):
             token_ids_T[starts[row] : starts[row + 1]] = rows[row].token_ids[computed_S[row] : ends_S[row]]
 
@@ -416,7 +410,7 @@ class InputBatch:
         if not layout.has_drafts:
             indices = [starts[1:][sampled_rows].astype(np.int64) - 1]
         else:
-            indices = [self._lay_rows(layout, int(row), rows[row], int(counts_S[row]), starts) for row in sampled_rows]
+            indices = [self._lay_rows(layout, int(row), rows[row].slot, int(counts_S[row]), starts) for row in sampled_rows]
         num_logits = sum(map(len, indices))
         for row in range(layout.num_decodes, num_seqs):
             request = rows[row]
@@ -486,23 +480,13 @@ class InputBatch:
             )
         return indices
 
-    def _lay_rows(self, layout: BatchLayout, row: int, request: HeldRequest, num_tokens: int, starts: np.ndarray) -> np.ndarray:
-        """The tokens of a sequence whose rows are sampled: of a decode all of them, unless a row needs the tokens before it."""
-        count = 1 if row >= layout.num_decodes or request.needs_history else num_tokens
+    def _lay_rows(self, layout: BatchLayout, row: int, slot: int, num_tokens: int, starts: np.ndarray) -> np.ndarray:
+        """The tokens of a sequence whose rows are sampled: of a decode all of them."""
+        count = 1 if row >= layout.num_decodes else num_tokens
         layout.sampled_counts.append(count)
-        layout.sampled_drafts.append(self._drafts[request.slot, : count - 1].copy())
-        end = int(starts[row + 1]) if row >= layout.num_decodes else int(starts[row]) + count
+        layout.sampled_drafts.append(self._drafts[slot, : count - 1].copy())
+        end = int(starts[row + 1])
         return np.arange(end - count, end)
-
-    def take_sampled(self, slot: int, scheduled: int | None, tokens: Sequence[int], drafts: np.ndarray) -> None:
-        """A sequence's rows are sampled: take back the tokens that were computed behind a wrong guess, keep the next guesses.
-
-        scheduled: tokens of the decode, None: it was the end of a prefill.
-        """
-        if scheduled is not None:
-            self._computed[slot] -= scheduled - len(tokens)
-        self._last_tokens[slot] = tokens[-1]
-        self._drafts[slot] = drafts
 
     def _map_slots(self, buffers: StepBuffers, slots_T: np.ndarray, positions_T: np.ndarray) -> None:
         """slot mapping = block · P + position % P of each paged group. slots_T: batch slot of each token's sequence."""

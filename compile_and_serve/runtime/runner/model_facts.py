@@ -38,8 +38,6 @@ def check_speculation(spec: ModelSpec) -> None:
     """Raise `ValueError` with one sentence for a model that cannot check drafts."""
     if spec.pooling is not None:
         raise ValueError("A pooling model generates no tokens: remove speculative_config.")
-    if spec.drafter is not None:
-        raise ValueError("The model brings a drafter of its own: remove speculative_config.")
     recurrent = ", ".join(group.name for group in spec.state if not group.paged)
     if recurrent:
         raise ValueError(

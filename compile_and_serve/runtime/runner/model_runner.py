@@ -31,7 +31,7 @@ from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.runner.drafted_sequences import DraftedSequences
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
 from compile_and_serve.runtime.runner.ngram_runner import NgramRunner
-from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
+from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptResult
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
@@ -84,7 +84,7 @@ class ModelRunner:
     ) -> None:
         """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
         config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. drafted_steps: runs those
-        whose sequences all have the same number of drafts, of the scheduler's; None: they are not padded to it. drafter: makes these.
+        whose sequences all have the same number of drafts, None: they are not padded to it. drafter: makes these.
         drafter_graphs: where it is captured.
         """
         scheduler = config.scheduler
@@ -116,8 +116,7 @@ class ModelRunner:
             max_padded_size=max(one.max_padded_size for one in (steps, self.plain_steps, drafted_steps) if one is not None),
             max_model_len=self.max_model_len,
             device=device,
-            num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
-            max_host_drafts=0 if config.speculative is None else config.speculative.num_tokens,
+            max_drafts=0 if config.speculative is None else config.speculative.num_tokens,
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=self._max_drafted_seqs,
         )
@@ -141,7 +140,7 @@ class ModelRunner:
         self.drafted = DraftedSequences(
             self.batch, self.sampler, spec.inputs, self.drafter, drafted_steps, self._drafted_len, self._acceptance_rate, device
         )
-        self._advances_on_device = spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
+        self._advances_on_device = advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
         self._masks: TokenMasks | None = None
@@ -172,8 +171,7 @@ class ModelRunner:
             batch.forget_advanced()  # what it is sampled with is new
         layout, buffers, tokens = batch.prepare(scheduled, is_ahead=self.drafted.runs_ahead)
         structured = self._structured_rows(layout) if self._sequences else []
-        has_drafts = layout.has_drafts and batch.query_len == 1  # of the scheduler's
-        if has_drafts:
+        if layout.has_drafts:
             self.drafted.laid_out(scheduled.step, layout, buffers)
         is_valid = plan is not None and self._plan_version == layout.version and plan.valid_steps > 0
         if plan is None or not is_valid or (layout.has_drafts and plan.logits is not None):  # which reads the drafts
@@ -211,10 +209,8 @@ class ModelRunner:
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
-        counts = scheduled.num_scheduled_tokens
-        on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
-        pending = self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted)
-        if has_drafts:
+        pending = self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
+        if layout.has_drafts:
             self.drafted.launched(pending, sampled_in_graph=drawn is not None and sampled.tokens_S is drawn[0])
         self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
@@ -228,22 +224,22 @@ class ModelRunner:
             self.drafter.follow(self._last_step, layout, result.outputs, tokens_S, keeps_state_only=scheduled.is_drafting_off)
 
     def drafted_step(self, size: int) -> DecodeStep:
-        """As `decode_step`, where each sequence has the most draft tokens that the scheduler gives."""
+        """As `decode_step`, where each sequence has the most draft tokens."""
         step = self.decode_step(size, self._drafted_len)
         for name in self.backends:
             step.metadata[name].add_rows(self._drafted_len)
         self._drafted_graph_steps.append(step)
         return step
 
-    def decode_step(self, size: int, query_len: int | None = None) -> DecodeStep:
+    def decode_step(self, size: int, query_len: int = 1) -> DecodeStep:
         """A step of `size` decodes in the persistent buffers, which are filled with padding sequences: what a graph is captured on.
-        query_len: tokens of each; None: as many as without drafts of the scheduler's.
+        query_len: tokens of each.
         """
         batch, buffers = self.batch, self.batch.decode_buffers
         batch.forget_advanced()
         buffers.rotate()
         buffers.needs(-1)
-        q = query_len or batch.query_len
+        q = query_len
         buffers.pad_sequences(0, size, q, batch.num_slots)
         empty = np.empty(0, dtype=np.int64)
         none = TokenBatch(token_ids=empty, positions=empty, query_start_loc=np.zeros(1, dtype=np.int32), row_indices=empty)
@@ -309,9 +305,6 @@ class ModelRunner:
                     if not structured.is_free:
                         params = msgspec.structs.replace(params, min_tokens=0)  # which the masks see to
                 sampler.add(request.slot, params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
-                request.needs_history = batch.query_len > 1 and (
-                    sampler.needs_history([request.slot]) or bool(structured and structured.begins_after)
-                )
             except Exception:
                 if not self._is_alone:  # the other ranks may have taken it in, and would go on with other tokens
                     raise
@@ -448,34 +441,14 @@ class ModelRunner:
             return self.sampler.plan(slots)
         counts = layout.sampled_counts
         rows = [(slot, i) for slot, count in zip(slots, counts, strict=True) for i in range(count)]
-        before = None
-        if self.batch.query_len == 1:
-            drafts = layout.sampled_drafts
-            before = np.full((len(rows), max(map(len, drafts))), -1, dtype=np.int64)
-            first = 0
-            for draft, count in zip(drafts, counts, strict=True):
-                for i in range(1, count):
-                    before[first + i, :i] = draft[:i]
-                first += count
+        drafts = layout.sampled_drafts
+        before = np.full((len(rows), max(map(len, drafts))), -1, dtype=np.int64)
+        first = 0
+        for draft, count in zip(drafts, counts, strict=True):
+            for i in range(1, count):
+                before[first + i, :i] = draft[:i]
+            first += count
         return self.sampler.plan([slot for slot, _ in rows], [offset for _, offset in rows], before)
-
-    def _on_accepted(self, layout: BatchLayout, outputs: dict[str, torch.Tensor], scheduled: dict[str, int]) -> OnAccepted:
-        """Takes back what was computed behind wrong guesses, and guesses on from the tokens that were accepted."""
-        drafter = self.spec.drafter
-        assert drafter is not None
-        decodes = set(layout.request_ids[: layout.num_decodes])
-
-        def take(accepted: list[list[int]]) -> None:
-            firsts = np.cumsum([0, *layout.sampled_counts])[:-1]
-            rows_S = firsts + [len(tokens) - 1 for tokens in accepted]
-            last_S = torch.tensor([tokens[-1] for tokens in accepted], device=self.device)
-            drafts = drafter.propose(outputs, torch.from_numpy(rows_S).to(self.device), last_S).cpu().numpy()
-            for request_id, slot, tokens, guesses in zip(layout.sampled_ids, layout.sampled_slots, accepted, drafts, strict=True):
-                count = scheduled[request_id] if request_id in decodes else None
-                self.batch.take_sampled(slot, count, tokens, guesses)
-                self.sampler.num_outputs[slot] += len(tokens) - 1
-
-        return take
 
     def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[PromptResult]:
         results = []
@@ -493,7 +466,6 @@ class ModelRunner:
         best_S: torch.Tensor | None,
         logprobs: RowLogprobs | None,
         prompts: list[PromptResult],
-        on_accepted: OnAccepted | None = None,
     ) -> PendingStep:
         if logprobs is not None:
             logprobs = logprobs.to_host()
@@ -514,6 +486,4 @@ class ModelRunner:
             drafts = self.drafter.download().numpy()
         event = self.platform.record_event()
         errors, self._errors = self._errors, {}
-        return PendingStep(
-            step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted, self._acceptance_rate, drafts
-        )
+        return PendingStep(step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, self._acceptance_rate, drafts)

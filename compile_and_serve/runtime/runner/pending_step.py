@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,10 +27,6 @@ class PromptResult:
     logprobs: RowLogprobs
 
 
-# What to do with the tokens that each sampled sequence accepted, before they are reported.
-OnAccepted = Callable[[list[list[int]]], None]
-
-
 class PendingStep:
     """A launched step; `result` waits for it and may be called once. expert_tokens: what the result reports."""
 
@@ -47,7 +43,6 @@ class PendingStep:
         prompts: list[PromptResult],
         event: Event | None,
         errors: dict[str, str],
-        on_accepted: OnAccepted | None = None,
         acceptance_rate: float | None = None,
         drafts: np.ndarray | None = None,
     ) -> None:
@@ -65,7 +60,6 @@ class PendingStep:
         self._logprobs = logprobs
         self._prompts = prompts
         self._event = event
-        self._on_accepted = on_accepted
         self._acceptance_rate = acceptance_rate
         self._drafts = drafts
         self._missing_drafts: dict[str, int] = {}
@@ -100,8 +94,6 @@ class PendingStep:
             self._event.synchronize()
         self.advance_grammars()
         accepted, first_rows = self._accepted
-        if self._on_accepted is not None:
-            self._on_accepted(accepted)
         ids = self._layout.sampled_ids
         output = ModelRunnerOutput(
             step=self.step,

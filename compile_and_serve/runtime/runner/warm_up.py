@@ -173,7 +173,7 @@ def warm_up_sampler(runner: ModelRunner, logits_dtype: torch.dtype) -> None:
     sampler, device = runner.sampler, runner.device
     padding = runner.decode_step(1)
     begin_step(padding)
-    end_step({LOGITS: torch.zeros(runner.batch.query_len, sampler.vocab_size, dtype=logits_dtype, device=device)}, padding)
+    end_step({LOGITS: torch.zeros(1, sampler.vocab_size, dtype=logits_dtype, device=device)}, padding)
     for dtype in {logits_dtype, torch.float32}:
         logits_SV = torch.zeros(1, sampler.vocab_size, dtype=dtype, device=device)
         for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):

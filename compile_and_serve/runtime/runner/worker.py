@@ -194,7 +194,6 @@ class Worker:
                 for group in self._spec.state
                 if group.paged
             ],
-            num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
             drafts_run_ahead=self._graphs is not None and self._graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),
             adapter_targets=None if self._adapters is None else dict(self._adapters.targets),

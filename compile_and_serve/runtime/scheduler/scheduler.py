@@ -1,11 +1,10 @@
 """Continuous batching: which requests run in the next step, with how many tokens, and what its results mean for them.
 
-One step has a token budget. Running decodes take 1 + num_draft_tokens tokens each, or one and the drafts of a
-`Speculator`. Then prefills under way and waiting requests, in order, take chunks of what is left. Running and waiting
-requests are ordered by one key: arrival ("fcfs"), or priority and then arrival ("priority"). When blocks run out, the
-last of the running requests is preempted: it loses its blocks, waits at its old place in the order, and recomputes its
-prompt and its generated tokens (its cached blocks are usually still there). The first in order is never preempted, so
-there is always progress.
+One step has a token budget. Running decodes take one token each, and the drafts of a `Speculator`. Then prefills under way and waiting
+requests, in order, take chunks of what is left. Running and waiting requests are ordered by one key: arrival ("fcfs"), or priority and then
+arrival ("priority"). When blocks run out, the last of the running requests is preempted: it loses its blocks, waits at its old place in the
+order, and recomputes its prompt and its generated tokens (its cached blocks are usually still there). The first in order is never
+preempted, so there is always progress.
 
 runtime/scheduler/admission.py says which waiting requests start.
 
@@ -67,8 +66,8 @@ class Scheduler:
 
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
     request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
-    `cache.block_size`. num_draft_tokens: of each decode, drafted by the runner. num_adapter_slots: LoRA adapters that one step may use.
-    speculator: drafts here instead. drafts_run_ahead: of `WorkerInfo`.
+    `cache.block_size`. num_adapter_slots: LoRA adapters that one step may use. speculator: None: no step
+    has drafts. drafts_run_ahead: of `WorkerInfo`.
     """
 
     def __init__(
@@ -79,19 +78,15 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         groups: Sequence[PagedGroup] | None = None,
-        num_draft_tokens: int = 0,
         num_adapter_slots: int = 0,
         speculator: Speculator | None = None,
         drafts_run_ahead: bool = False,
     ) -> None:
-        assert speculator is None or not num_draft_tokens, "the runner drafts, and the scheduler too"
-        if config.max_num_seqs < 1 or config.token_budget < 1 + num_draft_tokens:
+        if config.max_num_seqs < 1 or config.token_budget < 1:
             raise ValueError(
-                f"max_num_seqs must be at least 1 and max_num_batched_tokens at least {1 + num_draft_tokens}, "
-                f"got {config.max_num_seqs} and {config.token_budget}."
+                f"max_num_seqs and max_num_batched_tokens must be at least 1, got {config.max_num_seqs} and {config.token_budget}."
             )
         self.config = config
-        self.num_draft_tokens = num_draft_tokens
         self.groups = list(groups or [PagedGroup(block_size=cache.block_size)])
         self.manager = KVCacheManager(
             num_blocks, self.groups, max_step_tokens=config.token_budget, enable_prefix_caching=cache.enable_prefix_caching
@@ -105,7 +100,7 @@ class Scheduler:
                 max_model_len,
                 self.max_len,
             )
-        self.max_num_seqs = min(config.max_num_seqs, config.token_budget // (1 + num_draft_tokens))
+        self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._in_flight: deque[StepInFlight] = deque()
@@ -233,8 +228,6 @@ class Scheduler:
             if proposed is None:
                 return None
             drafts = proposed
-        num_drafts = self.num_draft_tokens
-        count = 1 + num_drafts
         grown: list[CachedRequestData] = []
         prefilling: list[Request] = []
         shorter: dict[str, int] = {}  # decodes with fewer tokens
@@ -242,10 +235,10 @@ class Scheduler:
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in self._running:
             num_computed = request.num_computed_tokens
-            wanted = count
+            wanted = 1
             if drafts:
                 wanted += len(drafts.get(request.request_id, ()))
-            if num_computed + wanted > request.fast_until + count - 1:
+            if num_computed + wanted > request.fast_until:
                 if num_computed < request.prefill_end:
                     prefilling.append(request)
                     continue
@@ -259,15 +252,15 @@ class Scheduler:
                     end = num_computed + 1
                 if end > request.num_held_tokens and not self._grow(request, end, grown):
                     break
-                request.fast_until = min(request.decode_end, request.num_held_tokens) - num_drafts
+                request.fast_until = min(request.decode_end, request.num_held_tokens)
                 if end < num_computed + wanted:
                     shorter[request.request_id] = end - num_computed
                     num_computed = end - wanted
             request.num_computed_tokens = num_computed + wanted
             decodes.append(request)
 
-        scheduled = dict.fromkeys([request.request_id for request in decodes], count)
-        budget = self.config.token_budget - count * len(decodes)
+        scheduled = dict.fromkeys([request.request_id for request in decodes], 1)
+        budget = self.config.token_budget - len(decodes)
         if drafts or shorter:
             scheduled |= {name: 1 + len(draft) for name, draft in drafts.items() if name in scheduled} | shorter
             budget = self.config.token_budget - sum(scheduled.values())
@@ -318,7 +311,7 @@ class Scheduler:
             self._fail(step, result.errors, outputs)
         for chunk in step.chunks:
             self._update_chunk(chunk, result, outputs)
-        if self.num_draft_tokens or step.drafts:
+        if step.drafts:
             self._take_back_rejected(step, scheduled, result)
         if self._drafting is not None and step.decodes:
             self._drafting.observe(step, result, seconds)
@@ -364,7 +357,7 @@ class Scheduler:
         requests where none are free. False if it cannot run in this step.
         """
         # With drafts in flight, the tokens that it has computed may be fewer than num_computed_tokens.
-        has_drafts = self.num_draft_tokens > 0 or self._drafting is not None
+        has_drafts = self._drafting is not None
         first_read = len(request.token_ids) - 1 if has_drafts else request.num_computed_tokens
         while (new_ids := self.manager.grow(request, num_tokens, first_read)) is None:
             if len(self._running) == 1:

@@ -7,8 +7,7 @@ a step in which the same sequences decode says almost nothing:
   `NewRequestData.token_ids`. The step that computes the last of them samples one token; the steps before it sample none.
 - Every later step of the request is a decode. It computes 1 + d tokens: the last sampled token and d draft tokens. It
   accepts 0 to d of the drafts and samples one more token, so it returns 1 to 1 + d tokens, and the number of computed
-  tokens grows by as many. Either the runner drafts: d is `WorkerInfo.num_draft_tokens`, or fewer close to the length limit.
-  Or the scheduler does: the drafts are `SchedulerOutput.drafts`, and d is 0 for other requests. `last_tokens` says where the
+  tokens grows by as many. The drafts are `SchedulerOutput.drafts`, and d is 0 for other requests. `last_tokens` says where the
   sequences of such a step are. Before and after it nothing is in flight, except that it may run ahead of the step before (`is_ahead`).
 - The scheduler may schedule a step before it knows how many tokens the steps before it returned. It then counts all
   1 + d of each, and gives blocks for that upper bound. Only the runner knows the true positions.
@@ -138,7 +137,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
     num_blocks: KV blocks that it has room for, over all groups. is_asynchronous: of its platform. has_idle_tasks: whether `Worker.idle`
     may have work to do. prefix_caching_unsupported: why this model's cache
-    cannot be reused by other requests, as a sentence. num_draft_tokens: draft tokens that a decode checks. adapter_targets: the linears
+    cannot be reused by other requests, as a sentence. adapter_targets: the linears
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
     compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured.
     """
@@ -152,7 +151,6 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
     groups: list[PagedGroup]
     prefix_caching_unsupported: str | None = None
-    num_draft_tokens: int = 0
     drafts_run_ahead: bool = False
     adapter_targets: dict[str, list[AdapterTarget]] | None = None
     compile_report: dict[str, int | float | str]

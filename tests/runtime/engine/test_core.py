@@ -242,14 +242,13 @@ def test_the_worker_says_how_its_cache_is_laid_out(
         max_model_len=256,
         vocab_size=320,
         groups=[PagedGroup(4), PagedGroup(8, window=16)],
-        num_draft_tokens=3,
         prefix_caching_unsupported="Its recurrent state is that of one sequence.",
         compile_report={},
     )
     executor = SimpleNamespace(info=worker, shutdown=lambda: None)
     monkeypatch.setattr("compile_and_serve.runtime.engine.core.make_executor", lambda *_: executor)
     info = EngineCore(tiny_config(model_dir, max_num_seqs=8, max_num_batched_tokens=16)).info
-    assert (info.max_running, info.prefix_caching) == (4, False)
+    assert (info.max_running, info.prefix_caching) == (8, False)
     assert info.max_sequence_len == 76  # 19 blocks, and the 5 of a window and a step
     assert caplog.text.count("Prefix caching is off: Its recurrent state is that of one sequence.") == 1
 

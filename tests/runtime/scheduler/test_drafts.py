@@ -10,14 +10,22 @@ from tests.support.drafters import check_every_draft
 from tests.support.scheduler_harness import Driver, assert_as_alone, expected_answer, make_request, make_scheduler
 
 
+def three_drafts(monkeypatch: pytest.MonkeyPatch, max_rows: int = 32) -> Speculator:
+    """Three of each decode, all of which are checked."""
+    check_every_draft(monkeypatch)
+    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3)
+    return Speculator(config, max_rows=max_rows, is_asynchronous=True)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_drafts_end_at_the_length_limit_and_at_stop_tokens(depth: int) -> None:
+def test_drafts_end_at_the_length_limit_and_at_stop_tokens(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [5, 9, 2, 31]
     free_run = expected_answer(make_request("r", prompt, max_tokens=12), 64).tokens
     requests = [make_request(f"length{count}", prompt, max_tokens=count) for count in range(13)]
     requests += [make_request(f"stop{i}", prompt, stop_ids=[free_run[i]], max_tokens=12, logprobs=0) for i in range(12)]
     requests += [make_request("min", prompt, end_ids=free_run, max_tokens=12, min_tokens=6)]
-    driver = Driver(make_scheduler(max_model_len=64, max_num_seqs=32, budget=256, num_blocks=400, num_draft_tokens=3), depth)
+    speculator = three_drafts(monkeypatch, max_rows=256)
+    driver = Driver(make_scheduler(max_model_len=64, max_num_seqs=32, budget=256, num_blocks=400, speculator=speculator), depth)
     driver.add(*requests)
     answers = driver.run()
     for request in requests:
@@ -28,26 +36,19 @@ def test_drafts_end_at_the_length_limit_and_at_stop_tokens(depth: int) -> None:
             assert logprobs == answer.tokens
 
 
-def test_accepted_drafts_save_steps_and_rejected_ones_are_computed_again() -> None:
+def test_accepted_drafts_save_steps_and_rejected_ones_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Accepts(random.Random):
         def randint(self, a: int, b: int) -> int:
             return a if self.is_pessimist else b
 
     for is_pessimist, num_steps in [(False, 1 + 3), (True, 1 + 12)]:
-        driver = Driver(make_scheduler(num_draft_tokens=3), depth=0)
+        driver = Driver(make_scheduler(speculator=three_drafts(monkeypatch)), depth=0)
         driver.runner.rng = Accepts(0)
         driver.runner.rng.is_pessimist = is_pessimist  # type: ignore[attr-defined]
         request = make_request("r", [1, 2, 3], max_tokens=13)
         driver.add(request)
         assert_as_alone(driver.run()["r"], request, 128)
         assert len(driver.steps) == num_steps
-
-
-def test_a_step_has_no_more_sequences_than_it_has_room_for_drafts() -> None:
-    scheduler = make_scheduler(budget=10, max_num_seqs=8, num_draft_tokens=3)
-    assert scheduler.max_num_seqs == 2
-    with pytest.raises(ValueError, match="max_num_batched_tokens at least 4"):
-        make_scheduler(budget=3, num_draft_tokens=3)
 
 
 def test_only_decodes_that_take_drafts_wait_for_the_step_in_flight() -> None:
@@ -64,10 +65,7 @@ def test_only_decodes_that_take_drafts_wait_for_the_step_in_flight() -> None:
 
 def ahead(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> Driver:
     """Whose steps run ahead of those with drafts, three of each decode."""
-    check_every_draft(monkeypatch)
-    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3)
-    speculator = Speculator(config, max_rows=32, is_asynchronous=True)
-    return Driver(make_scheduler(speculator=speculator, drafts_run_ahead=True, num_blocks=num_blocks), depth=1)
+    return Driver(make_scheduler(speculator=three_drafts(monkeypatch), drafts_run_ahead=True, num_blocks=num_blocks), depth=1)
 
 
 @pytest.mark.parametrize("seed", range(8))

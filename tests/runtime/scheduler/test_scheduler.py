@@ -12,6 +12,10 @@ from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
+from compile_and_serve.runtime.speculation.config import SpeculativeConfig
+from compile_and_serve.runtime.speculation.payoff import Payoff
+from compile_and_serve.runtime.speculation.speculator import Speculator
+from tests.support.drafters import all_that_fit
 from tests.support.scheduler_harness import BLOCK, END_ID, VOCAB, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
 
 GROUPS = st.lists(st.builds(PagedGroup, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
@@ -44,6 +48,10 @@ def test_random_workloads(
     back.
     """
     rng = random.Random(seed)
+    speculator = None
+    if num_draft_tokens:
+        speculative = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=num_draft_tokens)
+        speculator = Speculator(speculative, max_rows=budget, is_asynchronous=True)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -53,12 +61,14 @@ def test_random_workloads(
         policy=policy,
         admit_in_groups=admit_in_groups,
         groups=groups,
-        num_draft_tokens=num_draft_tokens,
+        speculator=speculator,
+        drafts_run_ahead=depth == 1,
     )
     requests = random_requests(rng, num_requests, scheduler.max_len)
     small = patch.multiple(admission, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
     few_rows = patch.object(scheduler_module, "PROMPT_LOGPROB_ROWS", 12)
-    with small, few_rows, patch.object(free_slots, "GROUP_FRACTION", 1):
+    all_drafts = patch.multiple(Payoff, is_on=lambda self, num_seqs: True, draft_lengths=all_that_fit)
+    with small, few_rows, all_drafts, patch.object(free_slots, "GROUP_FRACTION", 1):
         driver, lost = run_random_workload(rng, Driver(scheduler, depth, seed), requests, num_aborts)
 
     for request in requests:
