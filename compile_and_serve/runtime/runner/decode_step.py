@@ -41,7 +41,6 @@ class DecodeStep(Step):
     last_tokens: torch.Tensor
     has_run: torch.Tensor
     seq_lens: torch.Tensor
-    scratch_positions: torch.Tensor
     block_sizes: dict[str, int]
     gained: torch.Tensor
     drafts: torch.Tensor | None
@@ -65,7 +64,7 @@ def begin_step(step: Step) -> None:
             if step.metadata[name].row_seq_lens is not None:
                 step.metadata[name].fill_rows(step.max_query_len)
         return
-    positions, input_ids = step.scratch_positions, None
+    positions = input_ids = None
     for one in step.declared:
         tensor = step.inputs[one.name]
         if one.advance == "sampled":
@@ -77,6 +76,8 @@ def begin_step(step: Step) -> None:
             shape = [-1 if dim == TOKENS else 1 for dim in one.dims]
             tensor += (step.has_run * (step.seq_lens > 0)).to(one.dtype).view(shape)
     assert input_ids is not None, "no input takes the sampled tokens"
+    if positions is None:
+        positions = step.seq_lens.long() - 1
     paged = [(step.metadata[name], size) for name, size in step.block_sizes.items()]
     first, size = paged[0]
     begin_decodes(

@@ -273,7 +273,6 @@ class ModelRunner:
             last_tokens=batch.last_tokens,
             has_run=device["has_run"][:size],
             seq_lens=device["seq_lens"][:size],
-            scratch_positions=device["positions"][:size],
             block_sizes=batch.tokens_per_page,
             gained=batch.gained,
             drafts=None if self.drafter is None else self.drafter.drafts,

@@ -47,7 +47,6 @@ class StepBuffers(StagedArrays):
         fields |= {_SLOT_MAPPING + name: (np.int64, max_tokens) for name in self._paged}
         fields |= {
             "slots": (np.int64, max_tokens),
-            "positions": (np.int64, max_seqs),
             "sampled_slots": (np.int64, max_seqs),
             "query_start_loc": (np.int32, max_tokens + 1),
             "seq_lens": (np.int32, max_tokens),
