@@ -22,13 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from benchmarks.common import cpu_name, environment
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.transforms import TensorSpec
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
 from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.quantization import Activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
+from compile_and_serve.custom_ops.step import KV_CACHES, running
 
 CPU = torch.device("cpu")
 
@@ -165,7 +166,7 @@ def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len
 
     kv_bytes = NUM_LAYERS * num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
     pairs = num_seqs * sum(range(seq_len - query_len + 1, seq_len + 1))
-    with attention_metadata(make_metadata(CpuAttention(), num_seqs, query_len, seq_len)):
+    with running({KV_CACHES: make_metadata(CpuAttention(), num_seqs, query_len, seq_len)}):
         for name, step in {"rope_attention": paged, "sdpa alone, contiguous": contiguous}.items():
             seconds = best_seconds(step, budget)
             emit(

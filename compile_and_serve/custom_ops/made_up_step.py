@@ -100,22 +100,6 @@ def make_step(
     )
 
 
-def zero_state(
-    groups: Sequence[StateGroup],
-    num_pages: int,
-    num_slots: int,
-    tokens_per_page: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> dict[str, torch.Tensor]:
-    """State tensors by name, each an allocation of its own: [num_pages, …] or [num_slots, …] of zeros. dtype: of the KV cache."""
-    return {
-        name: torch.zeros((num_pages if group.paged else num_slots, *shape), dtype=group.dtype or dtype, device=device)
-        for group in groups
-        for name, shape in group.tensor_shapes(tokens_per_page.get(group.name, 1), dtype).items()
-    }
-
-
 def _pages(
     group: StateGroup,
     batch: TokenBatch,

@@ -445,6 +445,7 @@ def _capture_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index)
 
 
+# A registry: platforms belong to devices, not to engines.
 _makers: dict[str, Callable[[torch.device], Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -311,21 +312,22 @@ def _tensors(metadata: Any) -> Iterator[torch.Tensor]:
     return (value for value in values if isinstance(value, torch.Tensor))
 
 
-_running: Mapping[str, Any] | None = None
+# Of each thread, so that several engines of one process may step at the same time.
+_running: ContextVar[Mapping[str, Any] | None] = ContextVar("running", default=None)
 
 
 @contextmanager
 def running(metadata: Mapping[str, Any]) -> Iterator[None]:
-    """Ops of this process read `metadata` (by state group) inside the block."""
-    global _running
-    previous, _running = _running, metadata
+    """Ops of this thread read `metadata` (by state group) inside the block."""
+    before = _running.set(metadata)
     try:
         yield
     finally:
-        _running = previous
+        _running.reset(before)
 
 
 def current_metadata(group: str = KV_CACHES) -> Any:
     """The metadata of a state group in the running step."""
-    assert _running is not None, "an op that reads the step's metadata ran outside of a step"
-    return _running[group]
+    metadata = _running.get()
+    assert metadata is not None, "an op that reads the step's metadata ran outside of a step"
+    return metadata[group]

@@ -144,6 +144,7 @@ def num_sms(device: torch.device) -> int:
     return platform_of(device).num_multiprocessors
 
 
+# By stream, on which kernels run one after another: engines share them.
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 

@@ -44,7 +44,7 @@ def is_pattern_for(target: str, name: str) -> bool:
     return target.startswith("re:") and re.match(target[3:], name) is not None
 
 
-_told: set[str] = set()
+_told: set[str] = set()  # sentences that this process has logged, for whichever engine
 
 
 def tell_once(sentence: str) -> None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_TOOLS = 512
 _MAX_NAME = 256
 _MAX_ECHO = 200  # characters of a request's own content that an error message repeats
-_warned: set[str] = set()
+_warned: set[str] = set()  # names that this process has logged, for whichever engine
 
 
 class ToolUseError(ValueError):

@@ -13,7 +13,7 @@ from compile_and_serve.compiler.capture.capture import CapturedGraph, capture
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
+from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, LatentCacheSpec, StateGroup, Step, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
@@ -55,6 +55,22 @@ def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
     for transform in model.transforms:
         model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources), rank=rank))
     model.finish_loading()
+
+
+def zero_state(
+    groups: Sequence[StateGroup],
+    num_pages: int,
+    num_slots: int,
+    tokens_per_page: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> dict[str, torch.Tensor]:
+    """State tensors by name, each an allocation of its own: [num_pages, …] or [num_slots, …] of zeros. dtype: of the KV cache."""
+    return {
+        name: torch.zeros((num_pages if group.paged else num_slots, *shape), dtype=group.dtype or dtype, device=device)
+        for group in groups
+        for name, shape in group.tensor_shapes(tokens_per_page.get(group.name, 1), dtype).items()
+    }
 
 
 def caches(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1) -> dict[str, torch.Tensor]:

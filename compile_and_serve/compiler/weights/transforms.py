@@ -21,6 +21,7 @@ from compile_and_serve.compiler.compat import FakeTensorMode
 
 Expression = str | int | tuple[Any, ...]  # the name of a source, a constant, or (function name, *expressions)
 
+# Registries, filled when modules are imported.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
 _BY_RANK: set[str] = set()
 _SELECTS: dict[str, int] = {}

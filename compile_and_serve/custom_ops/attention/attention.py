@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, current_metadata, running
+from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, current_metadata
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,22 +181,6 @@ def cache_unsupported_reason(
         kind = "latent" if "latent" in features else "KV"
         return f"the {kind} cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
     return None
-
-
-class _EveryGroup(dict[str, AttentionMetadata]):
-    """The same metadata for every state group."""
-
-    def __init__(self, metadata: AttentionMetadata) -> None:
-        super().__init__()
-        self._metadata = metadata
-
-    def __missing__(self, group: str) -> AttentionMetadata:
-        return self._metadata
-
-
-def attention_metadata(metadata: AttentionMetadata) -> AbstractContextManager[None]:
-    """Attention ops of every state group read `metadata` inside the block."""
-    return running(_EveryGroup(metadata))
 
 
 def _attention(

@@ -43,7 +43,8 @@ EXPANDED_BYTES = 512 << 20  # e.g. 131072 tokens of 8 heads of 128 values
 FA3_MIN_QUERY_LEN, FA3_MIN_TOKENS = 1024, 4096
 _HEAD_DIMS = (64, 128, 256)
 _FEATURES: frozenset[AttentionFeature] = frozenset(["window", "soft_cap"])
-# State groups use one workspace after another; it is freed with the last backend that has used it.
+# State groups, also of several engines, use one workspace after another on the device's stream; it is freed with the last backend that has
+# used it.
 _workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 LOWEST = 19
 
-_threads: list[threading.Thread] = []
+_threads: list[threading.Thread] = []  # of the process, whichever engine started them
 
 
 def run_in_background(name: str, work: Callable[[], None]) -> threading.Thread:

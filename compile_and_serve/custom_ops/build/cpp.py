@@ -100,6 +100,7 @@ def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = No
         raise BuildError(failed)
 
 
+# Of the process: they end with it, whichever engine started them.
 _running: set[subprocess.Popen[str]] = set()
 _starting = threading.RLock()
 _ended = False  # no command starts after `end_builds`

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,10 @@ log = logging.getLogger(__name__)
 _RESERVED_SHARED_BYTES = 1024  # of each program, by the driver
 _PREFERRED_SHARED_PERCENT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
-_is_ahead = False
-_launched: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # compiled kernels with their constants
+# Of each thread: while an engine compiles ahead, another one may serve.
+_is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
+# Compiled kernels with their constants, by all that they depend on: engines share them.
+_launched: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -42,7 +45,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **opti
     which are not tensors, and Triton's own options. A kernel that was compiled for such arguments is launched without Triton's search for
     it, which would take most of the host's time. A constant RESIDENT limits a kernel's shared memory: see `_limit_shared_memory`.
     """
-    if _is_ahead:
+    if _is_ahead.get():
         kernel.warmup(*args, grid=grid, **options)
         return
     key = (kernel, args[0].device, *map(_kind, args), *options, *options.values())
@@ -95,8 +98,8 @@ def _kind(value: Any) -> Any:
 
 
 def is_compiling_ahead() -> bool:
-    """Whether kernels are compiled and not run. Their outputs are then uninitialized."""
-    return _is_ahead
+    """Whether this thread's kernels are compiled and not run. Their outputs are then uninitialized."""
+    return _is_ahead.get()
 
 
 def compile_ahead(
@@ -105,11 +108,10 @@ def compile_ahead(
     """Run `work` with its Triton kernels compiled in threads instead of launched. → number of kernels given to the threads
 
     device: a CUDA device. Everything else in `work` runs. It may compute with the kernels' uninitialized outputs, but not use them as
-    indices, and no other thread may launch kernels meanwhile. A kernel that fails to compile raises at its launch, later.
+    indices. Other threads launch their kernels as usual. A kernel that fails to compile raises at its launch, later.
     known_as: with the Python files of the folder `sources`, it determines which kernels `work` launches. If they were compiled before and
     Triton's cache still exists, nothing runs: kernels are loaded from the cache at their launch.
     """
-    global _is_ahead
     import triton
 
     start = time.perf_counter()
@@ -118,11 +120,11 @@ def compile_ahead(
         return 0
     with _Compilers(threads, device) as compilers:
         with triton.AsyncCompileMode(compilers, ignore_errors=True):
-            _is_ahead = True
+            before = _is_ahead.set(True)
             try:
                 work()
             finally:
-                _is_ahead = False
+                _is_ahead.reset(before)
         count = compilers.count
     log.info("%d Triton kernels were compiled or found in Triton's cache in %.1f s.", count, time.perf_counter() - start)
     if done is not None:

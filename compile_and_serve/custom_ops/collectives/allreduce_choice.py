@@ -90,7 +90,7 @@ class FusedAllreduce:
     quantized_choice: AllreduceChoice
 
 
-_fused: FusedAllreduce | None = None
+_fused: FusedAllreduce | None = None  # belongs to the process's tensor group: see `rank_group`
 
 
 def use_symmetric_memory(memory: SymmetricMemory, choice: AllreduceChoice, quantized_choice: AllreduceChoice | None = None) -> None:

@@ -33,6 +33,7 @@ class RankGroup:
     process_group: dist.ProcessGroup
 
 
+# Of the process, as torch's groups are: a process is a rank of one engine at most.
 _groups: dict[str, RankGroup] = {}
 _num_entered = 0
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13

@@ -97,12 +97,6 @@ def run_silu_mul_gemm(
     return out_TH
 
 
-def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`run_silu_mul_gemm` in plain torch: in float32 with one rounding to bfloat16."""
-    gate_TH, up_TH = F.linear(x_TI.float(), weight_OI.float()).chunk(2, -1)
-    return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
-
-
 def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, min_tokens: int = 1) -> torch.Tensor:
     """silu(x Wgᵀ) · (x Wuᵀ) in `token_chunks`, by the fastest of `KERNELS` and `SEPARATE`. → [T, H]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -105,49 +106,49 @@ class ExpertLoad:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count inside the block."""
-        global _load
-        previous, _load = _load, self
+        before = _load.set(self)
         try:
             yield
         finally:
-            _load = previous
+            _load.reset(before)
 
 
-_layers: dict[int, LayerLoad] | None = None
-_load: ExpertLoad | None = None
+# Of each thread, so that several engines of one process count their own tokens.
+_layers: ContextVar[dict[int, LayerLoad] | None] = ContextVar("layers", default=None)
+_load: ContextVar[ExpertLoad | None] = ContextVar("load", default=None)
 
 
 def count_call(ids_TK: torch.Tensor, down: torch.Tensor) -> None:
     """Count one call of `cas::experts`, if counting is on. down: the layer's weight [X, …]."""
     if is_compiling_ahead():  # the ids are uninitialized
         return
-    if _load is not None:
-        _load.add(ids_TK, down)
-    if _layers is None:
+    if (load := _load.get()) is not None:
+        load.add(ids_TK, down)
+    if (layers := _layers.get()) is None:
         return
     address = down.data_ptr()
-    if address not in _layers:
-        _layers[address] = LayerLoad(torch.zeros(down.shape[0], dtype=torch.int64, device=ids_TK.device))
-    _layers[address].add(ids_TK)
+    if address not in layers:
+        layers[address] = LayerLoad(torch.zeros(down.shape[0], dtype=torch.int64, device=ids_TK.device))
+    layers[address].add(ids_TK)
 
 
 @contextmanager
 def counting_no_experts() -> Iterator[None]:
     """Count nothing inside the block: for calls of another model."""
-    global _load, _layers
-    previous, _load, _layers = (_load, _layers), None, None
+    load, layers = _load.set(None), _layers.set(None)
     try:
         yield
     finally:
-        _load, _layers = previous
+        _load.reset(load)
+        _layers.reset(layers)
 
 
 @contextmanager
 def counting_experts() -> Iterator[dict[int, LayerLoad]]:
     """Count inside the block. → the layers' loads, in the order in which the layers first ran"""
-    global _layers
-    previous, _layers = _layers, {}
+    loads: dict[int, LayerLoad] = {}
+    before = _layers.set(loads)
     try:
-        yield _layers
+        yield loads
     finally:
-        _layers = previous
+        _layers.reset(before)

@@ -103,16 +103,3 @@ def run_gemm(
     if error is not None:
         raise RuntimeError(f"CUTLASS' {config} could not multiply {list(a_TI.shape)} by {list(b_OI.shape)}: {error.decode()}")
     return out_TO
-
-
-def scaled_gemm_reference(
-    a_TI: torch.Tensor, b_OI: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, residual_TO: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`run_gemm` in plain torch: sums in float32 and one rounding to bfloat16."""
-    a, b = a_TI.float(), b_OI.float()
-    residual = 0.0 if residual_TO is None else residual_TO.float()
-    if b_scale.dim() == 2:
-        a = a * a_scale.repeat_interleave(128, 1)[:, : a.shape[1]]
-        b = b * b_scale.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
-        return (a @ b.T + residual).to(torch.bfloat16)
-    return (a_scale.reshape(-1, 1) * (b_scale.reshape(1, -1) * (a @ b.T)) + residual).to(torch.bfloat16)

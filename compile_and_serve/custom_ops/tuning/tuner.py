@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -201,20 +202,20 @@ def unmeasured_token_counts(device: torch.device, max_tokens: int) -> tuple[int,
     return tuner_of(device).unmeasured_token_counts(max_tokens) if platform_of(device).runs_triton_kernels else ()
 
 
-_is_tuning_on = True
+# Of each thread: an engine that serves does not keep another one from tuning while it starts.
+_is_tuning_on: ContextVar[bool] = ContextVar("is_tuning_on", default=True)
 
 
 def is_tuning_on() -> bool:
     """Whether kernels may be measured now."""
-    return _is_tuning_on
+    return _is_tuning_on.get()
 
 
 @contextmanager
 def tuning_off() -> Iterator[None]:
-    """Turn tuning off inside the block. Used while requests wait: measuring would delay them."""
-    global _is_tuning_on
-    before, _is_tuning_on = _is_tuning_on, False
+    """Turn tuning off for this thread inside the block. Used while requests wait: measuring would delay them."""
+    before = _is_tuning_on.set(False)
     try:
         yield
     finally:
-        _is_tuning_on = before
+        _is_tuning_on.reset(before)

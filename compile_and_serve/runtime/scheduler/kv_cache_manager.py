@@ -92,7 +92,6 @@ class KVCacheManager:
         if not sizes or min(sizes) < 1:
             raise ValueError(f"Every group of layers needs a block_size of at least 1, got {sizes}.")
         self.pool = BlockPool(num_blocks)
-        self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.num_promised = 0  # free blocks that prefills under way will take
         self.hash_budget = sys.maxsize

@@ -21,7 +21,7 @@ MAX_ID = 256  # characters of a client's request id or cache salt
 
 _SHOWN = 10  # wrong entries of one field that a message names
 
-_warned: set[str] = set()
+_warned: set[str] = set()  # names that this process has logged
 
 
 def _check_bias(value: Any) -> Any:

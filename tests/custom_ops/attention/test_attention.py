@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention
 from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference, rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import AttentionFeature
+from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, running
 from tests.support import attention_cases as cases
 from tests.support.kernels import require_cpu_kernels
 
@@ -61,7 +61,7 @@ def test_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype, b
     q = torch.randn(tokens, H + 1, E, dtype=dtype)[:, :H]
     kv = torch.randn(tokens, 2, K, E, dtype=dtype)
 
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
 
     assert out.shape == (tokens, H, E)
@@ -86,7 +86,7 @@ def test_tokens_that_read_all_of_their_sequence(heads: tuple[int, int, int], bac
     kv_cache = torch.randn(num_blocks, 2, K, batch.block_size, E)
     q, old, new = torch.randn(tokens, H, E), torch.randn(tokens, 2, K, E), torch.randn(tokens, 2, K, E)
     for kv, one in ((old, cases.without_sequences(metadata)), (new, cases.not_causal(metadata))):
-        with attention_metadata(one):
+        with running({KV_CACHES: one}):
             out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
         assert out.isfinite().all()
         for t in range(metadata.num_tokens):
@@ -112,7 +112,7 @@ def test_float8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype
     q = torch.randn(tokens, H, E, dtype=dtype)
     kv = torch.randn(tokens, 2, K, E, dtype=dtype) * torch.rand(tokens, 2, K, E).exp2().pow(8).to(dtype)
 
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
 
     assert out.dtype == dtype
@@ -144,7 +144,7 @@ def test_int8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype, 
     kv[:, 1] *= torch.rand(tokens, K, 1).exp2().pow(8).to(dtype)
     kv[0, 0, 0] = 0.0
 
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
 
     assert out.dtype == dtype
@@ -169,7 +169,7 @@ def test_an_int8_cache_keeps_nan(backend: AttentionBackend) -> None:
     kv_cache = cases.random_int8_cache(num_blocks, 2, 16, 16)
     k, v = torch.randn(2, 1, 2, 16)
     v[0, 1, 3] = torch.nan
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = attention(torch.zeros(1, 2, 16), k, v, kv_cache, 0.25)
     assert out.isnan().all(2).tolist() == [[False, True]]
     assert out[0, 0].isfinite().all()
@@ -183,7 +183,7 @@ def test_float8_cache_saturates_and_keeps_nan(dtype: torch.dtype, backend: Atten
     kv_cache = torch.zeros(num_blocks, 2, 1, 16, 16, dtype=torch.float8_e4m3fn)
     k = torch.tensor([1e6, -1e6, 449, 463, 465, 480, 448, -500, torch.inf, -torch.inf, 0, -0.0, 1e-9, 3, 4, 5], dtype=dtype)
     v = torch.where(torch.arange(16) == 7, torch.nan, k)
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = attention(torch.zeros(1, 1, 16, dtype=dtype), k.view(1, 1, 16), v.view(1, 1, 16), kv_cache, 0.25)
     block, offset = divmod(int(metadata.slot_mapping[0]), 16)
     assert torch.equal(kv_cache[block, 0, 0, offset].float(), k.float().clamp(-448, 448).where(k.abs() > 1e-5, 0.0))
@@ -209,7 +209,7 @@ def test_rope_attention(
     cos, sin = angle.cos().to(rope_dtype), angle.sin().to(rope_dtype)
     q_weight, k_weight = (torch.randn(E, dtype=dtype) if normalizes else None for _ in range(2))
 
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = rope_attention(qkv, cos, sin, kv_cache, H, K, E**-0.5, q_weight, k_weight, 1e-5)
 
     assert out.shape == (tokens, H * E)
@@ -268,7 +268,7 @@ def test_windows_and_scores(
     q = torch.randn(tokens, H, E, dtype=dtype)
     kv = torch.randn(tokens, 2, K, E, dtype=dtype)
     scores = some_scores(kind, H, dtype)
-    with attention_metadata(metadata):
+    with running({"any": metadata}):
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5, "any", scores.soft_cap, scores.sinks_H, scores.alibi_slopes_H)
     assert out.isfinite().all()
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata, scores)
@@ -283,7 +283,7 @@ def test_rope_attention_takes_scores(backend: AttentionBackend) -> None:
     tokens, scores = metadata.slot_mapping.numel(), some_scores("cap sinks", H)
     kv_cache = torch.randn(num_blocks, 2, K, 16, E)
     qkv, angle = torch.randn(tokens, (H + 2 * K) * E), torch.rand(tokens, E // 2).repeat(1, 2)
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = rope_attention(qkv, angle.cos(), angle.sin(), kv_cache, H, K, 0.25, soft_cap=scores.soft_cap, sinks_H=scores.sinks_H)
     q = norm_rope_reference(qkv.double().unflatten(1, (-1, E))[:, :H], angle.cos(), angle.sin(), None, 0.0)
     expected = cases.dense_attention(q, kv_cache, 0.25, metadata, scores).flatten(1)
@@ -308,7 +308,7 @@ def test_large_scores_do_not_overflow() -> None:
     tokens = metadata.slot_mapping.numel()
     kv_cache = torch.randn(num_blocks, 2, 1, 16, 16) * 100
     q, kv = torch.randn(tokens, 2, 16) * 100, torch.randn(tokens, 2, 1, 16) * 100
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, 1.0)
     expected = cases.dense_attention(q, kv_cache, 1.0, metadata)
     assert cases.relative_error(out[: metadata.num_tokens], expected) < 1e-4
@@ -344,7 +344,7 @@ def test_schema_and_fake(backend: AttentionBackend) -> None:
     tokens = metadata.slot_mapping.numel()
     kv_cache = torch.randn(num_blocks, 2, 2, 16, 16)
     qkv, angle = torch.randn(tokens, 8 * 16), torch.rand(tokens, 16)
-    with attention_metadata(metadata):
+    with running({KV_CACHES: metadata}):
         torch.library.opcheck(
             torch.ops.cas.rope_attention.default,
             (qkv, angle.cos(), angle.sin(), kv_cache, 4, 2, 0.25, torch.randn(16), None, 1e-6),

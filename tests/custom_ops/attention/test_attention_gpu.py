@@ -12,13 +12,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from compile_and_serve.custom_ops.attention import flashinfer_backend as attention_flashinfer
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.step import SCALE_BYTES, AttentionFeature
+from compile_and_serve.custom_ops.step import KV_CACHES, SCALE_BYTES, AttentionFeature, running
 from tests.support import attention_cases as cases
 from tests.support.cuda import CUDA, LIMIT, random
 
@@ -111,7 +111,7 @@ def test_attention(
         metadata.backend = one
         one.plan(metadata)
         caches.append(cache.clone())
-        with attention_metadata(metadata):
+        with running({KV_CACHES: metadata}):
             if with_rope:
                 outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5, *norms))
             else:
@@ -144,7 +144,7 @@ def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype, backen
             metadata.backend = one
             one.plan(metadata)
             caches.append(cache.clone())
-            with attention_metadata(metadata):
+            with running({KV_CACHES: metadata}):
                 outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5))
         count = metadata.num_seqs
         assert count == 0 or cases.relative_error(outs[0][:count], outs[1][:count].double()) < LIMIT
@@ -276,7 +276,7 @@ def decode_steps(use_graph: bool) -> list[torch.Tensor]:
     out = torch.zeros(3, 4 * 64, device=CUDA, dtype=torch.bfloat16)
 
     def step() -> None:
-        with attention_metadata(metadata):
+        with running({KV_CACHES: metadata}):
             q, k, v = qkv.unflatten(1, (8, 64)).split((4, 2, 2), dim=1)
             out.copy_(attention(q, k, v, cache, 0.125).flatten(1))
         positions.add_(1)  # the next step lies a token further

@@ -16,11 +16,12 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from compile_and_serve.custom_ops.attention import triton_decode
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, Scores, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, Scores
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+from compile_and_serve.custom_ops.step import KV_CACHES, running
 from compile_and_serve.custom_ops.triton_common import SPLIT_COUNTERS
 from tests.support import attention_cases as cases
 
@@ -136,7 +137,7 @@ def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> Non
         for backend in (TritonAttention(), TorchAttention()):
             metadata.backend = backend
             caches.append(kv_cache.clone())
-            with attention_metadata(metadata):
+            with running({KV_CACHES: metadata}):
                 outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5))
         torch.testing.assert_close(*outs, atol=3e-5, rtol=1e-4)
         found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.float() for one in caches)
@@ -171,7 +172,7 @@ def test_rope_attention(
         else:
             continue_with = metadata
         own_cache = cache.clone()
-        with attention_metadata(continue_with):
+        with running({KV_CACHES: continue_with}):
             out = rope_attention(qkv, cos, sin, own_cache, heads, kv_heads, head_dim**-0.5, *norms)
         results[backend.name] = (out[:total], own_cache, out)
     caches = [results[name][1] for name in ("triton", "torch")]

@@ -12,9 +12,8 @@ import torch
 from compile_and_serve.custom_ops.build import cuda as build_cuda
 from compile_and_serve.custom_ops.build.cpp import BuildError
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, find_nvcc
-from compile_and_serve.custom_ops.quantization import block_scales, expand_scale, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized import cutlass_gemm
-from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library, scaled_gemm_reference
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library
 
 FP8 = torch.float8_e4m3fn
 
@@ -26,31 +25,6 @@ def unbuildable() -> str:
     except BuildError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.parametrize("per_block", [False, True])
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 128, 64), (7, 272, 130), (33, 384, 256)])
-def test_the_reference_dequantizes(tokens: int, inputs: int, outputs: int, per_block: bool) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    x, weight = torch.randn(tokens, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
-    scale = (block_scales if per_block else row_scales)(weight, FP8)
-    quantized = quantize_weight(weight, scale, FP8)
-    a, a_scale = quantize_activations(x, FP8, per_group=per_block)
-    y = scaled_gemm_reference(a, quantized, a_scale, scale)
-    a_wide = a_scale.repeat_interleave(128, 1)[:, :inputs] if per_block else a_scale
-    exact = (a.double() * a_wide) @ (quantized.double() * expand_scale(scale, quantized.shape)).T
-    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-5 * float(exact.abs().max()))
-    residual = torch.randn(tokens, outputs).bfloat16()
-    torch.testing.assert_close(
-        scaled_gemm_reference(a, quantized, a_scale, scale, residual).double(),
-        exact + residual,
-        rtol=2**-8,
-        atol=1e-5 * float(exact.abs().max()),
-    )
-    if not per_block:  # one value for all
-        one = torch.tensor([0.5])
-        expected = 0.25 * (a.double() @ quantized.double().T)
-        torch.testing.assert_close(scaled_gemm_reference(a, quantized, one, one).double(), expected, rtol=2**-8, atol=1e-2)
 
 
 def test_operands_that_no_kernel_takes() -> None:

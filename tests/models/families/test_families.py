@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.step import running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 
@@ -54,7 +56,7 @@ def run_step(
         max_seq_len=max(seq_lens),
     )
     metadata.backend.plan(metadata)
-    with torch.no_grad(), attention_metadata(metadata):
+    with torch.no_grad(), running(defaultdict(lambda: metadata)):
         return module(input_ids, positions, kv_caches, torch.arange(len(input_ids)))
 
 

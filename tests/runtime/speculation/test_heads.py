@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
-from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
+from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from compile_and_serve.custom_ops.step import running
 from compile_and_serve.models.registry import build_model
@@ -30,6 +30,7 @@ from tests.support import dflash
 from tests.support.drafters import capture_all, check_every_draft, draft_in_turns, use_fake_graphs
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.platforms import OwnMemory
+from tests.support.tiny_models import zero_state
 
 METHODS = ("eagle", "eagle3", "mtp", "mtp of glm", "medusa", "dflash")
 D, V, DRAFT_V, HEADS = 64, 320, 80, 4
