@@ -7,9 +7,10 @@ has. This must never leave a sequence without a token, so it is limited to strin
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
+
+from compile_and_serve.runtime.structured.json_schema import FORMATS
 
 ROOT, ITEM, ANY_PROPERTY = "$", "[]", "*"  # where an array stands; "." and a name: in that property
 
@@ -20,9 +21,6 @@ _PLAIN = {"type": "string", "pattern": r'^[^"\\\x00-\x1f\x7f]*$'}
 _SAME_PLACE = ("not", "if", "then", "else")
 _SAME_PLACE_LISTS = ("anyOf", "oneOf", "allOf")
 _ITEMS = ("items", "additionalItems", "contains", "unevaluatedItems", "prefixItems")
-# Character classes in a row, of which the last one may be repeated.
-_ENDLESS = re.compile(r"\^(?:(?:\[(?:[^\]\\]|\\.)+\]|[\w-])[*+?]?)*\[(?:[^\]\\]|\\.)+\][*+]\$")
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _MAX_DEPTH = 8
 _MAX_PLACES = 20_000
 
@@ -56,9 +54,6 @@ class _Finder:
         found: dict[int, list[str] | None] = {}
         for number, part in self._parts.items():
             if part.get("uniqueItems") is not True:
-                continue
-            if not _may_be(part, "array") or _at_most_one(part):
-                changes[number] = {name: value for name, value in part.items() if name != "uniqueItems"}
                 continue
             narrowed = self._narrowed(part)
             if narrowed is not None:
@@ -161,16 +156,11 @@ class _Finder:
             texts = tuple(v for v in listed if isinstance(v, str)) if isinstance(listed, list) else ()
             return (texts if not self._restricted(schema) else _OTHER) if texts else _NONE
         kinds = [self._strings(part, depth + 1) for part in self._all_of(schema)]
-        for name in ("anyOf", "oneOf"):
-            if name in schema:
-                branches = schema[name] if isinstance(schema[name], list) else [None]
-                parts = [self._strings(branch, depth + 1) for branch in branches]
-                kinds.append(_FREE if _FREE in parts else _NONE if set(parts) == {_NONE} else _OTHER)
         if _NONE in kinds:
             return _NONE
         if self._bounded(schema):
             return _OTHER
-        if len(kinds) == 1 and "pattern" not in schema:
+        if len(kinds) == 1:
             return kinds[0]
         # Together with another restriction, strings that can go on are not always both.
         return _FREE if not kinds else _OTHER
@@ -187,10 +177,7 @@ class _Finder:
     @staticmethod
     def _bounded(schema: dict[str, Any]) -> bool:
         """Whether some string that satisfies the schema's own keywords may be one that cannot go on."""
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and _ENDLESS.fullmatch(pattern) is None:
-            return True
-        return any(name in schema for name in ("maxLength", "not", "if")) or schema.get("format") in _FORMATS
+        return any(name in schema for name in ("anyOf", "oneOf", "pattern", "maxLength", "not", "if")) or schema.get("format") in FORMATS
 
     def _resolve(self, ref: Any) -> Any:
         """The schema of a reference within the root; None if it is none."""
@@ -211,11 +198,6 @@ def _item_schemas(part: dict[str, Any]) -> Iterator[Any]:
 def _may_be(part: dict[str, Any], kind: str) -> bool:
     given = part.get("type")
     return given is None or kind in (given if isinstance(given, list) else [given])
-
-
-def _at_most_one(part: dict[str, Any]) -> bool:
-    most = part.get("maxItems")
-    return isinstance(most, int) and most <= 1
 
 
 def _overlap(place: str, other: str) -> bool:

@@ -14,7 +14,7 @@ from compile_and_serve.runtime.structured.one_of import Disjointness
 
 MAX_PROPERTIES = 1000  # of one object: the time to compile grows faster than their square
 MAX_DEPTH = 64  # the library's JSON reader gives up at 128 levels, of which a property takes two
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _ONE = (
     "additionalProperties",
     "items",
@@ -51,13 +51,10 @@ def rewrite(schema: Any, path: str = "$") -> Any:
 
     - A `format` that it does not know is dropped, since formats are annotations. `uniqueItems: false` says nothing.
     - A `$schema` that it does not know is dropped or spelled as it knows it.
-    - A `oneOf` whose alternatives exclude each other is an `anyOf`. `Disjointness.exclusive` narrows some for this. One of
-      `required` lists of one name each says which of these properties are absent.
-    - `dependencies`, `dependentRequired` and `dependentSchemas`: the property is absent, or the rest holds.
-    - `not` is the schema that `negated` makes of it. What nothing satisfies (`not: {}`) is `false`.
+    - A `oneOf` whose alternatives exclude each other is an `anyOf`. One of `required` lists of one name each says which of these
+      properties are absent.
+    - `not` is the schema that `negated` makes of it.
     - `if`: the condition and `then`, or the negated condition and `else`.
-    - `propertyNames` of a pattern or an enumeration says which properties an object may have.
-    - `minProperties` of 1: one of the properties is required.
 
     Raises `GrammarError`.
     """
@@ -84,8 +81,6 @@ class _Rewriter:
         if isinstance(schema.get("properties"), dict) and len(schema["properties"]) > MAX_PROPERTIES:
             count = len(schema["properties"])
             raise GrammarError(f"An object may have at most {MAX_PROPERTIES} properties, this one has {count}", f"{path}.properties")
-        if schema.get("not") in ({}, True) and "not" in schema:
-            return False
         result = dict(schema)
         for name in {*_LISTS, *_MAPS} & result.keys():
             if isinstance(result[name], (list, dict)):
@@ -97,17 +92,14 @@ class _Rewriter:
             else:
                 name, index = key
                 result[name][index] = new
-        if isinstance(result.get("format"), str) and result["format"] not in _FORMATS:
+        if isinstance(result.get("format"), str) and result["format"] not in FORMATS:
             del result["format"]
         if result.get("uniqueItems") is False:
             del result["uniqueItems"]
         added: list[Any] = []
-        self._rewrite_one_of(schema, result, added)
-        _rewrite_dependencies(result, added)
+        self._rewrite_one_of(schema, result)
         self._rewrite_not(schema, result, added, path, depth)
         self._rewrite_if(schema, result, added, path, depth)
-        _rewrite_names(result)
-        _rewrite_min_properties(result, added)
         if added and isinstance(result.get("allOf", []), list):
             result["allOf"] = [*result.get("allOf", []), *added]
         return result
@@ -136,39 +128,24 @@ class _Rewriter:
         if True not in [branch for branch in branches if isinstance(branch, bool)]:
             added.append({"anyOf": [branch for branch in branches if branch is not False] or [False]})
 
-    def _rewrite_one_of(self, schema: dict[str, Any], result: dict[str, Any], added: list[Any]) -> None:
+    def _rewrite_one_of(self, schema: dict[str, Any], result: dict[str, Any]) -> None:
         branches = schema.get("oneOf")
-        if not isinstance(branches, list):
+        if not isinstance(branches, list) or "anyOf" in schema:
             return
         names = [_only_required(branch) for branch in branches]
-        alternatives: list[Any]
         if len(names) > 1 and all(name is not None for name in names) and len(set(names)) == len(names):
-            alternatives = [
+            result["anyOf"] = [
                 {"type": "object", "required": [name], "properties": {other: False for other in names if other != name}} for name in names
             ]
+        elif self._all_disjoint(branches):
+            result["anyOf"] = result["oneOf"]
         else:
-            more = [{} for _ in branches] if _are_distinct_constants(branches) else self._exclusive(branches)
-            if more is None:
-                return
-            alternatives = [_with(new, extra) for new, extra in zip(result["oneOf"], more, strict=True)]
+            return
         del result["oneOf"]
-        if "anyOf" in result:
-            added.append({"anyOf": alternatives})
-        else:
-            result["anyOf"] = alternatives
 
-    def _exclusive(self, branches: list[Any]) -> list[dict[str, Any]] | None:
+    def _all_disjoint(self, branches: list[Any]) -> bool:
         self._disjointness = self._disjointness or Disjointness(self._root)
-        return self._disjointness.exclusive(branches)
-
-
-def _with(schema: Any, more: dict[str, Any]) -> Any:
-    """A schema and additional keywords."""
-    if not more:
-        return schema
-    if isinstance(schema, dict) and "$ref" not in schema and not more.keys() & schema.keys():
-        return {**schema, **more}
-    return {"allOf": [schema, more]}
+        return self._disjointness.all_disjoint(branches)
 
 
 def _only_required(schema: Any) -> str | None:
@@ -177,50 +154,6 @@ def _only_required(schema: Any) -> str | None:
         return None
     names = schema.get("required")
     return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
-
-
-def _rewrite_dependencies(result: dict[str, Any], added: list[Any]) -> None:
-    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
-        entries = result.get(keyword)
-        if not isinstance(entries, dict) or not all(isinstance(rest, (dict, list, bool)) for rest in entries.values()):
-            continue
-        del result[keyword]
-        for name, rest in entries.items():
-            then = {"required": rest} if isinstance(rest, list) else rest
-            added.append({"anyOf": [{"properties": {name: False}}, then]})
-
-
-def _rewrite_names(result: dict[str, Any]) -> None:
-    names = result.get("propertyNames")
-    if not isinstance(names, dict) or "properties" in result or "patternProperties" in result:
-        return
-    said = names.keys() - ANNOTATIONS - {"type"}
-    if names.get("type", "string") != "string" or not isinstance(result.get("additionalProperties", True), dict | bool):
-        return
-    values = result.get("additionalProperties", True)
-    if said == {"pattern"} and isinstance(names["pattern"], str):
-        result["patternProperties"] = {names["pattern"]: values}
-    elif said == {"enum"} and isinstance(names["enum"], list) and len(names["enum"]) <= MAX_PROPERTIES:
-        result["properties"] = {name: values for name in names["enum"] if isinstance(name, str)}
-    else:
-        return
-    del result["propertyNames"]
-    result["additionalProperties"] = False
-
-
-def _rewrite_min_properties(result: dict[str, Any], added: list[Any]) -> None:
-    properties, required = result.get("properties"), result.get("required", [])
-    if result.get("minProperties") != 1 or not isinstance(properties, dict) or not isinstance(required, list):
-        return
-    names = [name for name, child in properties.items() if child is not False]
-    if not names or all(name in required for name in names):
-        return
-    del result["minProperties"]
-    if not required:
-        # Values of other types may have been allowed: without `type`, each of these is an object.
-        types = result.get("type")
-        others = [{"type": kind} for kind in types if kind != "object"] if isinstance(types, list) else []
-        added.append({"anyOf": [*({"type": "object", "required": [name]} for name in names), *others]})
 
 
 def original_path(schema: Any, path: str) -> str:
@@ -322,23 +255,3 @@ def _children(schema: dict[str, Any], path: str) -> Iterator[tuple[str | tuple[s
 
 def _step(key: str) -> str:
     return f".{key}" if re.fullmatch(r"[\w$-]+", key) else f"[{json.dumps(key)}]"
-
-
-def _are_distinct_constants(branches: Any) -> bool:
-    if not isinstance(branches, list):
-        return False
-    seen: set[str] = set()
-    for branch in branches:
-        if not isinstance(branch, dict):
-            return False
-        values = branch["enum"] if isinstance(branch.get("enum"), list) else [branch["const"]] if "const" in branch else []
-        # 1 and 1.0 are equal in JSON Schema, so that numbers are compared as floats.
-        names = {json.dumps(float(v) if type(v) in (int, float) else v, sort_keys=True) for v in values if _is_small(v)}
-        if not names or len(names) < len(values) or seen & names:
-            return False
-        seen |= names
-    return True
-
-
-def _is_small(value: Any) -> bool:
-    return isinstance(value, (str, bool)) or value is None or (isinstance(value, (int, float)) and abs(value) < 2**53)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
-_TYPES = ("null", "boolean", "number", "string", "array", "object")
+TYPES = ("null", "boolean", "number", "string", "array", "object")  # an integer is a number
 _MAX_CHARS = 4000  # of the strings that a pattern excludes
 _MAX_LENGTH = 60  # of one of them: each character nests the pattern four levels deeper, of which the library takes 250
 _MAX_DEPTH = 16
@@ -26,27 +26,14 @@ def negated(schema: Any, depth: int = 0) -> Any:
     if not schema.keys() - ANNOTATIONS:
         return False
     found = [one for name, value in schema.items() for one in _keyword(name, value, depth + 1)]
-    return _any(found)
+    return None if not found else found[0] if len(found) == 1 else {"anyOf": found}
 
 
-def _any(found: Sequence[Any]) -> Any:
-    if True in [one for one in found if isinstance(one, bool)]:
-        return True
-    found = [one for one in found if one is not False] or list(found[:1])
-    return None if not found else found[0] if len(found) == 1 else {"anyOf": list(found)}
-
-
-def _keyword(name: str, value: Any, depth: int) -> Iterable[Any]:
-    """Schemas of which each refuses what satisfies one keyword."""
+def _keyword(name: str, value: Any, depth: int) -> list[Any]:
+    """Schemas of which each refuses what satisfies one keyword; none if it cannot be negated."""
     if name in ("const", "enum"):
-        values = [value] if name == "const" else value
-        return [] if not isinstance(values, list) else _none_of(values)
-    if name == "type":
-        names = value if isinstance(value, list) else [value]
-        if not all(isinstance(kind, str) for kind in names):
-            return []
-        excluded = {"number" if kind == "integer" else kind for kind in names}
-        return [{"type": [kind for kind in _TYPES if kind not in excluded]}] if excluded < set(_TYPES) else []
+        texts = [value] if name == "const" else value
+        return _none_of(texts) if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
     if name == "required" and isinstance(value, list):
         return [{"type": "object", "properties": {key: False}} for key in value if isinstance(key, str)]
     if name == "properties" and isinstance(value, dict):
@@ -56,34 +43,17 @@ def _keyword(name: str, value: Any, depth: int) -> Iterable[Any]:
             for key, part in parts
             if part is not None and part is not False
         ]
-    if name == "not":
-        return [value]
-    if name == "allOf" and isinstance(value, list):
-        return [part for part in (negated(child, depth) for child in value) if part is not None]
-    if name in ("anyOf", "oneOf") and isinstance(value, list) and value:
-        parts = [negated(child, depth) for child in value]
-        return [] if None in parts else [{"allOf": parts}]
     return []
 
 
-def _none_of(values: list[Any]) -> list[Any]:
-    texts = [value for value in values if isinstance(value, str)]
+def _none_of(texts: list[str]) -> list[Any]:
     if sum(map(len, texts)) > _MAX_CHARS or any(len(text) > _MAX_LENGTH for text in texts):
         return []
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    excluded = {_type_of(value) for value in values}
-    found: list[Any] = [{"type": [kind for kind in _TYPES if kind not in excluded]}] if excluded < set(_TYPES) else []
-    if texts:
-        found.append({"type": "string", "pattern": f"^{_other_texts(texts)}$"})
-    if numbers:
-        found += [{"type": "number", "exclusiveMinimum": max(numbers)}, {"type": "number", "exclusiveMaximum": min(numbers)}]
-    booleans = [value for value in (True, False) if not any(given is value for given in values)]
-    if "boolean" in excluded and booleans:
-        found.append({"enum": booleans})
-    return found
+    return [{"type": [kind for kind in TYPES if kind != "string"]}, {"type": "string", "pattern": f"^{_other_texts(texts)}$"}]
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """The JSON schema type of a value; "number" also for integers."""
     if value is None:
         return "null"
     if isinstance(value, bool):

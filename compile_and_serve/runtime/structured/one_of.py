@@ -1,4 +1,4 @@
-"""`Disjointness`: turns the alternatives of a `oneOf` into those of an `anyOf`, where it can prove that they exclude each other."""
+"""`Disjointness`: proves that the alternatives of a `oneOf` exclude each other, so that it is an `anyOf`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})  # an integer is a number
+from compile_and_serve.runtime.structured.negation import TYPES, type_of
+
+_TYPES = frozenset(TYPES)
 _MAX_DEPTH = 8  # of references, combinators and discriminators
 _MAX_STEPS = 20_000  # for one root: a proof that takes longer is given up
 
@@ -19,59 +21,17 @@ class Disjointness:
         self._root = root
         self._steps = 0
         self._one_base = _has_one_base(root)
-        self._temporary: list[Any] = []
         self._known: dict[tuple[int, str], set[str] | None] = {}
 
-    def exclusive(self, schemas: Sequence[Any]) -> list[dict[str, Any]] | None:
-        """What to add to each schema (in an `allOf`) so that none accepts what another one does; None if that fails.
-
-        - Arrays of which only `[]` satisfies two schemas must not be empty.
-        - Of objects that have one optional property only, `{}` satisfies two schemas: the property is required.
-        - Of objects with a required property each, those with both properties are excluded. Some of them satisfy only one
-          of the schemas, so this is narrower than `oneOf`.
-        """
-        added: list[dict[str, Any]] = [{} for _ in schemas]
-        for i, j in combinations(range(len(schemas)), 2):
-            if self.disjoint(schemas[i], schemas[j]):
-                continue
-            if self._steps > _MAX_STEPS:
-                return None
-            common = self._types(schemas[i]) & self._types(schemas[j])
-            for k, other in ((i, j), (j, i)):
-                if "array" in common:
-                    added[k]["minItems"] = 1
-                if "object" in common and (name := self._only_property(schemas[k])) is not None:
-                    added[k]["required"] = [name]
-                elif "object" in common:
-                    names = self._required(schemas[other]) - self._required(schemas[k])
-                    if names:
-                        added[k].setdefault("properties", {})[min(names)] = False
-        narrow = [{"allOf": [schema, more]} if more else schema for schema, more in zip(schemas, added, strict=True)]
-        self._temporary.append(narrow)
-        proven = all(
-            self.disjoint(narrow[k], schemas[other]) for i, j in combinations(range(len(schemas)), 2) for k, other in ((i, j), (j, i))
-        )
-        return added if proven else None
-
-    def _only_property(self, schema: Any) -> str | None:
-        """The property if an object may have only one."""
-        for part in self._conjuncts(schema):
-            properties = part.get("properties")
-            if part.get("additionalProperties") is False and not part.get("patternProperties"):
-                return next(iter(properties)) if isinstance(properties, dict) and len(properties) == 1 else None
-        return None
+    def all_disjoint(self, schemas: Sequence[Any]) -> bool:
+        """Whether no value satisfies two of the schemas."""
+        return all(self.disjoint(one, other) for one, other in combinations(schemas, 2))
 
     def disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether no value satisfies both schemas."""
         self._steps += 1
         if depth > _MAX_DEPTH or self._steps > _MAX_STEPS:
             return False
-        for union, against in ((one, other), (other, one)):
-            for part in self._conjuncts(union):
-                for name in ("anyOf", "oneOf"):
-                    branches = part.get(name)
-                    if isinstance(branches, list) and all(self.disjoint(b, against, depth + 1) for b in branches):
-                        return True
         common = self._types(one) & self._types(other)
         return all(self._disjoint_in(kind, one, other, depth) for kind in common)
 
@@ -79,25 +39,12 @@ class Disjointness:
         values, other_values = self._cached_values(one, kind), self._cached_values(other, kind)
         if values is not None and other_values is not None:
             return not values & other_values
-        if kind == "array":
-            return self._have_other_items(one, other, depth)
         return kind == "object" and self._has_discriminator(one, other, depth)
-
-    def _have_other_items(self, one: Any, other: Any, depth: int) -> bool:
-        """Whether an array must have items, which cannot satisfy both schemas."""
-        parts, other_parts = list(self._conjuncts(one)), list(self._conjuncts(other))
-        minimums = [part.get("minItems") for part in parts + other_parts]
-        if not any(isinstance(minimum, (int, float)) and minimum >= 1 for minimum in minimums):
-            return False
-        # `items` says nothing about the first item beside `prefixItems`.
-        items = [part["items"] for part in parts if "prefixItems" not in part and isinstance(part.get("items"), dict)]
-        others = [part["items"] for part in other_parts if "prefixItems" not in part and isinstance(part.get("items"), dict)]
-        return any(self.disjoint(item, against, depth + 1) for item in items for against in others)
 
     def _has_discriminator(self, one: Any, other: Any, depth: int) -> bool:
         """Whether a property that one of the schemas requires cannot satisfy both."""
         properties, other_properties = self._properties(one), self._properties(other)
-        for name in self._required(one) | self._required(other):
+        for name in sorted(self._required(one) | self._required(other)):  # in one order, as the number of steps decides
             for schema in properties.get(name, ()):
                 if schema is False or any(self.disjoint(schema, b, depth + 1) for b in other_properties.get(name, ())):
                     return True
@@ -147,16 +94,14 @@ class Disjointness:
             if all(isinstance(name, str) and name in _TYPES for name in names):
                 found &= set(names)
             if (values := _listed(part)) is not None:
-                found &= {_type_of(value) for value in values}
+                found &= {type_of(value) for value in values}
             for name in ("anyOf", "oneOf"):
                 if isinstance(part.get(name), list):
                     found &= frozenset().union(*(self._types(branch, depth + 1) for branch in part[name]))
-            if isinstance(part.get("allOf"), list) and any(child is False for child in part["allOf"]):
-                return frozenset()
         return found
 
     def _cached_values(self, schema: Any, kind: str) -> set[str] | None:
-        key = (id(schema), kind)  # the root and `_temporary` keep all schemas alive
+        key = (id(schema), kind)  # the root keeps all schemas alive
         if key not in self._known:
             self._known[key] = self._values(schema, kind)
         return self._known[key]
@@ -166,7 +111,7 @@ class Disjointness:
         found: set[str] | None = None
         for part in self._conjuncts(schema):
             if (values := _listed(part)) is not None:
-                names = {_canonical(value) for value in values if _type_of(value) == kind}
+                names = {_canonical(value) for value in values if type_of(value) == kind}
                 found = names if found is None else found & names
         return found
 
@@ -214,16 +159,6 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
         values: list[Any] = schema["enum"]
         return values
     return [schema["const"]] if "const" in schema else None
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
 def _canonical(value: Any) -> str:

@@ -110,11 +110,14 @@ def test_special_tokens_in_a_tag_stand_for_their_ids() -> None:
         ({"properties": {"a": {"items": {"type": "number"}, "uniqueItems": True}}}, "$.properties.a.uniqueItems"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "$.properties.a.pattern"),
         ({"properties": {"a": {"$ref": "https://example.com/x"}}}, "$.properties.a.$ref"),
-        ({"not": {"type": [["string"]]}}, "$.not"),
+        *(
+            ({"not": one}, "$.not")
+            for one in (STRING, {"not": STRING}, {"anyOf": [{"required": ["a"]}]}, {"const": 1}, {"enum": ["a", True]})
+        ),
         ({"not": {"const": "a" * 1000}}, "$.not"),
-        ({"propertyNames": {"pattern": []}}, "$.propertyNames"),
-        ({"minProperties": 1, "properties": {"a": STRING}, "required": [[]]}, "$"),
-        ({"minProperties": 1, "properties": {"a": STRING}, "type": 5}, "$"),
+        ({"properties": {"a": {"propertyNames": {"pattern": "^a"}}}}, "$.properties.a.propertyNames"),
+        ({"minProperties": 1, "properties": {"a": STRING}}, "$"),
+        ({"dependentRequired": {"a": ["b"]}}, "$.dependentRequired"),
         ({"properties": {"a": {"$ref": "#/definitions/q"}}}, "$.properties.a.$ref"),
         ({"allOf": [STRING, {"oneOf": [STRING, {"type": "string", "minLength": 2}]}]}, "$.allOf[1]"),
         ({"properties": {"a": 5}}, "$.properties.a"),
@@ -132,23 +135,6 @@ def test_refused_schema_in_a_tag_names_the_place() -> None:
     with pytest.raises(GrammarError) as caught:
         to_grammar(Params(structural_tag=tag), {})
     assert caught.value.path == "$.format.tags[1].content.json_schema.type"
-
-
-def test_equivalent_schemas_are_rewritten() -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "a": {"type": "string", "format": "regex", "uniqueItems": False},
-            "b": {"oneOf": [{"const": 1}, {"enum": [2, "1"]}]},
-        },
-        "required": ["a", "b"],
-        "additionalProperties": {"not": {}},
-    }
-    params = Params(json=schema)
-    assert accepts(params, '{"a": "x", "b": 1}')
-    assert accepts(params, '{"a": "x", "b": "1"}')
-    assert not accepts(params, '{"a": "x", "b": 3}')
-    assert not accepts(params, '{"a": "x", "b": 1, "c": 1}')
 
 
 def fields(**properties: Any) -> dict[str, Any]:
@@ -173,47 +159,25 @@ X, X1, Y, Y1 = '{"kind": "x"}', '{"kind": "x", "n": 1}', '{"kind": "y"}', '{"kin
     [
         ({"oneOf": [STRING, {"type": ["array", "null"]}, fields()]}, ['"a"', "[]", "null", "{}"], ["1", '{"a": 1}']),
         ({"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]} | KINDS, ['{"kind": "x"}', '{"kind": "z"}'], ['{"kind": 1}', "{}"]),
+        ({"oneOf": [{"const": 1}, {"enum": [2, "1"]}]}, ["1", "2", '"1"'], ["3"]),
+        (STRING | {"format": "regex", "uniqueItems": False}, ['"x"'], ["1"]),
         ({"oneOf": [fields(a=STRING), fields(b=STRING)]}, ['{"a": ""}', '{"b": ""}'], ["{}", '{"a": "", "b": ""}']),
-        ({"anyOf": [{"maxLength": 2}], "oneOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"aaa"', "1"]),
         ({"oneOf": [{"anyOf": [STRING, {"type": "null"}]}, {"type": "boolean"}]}, ['"a"', "true", "null"], ["1"]),
         (A_OR_B | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 1}'], ["{}", '{"a": 1, "b": 1}']),
         (A_OR_B | {"not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}', '{"a": 1, "b": 1}']),
         (A_OR_B | {"not": {"required": ["a", "b"]}}, ["{}", '{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}']),
-        (A_OR_B | {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}, ["{}"], ['{"a": 1}', '{"b": 1}']),
         ({"not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}', "1", "[]"]),
-        (
-            {"not": {"enum": ["a", "ab c", 1, True]}},
-            ['"b"', '"ab"', '"ab cd"', '""', "false", "null", "2", "[]"],
-            ['"a"', '"ab c"', "1", "true"],
-        ),
-        ({"not": {"not": STRING}}, ['"a"'], ["1"]),
-        ({"not": {"type": ["string", "integer"]}}, ["null", "{}"], ['"a"', "1"]),
-        (
-            {"type": "object", "not": {"anyOf": [{"properties": {"a": STRING}}, {"required": ["b"]}]}},
-            ['{"a": 1}'],
-            ["{}", '{"a": 1, "b": 1}', '{"a": ""}'],
-        ),
+        ({"not": {"enum": ["a", "ab c"]}}, ['"b"', '"ab"', '"ab cd"', '""', "false", "null", "2", "[]"], ['"a"', '"ab c"']),
         (CASE | {"then": {"required": ["n"]}, "else": {"properties": {"n": False}}}, [X1, Y, "{}"], [X, Y1, '{"n": 1}']),
         (CASE | {"then": {"required": ["n"]}}, [X1, Y, Y1, "{}"], [X]),
         (CASE | {"else": {"required": ["n"]}}, [X, X1, Y1], [Y, "{}"]),
-        (
-            {"type": "object", "propertyNames": {"pattern": "^[a-z]$"}, "additionalProperties": {"type": "integer"}},
-            ["{}", '{"a": 1}'],
-            ['{"A": 1}', '{"a": ""}'],
-        ),
-        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, ["{}", '{"a": 1, "b": ""}'], ['{"c": 1}']),
-        (A_OR_B | {"minProperties": 1}, ['{"a": 1}', '{"b": 1}', '{"a": 1, "b": 1}'], ["{}"]),
-        (A_OR_B | {"dependencies": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
-        (A_OR_B | {"dependentRequired": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
-        (A_OR_B | {"dependentSchemas": {"a": {"properties": {"b": {"const": 2}}}}}, ['{"b": 1}', '{"a": 1, "b": 2}'], ['{"a": 1, "b": 1}']),
         (STRING | {"$schema": "https://json-schema.org/draft-04/schema#"}, ['"a"'], ["1"]),
         (STRING | {"$schema": "http://json-schema.org/schema"}, ['"a"'], ["1"]),
     ],
 )
 def test_rewritten_schemas_accept_the_same_values(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
     validator = jsonschema.Draft202012Validator(schema)
-    if "dependencies" not in schema:  # not a keyword of this draft
-        assert [validator.is_valid(json.loads(text)) for text in good + bad] == [True] * len(good) + [False] * len(bad)
+    assert [validator.is_valid(json.loads(text)) for text in good + bad] == [True] * len(good) + [False] * len(bad)
     assert [text for text in good if not accepts(Params(json=schema), text)] == []
     assert [text for text in bad if accepts(Params(json=schema), text)] == []
 
@@ -228,36 +192,15 @@ def test_rewritten_schemas_accept_the_same_values(schema: dict[str, Any], good: 
         [STRING, {"$id": "https://example.com/x", "$ref": "#/$defs/n"}],
         [STRING, {"type": "null"}, {"enum": [1, None]}],
         [{"required": ["a"]}, {"required": ["a", "b"]}],
+        [{"type": "array", "items": STRING}, {"type": "array", "items": {"type": "null"}}],  # [] is both
+        [{"properties": {name: STRING}, "required": [name]} for name in "ab"],  # {"a": "", "b": ""} is both
+        *([{"const": value} for value in values] for values in ([1, 1.0], [True, True], [["a"], ["a"]])),
     ],
 )
 def test_one_of_that_may_overlap_is_refused(branches: list[Any]) -> None:
     with pytest.raises(GrammarError) as caught:
         to_grammar(Params(json={"properties": {"v": {"oneOf": branches}}, "$defs": {"n": {"type": "null"}}}), {})
     assert caught.value.path.startswith("$.properties.v")
-
-
-@pytest.mark.parametrize(
-    "branches,good,bad",
-    [
-        ([{"type": "array", "items": STRING}, {"type": "array", "items": {"type": "null"}}], ['["a"]', "[null]"], ["[]", '["a", null]']),
-        (
-            [{"properties": {name: STRING}, "additionalProperties": False, "type": "object"} for name in "ab"],
-            ['{"a": ""}', '{"b": ""}'],
-            ["{}", '{"a": "", "b": ""}'],
-        ),
-        (
-            [{"properties": {name: STRING}, "required": [name], "type": "object"} for name in "ab"],
-            ['{"a": ""}', '{"b": "", "c": 1}'],
-            ["{}", '{"a": "", "b": ""}'],
-        ),
-    ],
-)
-def test_alternatives_of_one_of_are_narrowed(branches: list[Any], good: list[str], bad: list[str]) -> None:
-    schema = {"oneOf": branches}
-    validator = jsonschema.Draft202012Validator(schema)
-    assert [validator.is_valid(json.loads(text)) for text in good + bad] == [True] * len(good) + [False] * len(bad)
-    assert [text for text in good if not accepts(Params(json=schema), text)] == []
-    assert [text for text in bad if accepts(Params(json=schema), text)] == []
 
 
 def test_long_one_of_is_refused_in_bounded_time() -> None:
@@ -272,12 +215,6 @@ def test_place_in_a_rewritten_schema_is_that_of_the_original() -> None:
     with pytest.raises(GrammarError) as caught:
         to_grammar(Params(json={"items": {"oneOf": [STRING, {"type": "array", "items": {"type": "object"}, "uniqueItems": True}]}}), {})
     assert caught.value.path == "$.items.oneOf[1].uniqueItems"
-
-
-@pytest.mark.parametrize("values", [[1, 1.0], [True, True], [["a"], ["a"]]])
-def test_one_of_equal_constants_is_not_rewritten(values: list[Any]) -> None:
-    with pytest.raises(GrammarError):
-        to_grammar(Params(json={"oneOf": [{"const": value} for value in values]}), {})
 
 
 @pytest.mark.parametrize("fields", [{}, {"regex": "a", "json": {}}, {"json": {"$ref": "#"}}, {"json": False}, {"choice": []},

@@ -52,10 +52,9 @@ def check(text: str) -> None:
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_satisfies_its_schema(llm: LLM, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=1, n=4 if temperature else 1, max_tokens=100, structured_outputs=AS_JSON)
-    [output] = generate(llm, params)
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"n": 4, "seed": 1}, {"ignore_eos": True, "seed": 3}])
+def test_output_satisfies_its_schema_and_ends(llm: LLM, options: dict[str, Any]) -> None:
+    [output] = generate(llm, SamplingParams(max_tokens=100, structured_outputs=AS_JSON, **options))
     for completion in output.outputs:
         assert completion.finish_reason == "stop"
         assert completion.stop_reason is None
@@ -127,12 +126,6 @@ def test_min_tokens_holds_as_long_as_something_else_may_follow(llm: LLM) -> None
     [output] = generate(llm, SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), min_tokens=9, **ends))
     assert output.outputs[0].finish_reason == "stop"
     assert len(output.outputs[0].text) == 2
-
-
-def test_complete_output_ends_also_with_ignore_eos(llm: LLM) -> None:
-    [output] = generate(llm, SamplingParams(max_tokens=60, ignore_eos=True, seed=3, structured_outputs=AS_JSON))
-    assert output.outputs[0].finish_reason == "stop"
-    check(output.outputs[0].text)
 
 
 def test_structure_begins_after_a_marker(llm: LLM) -> None:
