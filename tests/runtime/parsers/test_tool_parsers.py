@@ -38,31 +38,20 @@ def calls_in(message: ParsedMessage) -> list[tuple[str, Any]]:
 
 @formats
 def test_calls_are_found(format: Format) -> None:
-    message = parse(format.parser, [format.write(TWO)])
-    assert calls_in(message) == list(TWO)
-    assert message.content == ""
+    for before in ("", "Let me see.\n\n") if format.before else ("",):
+        message = parse(format.parser, [before + format.write(TWO) + "\n"])
+        assert calls_in(message) == list(TWO)
+        assert message.content == before.rstrip()
+
+
+NO_CALLS = ("", "  \n", "Hello [x](y) {1} <b> \n", "<", "{", "[", " <tool", "[TOOL_CAL", '{"a": 1}', "functools", "<function")
 
 
 @formats
-def test_text_before_calls_is_content(format: Format) -> None:
-    if format.before:
-        message = parse(format.parser, ["Let me see.\n\n" + format.write(TWO) + "\n"])
-        assert (message.content, len(message.calls)) == ("Let me see.", 2)
-
-
-@formats
-def test_text_without_calls_is_unchanged(format: Format) -> None:
-    for text in ("", "  \n", "Hello [x](y) {1} <b> \n", "<", "{", "[", " <tool", "[TOOL_CAL", '{"a": 1}', "functools", "<function"):
+def test_text_without_a_whole_call_is_unchanged(format: Format) -> None:
+    for text in (*NO_CALLS, *format.malformed):
         message = parse(format.parser, [text])
         assert (message.content, message.calls) == (text, []), text
-
-
-@formats
-def test_malformed_output_is_content(format: Format) -> None:
-    for text in format.malformed:
-        message = parse(format.parser, [text])
-        assert message.calls == [], text
-        assert message.content == text
 
 
 @formats

@@ -8,8 +8,6 @@ import torch
 
 from compile_and_serve.runtime.config import LogprobsMode
 from compile_and_serve.runtime.messages import TokenLogprobs
-from compile_and_serve.runtime.sampling.ops import uniforms
-from compile_and_serve.runtime.sampling.processed import processed_logits
 from compile_and_serve.runtime.sampling.sampler import Sampler
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -29,11 +27,12 @@ def sample(logits: torch.Tensor, *params: SamplingParams, mode: LogprobsMode = "
 
 
 def test_named_tokens() -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     expected = logits.double().log_softmax(-1)
     params = [
         SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=[7, 3, 7]),
         SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=0.0),  # none
         SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=[49]),
     ]
     first, second, third = sample(logits, *params)
@@ -44,7 +43,7 @@ def test_named_tokens() -> None:
     assert [first.rank_at(position) for position in range(6)] == ranks
     assert len(second.ids) == 1
     assert third.ids[1:] == [49]
-    assert third.rank_at(1) == 1 + int((logits[2] > logits[2, 49]).sum())
+    assert third.rank_at(1) == 1 + int((logits[3] > logits[3, 49]).sum())
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
@@ -66,22 +65,3 @@ def test_modes(mode: LogprobsMode) -> None:
         assert entry.logprobs == pytest.approx(expected[row, entry.ids].tolist(), abs=1e-4)
         assert entry.rank == 1 + int((expected[row] > expected[row, entry.ids[0]]).sum())
         assert sorted(entry.ids[1:]) == list(range(VOCAB))
-
-
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}])
-def test_filters_are_the_samplers(options: dict[str, float]) -> None:
-    """What is kept is what is drawn in many draws."""
-    params = SamplingParams(temperature=0.8, seed=3, **options)  # type: ignore[arg-type]
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
-    logits[0, 10:14] = logits[0, 20]  # equals
-    found = processed_logits(logits, [params])[0]
-    sampler = Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
-    sampler.add(0, params, [], NONE, NONE)
-    drawn = torch.zeros(VOCAB)
-    plan = sampler.plan([0])
-    for draw in range(4000):
-        inputs = {"uniforms": torch.from_numpy(uniforms(np.array([draw], dtype=np.uint64), np.zeros(1, dtype=np.int64)))}
-        drawn[sampler.sample(logits, plan, inputs).tokens_S] += 1
-    probabilities = found.softmax(-1)
-    assert set(torch.nonzero(drawn)[:, 0].tolist()) <= set(torch.nonzero(probabilities)[:, 0].tolist())
-    torch.testing.assert_close(drawn / drawn.sum(), probabilities, atol=0.035, rtol=0)
