@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process (sent over ZMQ, encoded by msgspec as msgpack)."""
+"""Messages between the engine process and its clients, the API processes (sent over ZMQ, encoded by msgspec as msgpack)."""
 
 from __future__ import annotations
 
@@ -70,10 +70,15 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         return requests
 
 
-class AddRequest(msgspec.Struct, tag="add"):
-    """Queue a request."""
+class Connect(msgspec.Struct, tag="connect"):
+    """A client's first message. `EngineReady` answers it once the engine is ready."""
+
+
+class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
+    """Queue a request. call_id: unless 0, a `UtilityResult` says whether there is room for it."""
 
     request: EngineRequest
+    call_id: int = 0
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -99,7 +104,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     drain: bool = True
 
 
-ToEngine = AddRequest | AbortRequests | UtilityCall | Shutdown
+ToEngine = Connect | AddRequest | AbortRequests | UtilityCall | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -170,10 +175,13 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
-    """Outputs of one step. replica: index of the replica that ran it; the client of several replicas fills it in."""
+    """Outputs of one step for one client. num_others: unfinished sequences of the engine's other clients. replica: index of the replica
+    that ran it; the client of several replicas fills it in.
+    """
 
     outputs: list[RequestOutput] = []
     stats: EngineStats | None = None
+    num_others: int = 0
     replica: int = 0
 
 
@@ -186,7 +194,7 @@ class UtilityResult(msgspec.Struct, tag="result", kw_only=True, omit_defaults=Tr
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """What the API side must know about the engine. Sent once, when the engine is ready."""
+    """What the API side must know about the engine. Sent once to each client, when the engine is ready."""
 
     max_model_len: int
     vocab_size: int

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from compile_and_serve.runtime.child_process import LINGER_MS
-from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.engine.heartbeat import SILENCE_SECONDS
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepOutputs, UtilityOptions

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from compile_and_serve.runtime.child_process import LINGER_MS
-from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.engine.heartbeat import HEARTBEAT_SECONDS
 from compile_and_serve.runtime.messages import EngineStats, RequestOutput, StepOutputs
 from compile_and_serve.serve.coordinator_messages import (

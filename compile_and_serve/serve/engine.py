@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepOutputs, UtilityOptions
 from compile_and_serve.runtime.pooling import check_generates

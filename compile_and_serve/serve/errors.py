@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.pooling import UnsupportedTaskError
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError

@@ -17,7 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
+from compile_and_serve.runtime.engine.client import AsyncEngineClient
+from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams

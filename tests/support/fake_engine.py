@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
-from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,

@@ -1,11 +1,11 @@
-"""The engine process's heartbeat: the API process answers `/health` from the last one, without waiting for the engine."""
+"""The engine process's heartbeat: API processes answer `/health` from the last one, without waiting for the engine."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 import zmq
@@ -17,15 +17,20 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0  # without a heartbeat for this long, the engine is unhealthy
 
 
+def heartbeat_address(folder: str) -> str:
+    """The ZMQ address at which an engine publishes heartbeats. folder: where its sockets lie."""
+    return f"ipc://{folder}/heartbeat"
+
+
 class HeartbeatSender:
-    """Sends a `Heartbeat` every second from a thread of its own, so that a long step does not delay it.
+    """Sends a `Heartbeat` every second from a thread of its own, so that a long step does not delay it. folder: where its socket lies.
 
     `close` ends the thread; it must be called before the ZMQ context is terminated.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
         self._context = context
-        self._address = address
+        self._address = heartbeat_address(folder)
         self._step_began: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -53,20 +58,19 @@ class HeartbeatSender:
             self._thread.join()
 
     def _run(self) -> None:
-        with self._context.socket(zmq.PUSH) as socket:  # a ZMQ socket belongs to one thread
+        with self._context.socket(zmq.PUB) as socket:  # a ZMQ socket belongs to one thread
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._address)
+            socket.bind(self._address)
             while True:
                 began = self._step_began
                 age = 0.0 if began is None else time.monotonic() - began
-                with suppress(zmq.Again):  # the API process reads nothing now, so older heartbeats wait already
-                    socket.send(msgspec.msgpack.encode(Heartbeat(step_seconds=age)), zmq.NOBLOCK)
+                socket.send(msgspec.msgpack.encode(Heartbeat(step_seconds=age)))
                 if self._closing.wait(HEARTBEAT_SECONDS):
                     return
 
 
 class HeartbeatMonitor:
-    """The API process's view of an engine's heartbeats."""
+    """A client's view of an engine's heartbeats."""
 
     def __init__(self) -> None:
         self._received_at = time.monotonic()

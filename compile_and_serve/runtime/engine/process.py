@@ -1,15 +1,13 @@
 """The engine core as a process of its own, reached over ZMQ.
 
-The process starts as `distributed/child_process.py` describes, with a `Bootstrap`. The messages of `runtime/messages.py`
-go over two sockets (requests in, outputs out) in a folder that only this user can enter. A single thread receives, steps
-and sends. Sending only hands the bytes to ZMQ's thread, and with async scheduling the device works on the next step
-meanwhile. A second thread sends heartbeats.
+The process starts as `runtime/child_process.py` describes, with a `Bootstrap`. It exchanges the messages of `runtime/messages.py` with
+any number of clients (`EngineSocket`). A single thread receives, steps and sends. Sending only hands the bytes to ZMQ's thread, and
+with async scheduling the device works on the next step meanwhile. A second thread sends heartbeats.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +17,6 @@ import zmq
 
 from compile_and_serve.runtime.child_process import (
     EXIT_FAILURE,
-    LINGER_MS,
     boot_code,
     describe_error,
     exit_at_once,
@@ -29,15 +26,16 @@ from compile_and_serve.runtime.child_process import (
 )
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import RankFailedError
+from compile_and_serve.runtime.engine.engine_socket import Client, EngineSocket
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatSender
 from compile_and_serve.runtime.logs import LogFormat
 from compile_and_serve.runtime.messages import (
     AbortRequests,
     AddRequest,
+    Connect,
     EngineDead,
     EngineReady,
     EngineStage,
-    FromEngine,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -50,60 +48,40 @@ logger = logging.getLogger(__name__)
 
 BOOT_CODE = boot_code("compile_and_serve.runtime.engine.process")
 _IDLE_POLL_MS = 1000
-RECEIVED_TOKENS = 1 << 16  # prompt tokens to receive between two steps: they take about 3 ms
-
-_DECODER: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
     """What the child needs to start.
 
-    input_address, output_address: ZMQ addresses. folder: where the sockets lie. log_level: of `compile_and_serve`. log_format:
-    of this process.
+    folder: where the sockets lie. log_level: of `compile_and_serve`. log_format: of this process.
     """
 
     config: EngineConfig
-    input_address: str
-    output_address: str
     folder: str
     log_level: int
     log_format: LogFormat = "text"
 
 
-def arrived_messages(socket: zmq.Socket[bytes]) -> Iterator[ToEngine]:
-    """The messages that have arrived, up to the one that fills RECEIVED_TOKENS."""
-    num_tokens = 0
-    while num_tokens < RECEIVED_TOKENS and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-        message = _DECODER.decode(socket.recv(zmq.NOBLOCK))
-        yield message
-        if isinstance(message, AddRequest):
-            num_tokens += len(message.request.prompt_token_ids)
-
-
 class EngineProcess:
-    """An `EngineCore` between two sockets."""
+    """An `EngineCore` behind an `EngineSocket`."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         config = bootstrap.config
         self._config = replace(config, compile=replace(config.compile, work_dir=Path(bootstrap.folder)))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._input = context.socket(zmq.PULL)
-        self._output = context.socket(zmq.PUSH)
-        for socket, address in ((self._input, bootstrap.input_address), (self._output, bootstrap.output_address)):
-            socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.set_hwm(0)
-            socket.connect(address)
-        self._heartbeat = HeartbeatSender(context, bootstrap.output_address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._refused: list[RequestOutput] = []
+        self._heartbeat = HeartbeatSender(context, bootstrap.folder)
+        self._socket = EngineSocket(context, bootstrap.folder)
+        self._ready: EngineReady | None = None
         self._has_unreported_abort = False  # since the last stats were sent
         self._told_to_come: dict[str, int] = {}  # of `EngineStats`, as sent last
         self._shutdown: Shutdown | None = None
-        self._sleep_calls: list[UtilityCall] = []  # to sleep, once no request is left, and what came behind it
+        self._sleep_calls: list[tuple[Client, UtilityCall]] = []  # to sleep, once no request is left, and what came behind it
 
     def run(self) -> int:
         """Build the engine and serve until told to stop. Returns the process's exit status."""
+        self._socket.wait()  # for the process that started this one, which wants to know of the stages
+        self._receive()
         try:
             from compile_and_serve.runtime.engine.core import EngineCore
 
@@ -111,7 +89,8 @@ class EngineProcess:
         except Exception as error:
             return self._die("The engine could not start", error)
         freeze_heap()
-        self._send(EngineReady(info=self._core.info))
+        self._ready = EngineReady(info=self._core.info)
+        self._socket.send_all(self._ready)
         self._heartbeat.start()
         try:
             self._serve()
@@ -129,22 +108,20 @@ class EngineProcess:
                 return
             if self._sleep_calls and not has_work:
                 calls, self._sleep_calls = self._sleep_calls, []
-                for call in calls:
-                    self._answer(call)
-            self._receive(wait=not has_work and not self._refused and not self._idle())
+                for client, call in calls:
+                    self._answer(client, call)
+            if has_work or self._idle() or self._socket.wait(_IDLE_POLL_MS):
+                self._receive()
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return
             if core.has_work():
                 with self._heartbeat.step():
                     outputs = core.step()
-            elif self._refused or self._has_unreported_abort:
+            elif self._has_unreported_abort:
                 outputs = StepOutputs(stats=core.stats())
             else:
                 continue
-            if self._refused:
-                outputs.outputs.extend(self._refused)
-                self._refused.clear()
             self._has_unreported_abort = False
             self._tell(outputs)
 
@@ -159,91 +136,97 @@ class EngineProcess:
     def _tell(self, outputs: StepOutputs) -> None:
         if outputs.stats is not None:
             self._told_to_come = outputs.stats.to_come
-        self._send(outputs)
+        if orphans := self._socket.send_step(outputs):
+            self._core.abort(orphans)
+            self._has_unreported_abort = True
 
-    def _receive(self, *, wait: bool) -> None:
-        """Handle the messages that have arrived. wait: for at least one, up to a second."""
-        if wait and not self._input.poll(_IDLE_POLL_MS):
-            return
-        for message in arrived_messages(self._input):
-            self._handle(message)
+    def _receive(self) -> None:
+        """Handle the messages that have arrived."""
+        for client, message in self._socket.arrived():
+            self._handle(client, message)
 
-    def _handle(self, message: ToEngine) -> None:
-        if isinstance(message, AddRequest):
-            self._add(message)
+    def _handle(self, client: Client, message: ToEngine) -> None:
+        if isinstance(message, Connect):
+            self._socket.connect(client)
+            if self._ready is not None:
+                self._socket.send(client, self._ready)
+        elif not self._socket.is_connected(client):
+            return  # its last words
+        elif isinstance(message, AddRequest):
+            self._add(client, message)
         elif isinstance(message, AbortRequests):
-            self._core.abort(message.request_ids)
+            self._core.abort(self._socket.disown(client, message.request_ids))
             self._has_unreported_abort = True
         elif isinstance(message, UtilityCall):
-            self._call(message)
+            self._call(client, message)
         else:
             self._shutdown = message
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, client: Client, message: AddRequest) -> None:
         from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 
-        request = message.request
+        request, answer = message.request, UtilityResult(call_id=message.call_id)
         output = RequestOutput(request_id=request.request_id, finish_reason="error")  # of each sequence
         try:
             if self._shutdown is not None:
                 raise QueueFullError("The server is shutting down and takes no new requests.")
             self._core.add_request(request)
-            return
+            self._socket.own(client, request.request_ids)
         except QueueFullError as error:
-            output.error, output.error_kind = str(error), "overloaded"
+            answer.error = output.error = str(error)
+            output.error_kind = "overloaded"
         except ValueError as error:
             output.error, output.error_kind = str(error), "invalid"
         except Exception:
             # One bad request must not end the others.
             logger.exception("Adding request %s failed.", request.request_id)
             output.error, output.error_kind = "The engine failed on this request; see its log for details.", "internal"
-        self._refused += [msgspec.structs.replace(output, request_id=request_id) for request_id in request.request_ids]
+        if message.call_id:
+            self._socket.send(client, answer)
+        if output.error is not None:
+            outputs = [msgspec.structs.replace(output, request_id=request_id) for request_id in request.request_ids]
+            self._socket.send(client, StepOutputs(outputs=outputs))
 
-    def _call(self, call: UtilityCall) -> None:
+    def _call(self, client: Client, call: UtilityCall) -> None:
         if call.method == "sleep" and self._core.has_work():
             self._core.refuse_requests("The engine is going to sleep.")
             if call.options.get("mode") == "abort":
                 self._abort_all()
-            self._sleep_calls.append(call)  # `_serve` answers once the requests that came before have ended
+            self._sleep_calls.append((client, call))  # `_serve` answers once the requests that came before have ended
         elif call.method == "wake_up" and self._sleep_calls:
-            self._sleep_calls.append(call)  # in order, or the engine would sleep after it
+            self._sleep_calls.append((client, call))  # in order, or the engine would sleep after it
         else:
-            self._answer(call)
+            self._answer(client, call)
 
-    def _answer(self, call: UtilityCall) -> None:
+    def _answer(self, client: Client, call: UtilityCall) -> None:
         result = UtilityResult(call_id=call.call_id)
         try:
             result.value = self._core.utility(call.method, call.adapter, call.options)
         except ValueError as error:
             result.error = str(error)
-        self._send(result)
+        self._socket.send(client, result)
 
     def _abort_all(self) -> None:
-        outputs = self._core.abort_all()
-        self._send(StepOutputs(outputs=outputs, stats=self._core.stats()))
+        self._socket.send_step(StepOutputs(outputs=self._core.abort_all(), stats=self._core.stats()))
 
     def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
-        self._send(EngineStage(stage=stage, seconds=seconds, detail=detail))
-
-    def _send(self, message: FromEngine) -> None:
-        self._output.send(self._encoder.encode(message))
+        self._socket.send_all(EngineStage(stage=stage, seconds=seconds, detail=detail))
 
     def _die(self, what: str, error: Exception) -> int:
-        """Tell the parent the reason. A user error is passed on as it is; others get a stack trace in the log."""
+        """Tell the clients the reason. A user error is passed on as it is; others get a stack trace in the log."""
         if isinstance(error, (ValueError, RankFailedError)):
             reason = str(error)
             logger.debug("%s", what, exc_info=error)
         else:
             reason = f"{what}: {describe_error(error)}"
             logger.error("%s.", what, exc_info=error)
-        self._send(EngineDead(reason=reason))
+        self._socket.send_all(EngineDead(reason=reason))
         return EXIT_FAILURE
 
     def close(self) -> None:
         """Close the sockets. Queued messages have LINGER_MS to be sent."""
         self._heartbeat.close()
-        self._input.close()
-        self._output.close()
+        self._socket.close()
         zmq.Context.instance().term()
 
 

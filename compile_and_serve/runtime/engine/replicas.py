@@ -11,14 +11,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from compile_and_serve.runtime.child_process import describe_error
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
-from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
+from compile_and_serve.runtime.engine.client import AsyncEngineClient
+from compile_and_serve.runtime.engine.connection import EngineConnection, EngineDeadError, EngineFullError, EngineStartError
 from compile_and_serve.runtime.engine.held_requests import HeldRequests
 from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.lora.request import LoRARequest
@@ -35,27 +36,41 @@ from compile_and_serve.runtime.messages import (
 
 logger = logging.getLogger(__name__)
 
-
-def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> AsyncEngineClient | DataParallelClient:
-    """An engine client for the options, not started: for one engine, or for several replicas."""
-    kind = AsyncEngineClient if config.parallel.data_parallel_size == 1 else DataParallelClient
-    return kind(config, on_stage=on_stage or ignore_stage)
+Replica = TypeVar("Replica", bound=EngineConnection)
 
 
-class DataParallelClient:
-    """An `AsyncEngineClient` for several replicas. on_stage: reports the start-up of replica 0."""
+def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> AsyncEngineClient | DataParallelClient[AsyncEngineClient]:
+    """An engine client for the options, not started: for one engine, or for several replicas. on_stage: reports the start of the first."""
+    on_stage, size = on_stage or ignore_stage, config.parallel.data_parallel_size
+    if size == 1:
+        return AsyncEngineClient(config, on_stage=on_stage)
+    replicas = []
+    for index in range(size):
+        parallel = replace(config.parallel, data_parallel_rank=index)
+        # All replicas would dump the same files.
+        compile = config.compile if index == 0 else replace(config.compile, dump_dir=None)
+        own = replace(config, parallel=parallel, compile=compile)
+        own_stage = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
+        replicas.append(AsyncEngineClient(own, on_stage=own_stage))
+    return DataParallelClient(config, replicas)
 
-    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
+
+def connect(config: EngineConfig, folders: list[str], name: str) -> EngineConnection | DataParallelClient[EngineConnection]:
+    """A client, not started, of engines that another process has started with `config`.
+
+    folders: of the engine, or of each replica. name: unlike those of the engines' other clients.
+    """
+    connections = [EngineConnection(name, folder) for folder in folders]
+    return connections[0] if len(connections) == 1 else DataParallelClient(config, connections)
+
+
+class DataParallelClient(Generic[Replica]):
+    """An `EngineConnection` to several replicas. Other processes may have one too: each routes its own requests."""
+
+    def __init__(self, config: EngineConfig, replicas: list[Replica]) -> None:
         self.config = config
         self.dead_reason: str | None = None
-        self.replicas = []
-        for index in range(config.parallel.data_parallel_size):
-            parallel = replace(config.parallel, data_parallel_rank=index)
-            # All replicas would dump the same files.
-            compile = config.compile if index == 0 else replace(config.compile, dump_dir=None)
-            own = replace(config, parallel=parallel, compile=compile)
-            own_stage = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
-            self.replicas.append(AsyncEngineClient(own, on_stage=own_stage))
+        self.replicas = replicas
         # With priorities, a replica may preempt for a request, so it has to have it.
         self._may_hold = config.scheduler.policy != "priority"
         self._held = HeldRequests()
@@ -84,6 +99,11 @@ class DataParallelClient:
             if (problem := replica.health_problem()) is not None:
                 return f"Replica {index} of {len(self.replicas)}: {problem}"
         return None
+
+    @property
+    def num_others(self) -> int:
+        """Unfinished sequences of other clients, as of the replicas' last steps."""
+        return sum(replica.num_others for replica in self.replicas)
 
     async def start(self) -> EngineInfo:
         """Start all replicas at the same time.
@@ -123,7 +143,7 @@ class DataParallelClient:
     async def add_request(self, request: EngineRequest) -> None:
         """Send a request to the replica that the router chooses, or hold it back until one has room.
 
-        Raises `EngineDeadError` if any replica is dead.
+        Raises `EngineDeadError` if any replica is dead, and `EngineFullError`.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
@@ -133,13 +153,15 @@ class DataParallelClient:
         else:
             await self._send(request)
 
-    async def _send(self, request: EngineRequest) -> None:
+    async def _send(self, request: EngineRequest, *, confirm: bool = True) -> None:
         index = self._router.route(request)
         try:
-            await self.replicas[index].add_request(request)
-        except EngineDeadError as error:
+            await self.replicas[index].add_request(request, confirm=confirm)
+        except (EngineDeadError, EngineFullError) as error:
             for request_id in request.request_ids:
                 self._router.finish(request_id)
+            if isinstance(error, EngineFullError):
+                raise
             self._handle_death(index, str(error))
             raise EngineDeadError(self.dead_reason) from error
 
@@ -185,6 +207,17 @@ class DataParallelClient:
             self._router.forget_prefixes()
         return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}
 
+    async def flush(self) -> None:
+        """Return once the replicas have received everything that was sent so far, and what was held back."""
+        await self._hand_out(at_once=True)
+        await self.utility("ping")
+
+    def die(self, reason: str) -> None:
+        """The process that started the replicas says that one is dead."""
+        self.dead_reason = self.dead_reason or reason
+        for replica in self.replicas:
+            replica.die(reason)
+
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """Stop all replicas; see `AsyncEngineClient.shutdown`. May be called more than once."""
         if drain:
@@ -220,7 +253,7 @@ class DataParallelClient:
                     if output.finish_reason is not None:
                         router.finish(output.request_id)
                 if step.stats is not None:
-                    router.observe(index, step.stats)
+                    router.observe(index, step.stats, step.num_others)
                 await self._hand_out()
                 if step.stats is not None and index == 0:  # requests wait only while replica 0 has steps to come
                     step.stats.num_held = self._held.num_sequences
@@ -239,7 +272,7 @@ class DataParallelClient:
         while self._held and self.dead_reason is None and (at_once or self._router.has_room(self._held.first())):
             request, aborted = self._held.pop()
             try:
-                await self._send(request)
+                await self._send(request, confirm=False)
                 if aborted:
                     await self.abort(aborted)
             except EngineDeadError as error:  # `_handle_death` has ended the others

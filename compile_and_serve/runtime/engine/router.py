@@ -29,10 +29,16 @@ MAX_HASHED_BLOCKS = 256  # of a prompt; enough to find the replica that holds it
 class _Replica:
     requests: dict[str, int] = field(default_factory=dict)  # in flight → prompt tokens
     prompt_tokens: int = 0  # of the requests in flight
+    num_others: int = 0  # sequences of other clients, as last reported, like what follows
     kv_cache_usage: float = 0.0
-    num_running: int = 0  # as last reported, like the two around it
+    num_running: int = 0
     num_waiting: int = 0
-    num_routed: int = 0
+    num_routed: int = 0  # not reported
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all clients."""
+        return len(self.requests) + self.num_others
 
 
 class Router:
@@ -73,7 +79,7 @@ class Router:
         """
         num_sequences = len(request.request_ids)
         return num_sequences > self._max_num_seqs or any(
-            not one.requests or len(one.requests) + num_sequences <= self._num_slots(one) + self._max_ahead for one in self._replicas
+            not one.num_sequences or one.num_sequences + num_sequences <= self._num_slots(one) + self._max_ahead for one in self._replicas
         )
 
     def _num_slots(self, replica: _Replica) -> int:
@@ -83,7 +89,7 @@ class Router:
         """Whether the replicas' queues together would take the request behind `num_held` sequences that are held back."""
         if len(self._limits) == 1:
             return True
-        in_flight = sum(len(one.requests) for one in self._replicas) + num_held + len(request.request_ids)
+        in_flight = sum(one.num_sequences for one in self._replicas) + num_held + len(request.request_ids)
         return in_flight <= len(self._replicas) * self._limits[1]
 
     def route(self, request: EngineRequest) -> int:
@@ -111,10 +117,10 @@ class Router:
     def load(self, index: int) -> float:
         """The used share of a replica's capacity; may exceed 1."""
         replica = self._replicas[index]
-        if not replica.requests:
+        if not replica.num_sequences:
             return 0.0  # its last report may be older than the last abort
         cache = max(replica.kv_cache_usage, replica.prompt_tokens / self._num_tokens)
-        return len(replica.requests) / self._max_num_seqs + cache
+        return replica.num_sequences / self._max_num_seqs + cache
 
     def replica_of(self, request_id: str) -> int | None:
         """Index of the replica where the request is in flight, or None."""
@@ -131,9 +137,10 @@ class Router:
             replica = self._replicas[index]
             replica.prompt_tokens -= replica.requests.pop(request_id)
 
-    def observe(self, index: int, stats: EngineStats) -> None:
-        """Record a replica's stats."""
+    def observe(self, index: int, stats: EngineStats, num_others: int = 0) -> None:
+        """Record a replica's stats. num_others: its unfinished sequences of other clients."""
         replica = self._replicas[index]
+        replica.num_others = num_others
         replica.kv_cache_usage = stats.kv_cache_usage
         replica.num_running, replica.num_waiting = stats.num_running, stats.num_waiting
 
@@ -145,7 +152,7 @@ class Router:
         """Replicas with free batch slots for all sequences, else those with room ahead or in the queue, else all."""
         for limit in (self._limits[0], self._limits[0] + self._max_ahead, *self._limits[1:]):
             limit -= num_sequences
-            if available := [r for r, replica in enumerate(self._replicas) if len(replica.requests) <= limit]:
+            if available := [r for r, replica in enumerate(self._replicas) if replica.num_sequences <= limit]:
                 return available
         return range(len(self._replicas))
 

@@ -21,7 +21,8 @@ from compile_and_serve.runtime.distributed.process_executor import DistributedEx
 from compile_and_serve.runtime.distributed.rank_messages import RankFailed
 from compile_and_serve.runtime.distributed.rank_process import RankBootstrap
 from compile_and_serve.runtime.distributed.socket_keys import EngineKeys, RankKeys
-from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError
+from compile_and_serve.runtime.engine.client import AsyncEngineClient
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_worker import use_fake_workers

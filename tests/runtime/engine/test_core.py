@@ -11,7 +11,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from compile_and_serve.runtime.engine.client import EngineDeadError, SyncEngine
+from compile_and_serve.runtime.engine.client import SyncEngine
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, Sibling, TokenLogprobs
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from compile_and_serve.runtime.engine import heartbeat
-from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError
+from compile_and_serve.runtime.engine.client import AsyncEngineClient
+from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import StepOutputs
 from tests.support.engines import request, tiny_config, write_tiny_model
@@ -95,11 +96,12 @@ async def test_a_death_is_a_health_problem(model_dir: Path, monkeypatch: pytest.
 
 
 GARBLED = """\
-import compile_and_serve.runtime.engine.process as process
-def send(self, message):
-    garbled = isinstance(message, process.StepOutputs)
-    self._output.send(b"\\xc1" if garbled else self._encoder.encode(message))
-process.EngineProcess._send = send
+from compile_and_serve.runtime.engine.engine_socket import EngineSocket
+def send_step(self, step):
+    for client in self._num_unfinished:
+        self._socket.send_multipart([client, b"\\xc1"])
+    return []
+EngineSocket.send_step = send_step
 main()
 """
 

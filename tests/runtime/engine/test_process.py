@@ -20,8 +20,10 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 
-from compile_and_serve.runtime.engine.client import OUTPUTS_PER_TURN, AsyncEngineClient, EngineDeadError, EngineStartError, SyncEngine
-from compile_and_serve.runtime.engine.process import BOOT_CODE, RECEIVED_TOKENS, arrived_messages
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, SyncEngine
+from compile_and_serve.runtime.engine.connection import OUTPUTS_PER_TURN, EngineDeadError, EngineStartError
+from compile_and_serve.runtime.engine.engine_socket import RECEIVED_TOKENS, EngineSocket, engine_address
+from compile_and_serve.runtime.engine.process import BOOT_CODE
 from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.processes import cpu_seconds, is_running, wait_until
@@ -137,23 +139,23 @@ async def test_all_sequences_of_a_bad_request_come_back(engine: tuple[AsyncEngin
 
 
 async def test_prompts_are_received_within_a_bound_per_step(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/in"
-    with zmq.Context() as context, context.socket(zmq.PUSH) as sender, context.socket(zmq.PULL) as receiver:
-        receiver.bind(address)
-        sender.connect(address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        receiver = EngineSocket(context, str(tmp_path))
+        sender.connect(engine_address(str(tmp_path)))
         for number in range(5):
             message = AddRequest(request=request(f"r{number}", [1] * (RECEIVED_TOKENS // 2 - 1)))
             sender.send(msgspec.msgpack.encode(message))
         received: list[str] = []
         counts = []
         while len(received) < 5:
-            assert receiver.poll(10_000)
-            names = [one.request.request_id for one in arrived_messages(receiver) if isinstance(one, AddRequest)]
+            assert receiver.wait(10_000)
+            names = [one.request.request_id for _, one in receiver.arrived() if isinstance(one, AddRequest)]
             received += names
             counts.append(len(names))
             time.sleep(0.1)  # until all that was sent has arrived
         assert received == [f"r{number}" for number in range(5)]
         assert max(counts) == 3
+        receiver.close()
 
 
 async def test_an_abort_frees_the_blocks_of_its_request(engine: tuple[AsyncEngineClient, Reader]) -> None:

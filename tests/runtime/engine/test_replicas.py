@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError, SyncEngine
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, SyncEngine
+from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import RequestOutput
 from tests.support.engines import request, tiny_config, write_tiny_model
