@@ -10,22 +10,22 @@ import os
 import time
 from typing import NoReturn
 
-import msgspec
 import zmq
 
 from compile_and_serve.runtime.child_process import exit_at_once, read_bootstrap, set_up_child
+from compile_and_serve.runtime.engine.engine_socket import EngineSocket
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatSender
 from compile_and_serve.runtime.engine.process import Bootstrap
 from compile_and_serve.runtime.messages import (
     AbortRequests,
     AddRequest,
+    Connect,
     EngineInfo,
     EngineReady,
     EngineStats,
     RequestOutput,
     Shutdown,
     StepOutputs,
-    ToEngine,
 )
 
 STEP_MS = "FAKE_ENGINE_STEP_MS"  # environment variables
@@ -40,32 +40,31 @@ def main() -> NoReturn:
     if core := os.environ.get(CORE):
         os.sched_setaffinity(0, {int(core)})
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((requests, bootstrap.input_address), (outputs, bootstrap.output_address)):
-        socket.set_hwm(0)
-        socket.connect(address)
-    decoder, encode = msgspec.msgpack.Decoder(ToEngine), msgspec.msgpack.encode
+    clients = EngineSocket(context, bootstrap.folder)
     info = EngineInfo(
         max_model_len=4096, vocab_size=49152, num_kv_blocks=1 << 20, block_size=16, dtype="float32", device="fake", max_running=4096
     )
-    outputs.send(encode(EngineReady(info=info)))
-    HeartbeatSender(context, bootstrap.output_address).start()
+    HeartbeatSender(context, bootstrap.folder).start()
     step_seconds = float(os.environ[STEP_MS]) / 1000
     running: dict[str, list[int]] = {}  # id → tokens so far, tokens in all
     next_step = time.monotonic()
     while True:
         wait = max(0.0, next_step - time.monotonic()) if running else 1.0
-        while requests.poll(math.ceil(wait * 1000)):
-            message = decoder.decode(requests.recv())
-            if isinstance(message, AddRequest):
-                request = message.request
-                for one in request.request_ids:
-                    running[one] = [0, request.sampling_params.max_tokens or 1]
-            elif isinstance(message, AbortRequests):
-                for one in message.request_ids:
-                    running.pop(one, None)
-            elif isinstance(message, Shutdown):
-                exit_at_once(0)
+        while clients.wait(math.ceil(wait * 1000)):
+            for client, message in clients.arrived():
+                if isinstance(message, Connect):
+                    clients.connect(client)
+                    clients.send(client, EngineReady(info=info))
+                elif isinstance(message, AddRequest):
+                    request = message.request
+                    clients.own(client, request.request_ids)
+                    for one in request.request_ids:
+                        running[one] = [0, request.sampling_params.max_tokens or 1]
+                elif isinstance(message, AbortRequests):
+                    for one in clients.disown(client, message.request_ids):
+                        del running[one]
+                elif isinstance(message, Shutdown):
+                    exit_at_once(0)
             wait = max(0.0, next_step - time.monotonic())
         if not running or time.monotonic() < next_step:
             continue
@@ -79,4 +78,4 @@ def main() -> NoReturn:
                 del running[one]
             step.append(output)
         stats = EngineStats(num_running=len(running), step_tokens=len(step))
-        outputs.send(encode(StepOutputs(outputs=step, stats=stats)))
+        clients.send_step(StepOutputs(outputs=step, stats=stats))

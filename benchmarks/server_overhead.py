@@ -3,7 +3,7 @@
     python -m benchmarks.server_overhead [--streams 64 1024] [--processes 1 2] [--tokens 200] [--step-ms 50] [--core 0]
 
 All of the server's processes run on one core; engine and client on the others. `api_us`: CPU time of the API processes per streamed
-token, in microseconds. `coordinator_us`: that of the process between them and the engine (with one API process they are one).
+token, in microseconds. `parent_us`: that of the process that starts them, through which no token passes (one API process has no parent).
 `tokens_per_s`: what the clients received. `core_share`: of the core's time. One token is one event.
 """
 
@@ -82,7 +82,7 @@ def _measure(arguments: argparse.Namespace, processes: int, streams: int, other_
     in_api = sum(used[pid] for pid in api) if api else used[server.pid]
     return {
         "api_us": round(in_api / tokens * 1e6, 2),
-        "coordinator_us": round(used[server.pid] / tokens * 1e6, 2) if api else 0.0,
+        "parent_us": round(used[server.pid] / tokens * 1e6, 2) if api else 0.0,
         "tokens_per_s": round(tokens / seconds),
         "core_share": round(sum(used.values()) / seconds, 3),
         "seconds": round(seconds, 2),

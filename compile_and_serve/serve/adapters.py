@@ -9,6 +9,7 @@ from pathlib import Path
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.serve.engine import EngineClient
 from compile_and_serve.serve.errors import ApiError
+from compile_and_serve.serve.siblings import Siblings
 
 MAX_SERVED = 10_000
 
@@ -20,9 +21,16 @@ class ServedAdapters:
     """
 
     def __init__(
-        self, client: EngineClient, models: Sequence[str], folder: Path | None = None, *, loaded: Sequence[LoRARequest] = ()
+        self,
+        client: EngineClient,
+        models: Sequence[str],
+        folder: Path | None = None,
+        *,
+        loaded: Sequence[LoRARequest] = (),
+        siblings: Siblings | None = None,
     ) -> None:
-        """loaded: adapters that the engine has already."""
+        """loaded: adapters that the engine has already. siblings: the server's API processes; only the first of them loads adapters."""
+        self._siblings = siblings
         self._client, self._models, self._folder = client, tuple(models), folder
         self._adapters = {adapter.lora_name: adapter for adapter in loaded}
         self._num_loads = max((adapter.lora_int_id for adapter in loaded), default=0)
@@ -43,7 +51,7 @@ class ServedAdapters:
         return list(self._adapters.values())
 
     def changed(self, adapter: LoRARequest, is_loaded: bool) -> None:
-        """Another process has loaded or unloaded an adapter."""
+        """An adapter was loaded or unloaded."""
         if is_loaded:
             self._adapters[adapter.lora_name] = adapter
         else:
@@ -59,7 +67,7 @@ class ServedAdapters:
             self._num_loads += 1
             adapter = LoRARequest(name, self._num_loads, str(path), pinned)
             await self._client.utility("load_adapter", adapter)
-            self._adapters[name] = adapter
+            await self._changed(adapter, True)
 
     async def load(self, name: str, path: str, *, pinned: bool = False) -> None:
         """`add` for a request: the folder, links resolved, must lie below the server's. Raises a 400."""
@@ -83,3 +91,10 @@ class ServedAdapters:
             if adapter is None:
                 raise ApiError(404, f"There is no adapter '{name:.200}'.", "lora_name")
             await self._client.utility("unload_adapter", adapter)
+            await self._changed(adapter, False)
+
+    async def _changed(self, adapter: LoRARequest, is_loaded: bool) -> None:
+        if self._siblings is None:
+            self.changed(adapter, is_loaded)
+        else:
+            await self._siblings.call("set_adapter", adapter, is_loaded)

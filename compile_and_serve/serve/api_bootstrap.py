@@ -8,7 +8,6 @@ from compile_and_serve.runtime.child_process import boot_code
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.logs import LogFormat
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.serve.settings import ServerSettings
 
 BOOT_CODE = boot_code("compile_and_serve.serve.api_process")
@@ -18,18 +17,15 @@ BOOT_CODE = boot_code("compile_and_serve.serve.api_process")
 class ApiBootstrap:
     """What an API process needs to start.
 
-    to_address, from_address: ZMQ addresses of the coordinator. listener_fd: an inherited listening socket; None: bind the settings'
-    host and port beside the others. first_process: Unix socket of process 0. adapters: those that are loaded.
+    engine_folders: where the engines' sockets lie. listener_fd: an inherited listening socket; None: bind the settings' host and port
+    beside the others. folder: of the API processes' own sockets. adapters: those that are loaded.
     """
 
     process: int
     config: EngineConfig
     settings: ServerSettings
-    info: EngineInfo
     adapters: list[LoRARequest]
-    to_address: str
-    from_address: str
-    first_process: str
+    engine_folders: list[str]
     listener_fd: int | None
     folder: str
     log_level: int

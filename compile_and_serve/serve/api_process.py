@@ -1,7 +1,7 @@
-"""One of several API processes (`--api-server-count`): the application on the shared port, its engine behind the coordinator.
+"""One of several API processes (`--api-server-count`): the application on the shared port, with a connection of its own to the engine.
 
 Process 0 also listens on a private Unix socket. The other processes pass on to it what one process must do alone: stored responses,
-and loading adapters.
+loading adapters, sleeping and waking.
 """
 
 from __future__ import annotations
@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from compile_and_serve.runtime.child_process import EXIT_FAILURE, describe_error, exit_at_once, read_bootstrap, set_up_child
+from compile_and_serve.runtime.engine.replicas import ConnectedEngine, connect
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.api_bootstrap import ApiBootstrap
 from compile_and_serve.serve.app import create_app
-from compile_and_serve.serve.coordinated_client import CoordinatedClient
+from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.errors import error_response, path_of
 from compile_and_serve.serve.listener import open_socket, open_unix_socket
+from compile_and_serve.serve.metrics import MetricFamily
 from compile_and_serve.serve.middleware import body_too_large
 from compile_and_serve.serve.responses import until_disconnect
 from compile_and_serve.serve.server import _begin, _finish, _loop_factory, _read_files, _uvicorn_config, _wait_any
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.siblings import Answer, Siblings
 
 if TYPE_CHECKING:
     import httpx
@@ -85,54 +91,96 @@ class ForwardMiddleware:
 
 
 async def _serve(bootstrap: ApiBootstrap) -> None:
-    client = CoordinatedClient(bootstrap.process, bootstrap.info, bootstrap.to_address, bootstrap.from_address)
+    ready = asyncio.Event()
     try:
-        try:
-            await _run(bootstrap, client)
-        except Exception as error:
-            logger.error("The API process failed.", exc_info=error)
-            await client.failed(str(error) if isinstance(error, ValueError) else describe_error(error))
-            raise
-    finally:
-        client.close()
+        await _run(bootstrap, ready)
+    except Exception as error:
+        logger.error("The API process failed.", exc_info=error)
+        if not ready.is_set():
+            report(str(error) if isinstance(error, ValueError) else describe_error(error))
+        raise
 
 
-async def _run(bootstrap: ApiBootstrap, client: CoordinatedClient) -> None:
+async def _run(bootstrap: ApiBootstrap, ready: asyncio.Event) -> None:
     settings = bootstrap.settings
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    siblings = Siblings(Path(bootstrap.folder), settings.api_server_count)
     with closing(TemplatePool()) as templates:
+        client = connect(bootstrap.config, bootstrap.engine_folders, f"api-{bootstrap.process}")
+        await client.start()
         tokenizer, settings = await asyncio.to_thread(_read_files, bootstrap.config, settings, templates)
-        adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir, loaded=bootstrap.adapters)
+        adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir, loaded=bootstrap.adapters, siblings=siblings)
         app = create_app(
-            client, tokenizer, settings, num_replicas=bootstrap.config.parallel.data_parallel_size, templates=templates, adapters=adapters
+            client,
+            tokenizer,
+            settings,
+            num_replicas=bootstrap.config.parallel.data_parallel_size,
+            templates=templates,
+            adapters=adapters,
+            process=bootstrap.process,
+            siblings=siblings,
         )
         context = app.state.context
-        client.on_sleeping = context.engine.set_sleeping
-        client.on_adapter = adapters.changed
-        client.read_metrics = context.metrics.families
+        answers = _answers(context, client, stop, hurry)
         if bootstrap.listener_fd is None:
             listener = open_socket(settings.host, settings.port, shared=True)
         else:
             listener = socket.socket(fileno=bootstrap.listener_fd)
-        first = Path(bootstrap.first_process)
+        first = Path(bootstrap.folder) / "first"
         if bootstrap.process == 0:
             first_listener = open_unix_socket(first)
         elif prefixes := forwarded_prefixes(settings):
             app.add_middleware(ForwardMiddleware, prefixes=prefixes, to=str(first), max_bytes=settings.max_body_bytes)
-        server, serving = await _begin(_uvicorn_config(app, settings), listener)
-        private = None
-        if bootstrap.process == 0:
-            private, private_task = await _begin(_uvicorn_config(app, settings, plain=True), first_listener)
-        await client.ready()
-        await _wait_any(serving, client.stop)
-        await _finish(server, serving, context, client.hurry)
-        if private is not None:
-            private.should_exit = private.force_exit = True
-            await _wait_any(private_task, timeout=1.0)
+        async with await siblings.listen(bootstrap.process, answers):
+            server, serving = await _begin(_uvicorn_config(app, settings), listener)
+            private = None
+            if bootstrap.process == 0:
+                private, private_task = await _begin(_uvicorn_config(app, settings, plain=True), first_listener)
+            ready.set()
+            report(None)
+            await _wait_any(serving, stop)
+            await _finish(server, serving, context, hurry)
+            if private is not None:
+                private.should_exit = private.force_exit = True
+                await _wait_any(private_task, timeout=1.0)
+
+
+def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Event, hurry: asyncio.Event) -> dict[str, Answer]:
+    """What this process does when another one calls: see `Siblings`."""
+
+    async def set_adapter(adapter: dict[str, Any], is_loaded: bool) -> None:
+        context.adapters.changed(msgspec.convert(adapter, LoRARequest), is_loaded)
+
+    async def metrics() -> list[MetricFamily]:
+        return context.metrics.families()
+
+    async def load() -> tuple[int, int, int]:
+        tokens = context.metrics.tokens
+        return tokens.prompt, tokens.generation, context.metrics.num_held
+
+    async def engine_died(reason: str) -> None:
+        client.die(reason)
+
+    async def stop_serving(in_a_hurry: bool) -> None:
+        stop.set()
+        if in_a_hurry:
+            hurry.set()
+
+    set_sleeping = context.engine.set_sleeping
+    return {one.__name__: one for one in (set_sleeping, set_adapter, metrics, load, engine_died, stop_serving)}
+
+
+def report(problem: str | None) -> None:
+    """Tell the process that started this one that it serves, or why it cannot: one line of JSON, the only one on standard output."""
+    os.write(1, msgspec.json.encode(problem) + b"\n")
+    os.dup2(2, 1)
 
 
 def forwarded_prefixes(settings: ServerSettings) -> tuple[str, ...]:
     """Paths that only process 0 answers."""
     prefixes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter") if settings.lora_dir is not None else ()
+    if settings.admin_routes:
+        prefixes = (*prefixes, "/sleep", "/wake_up")
     return (*prefixes, "/v1/responses") if settings.response_store_bytes else prefixes
 
 

@@ -42,6 +42,7 @@ from compile_and_serve.serve.routers import (
 )
 from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.siblings import Siblings
 from compile_and_serve.serve.throughput import ThroughputLog
 from compile_and_serve.serve.tracing import Tracing
 
@@ -67,19 +68,22 @@ def create_app(
     on_engine_death: Callable[[str], None] | None = None,
     templates: TemplatePool | None = None,
     adapters: ServedAdapters | None = None,
+    process: int = 0,
+    siblings: Siblings | None = None,
 ) -> FastAPI:
     """The application for an engine that is ready. Its lifespan reads the engine's outputs and finally stops the engine.
 
     tokenizer: None if the engine works on token ids only (skip_tokenizer_init). on_engine_death: called with the reason.
     Raises `ParserError` for parsers that the settings name and that do not exist.
     templates: renders chat templates; by default a pool that the lifespan closes. adapters: those that are loaded.
+    process: number of this API process among its siblings.
     """
     inputs = InputProcessor(tokenizer, client.info)
     metrics = Metrics(settings.served_model_names[0])
     metrics.describe_engine(client.info)
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
-    engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
+    engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death, process=process, siblings=siblings)
     parsers = served_parsers(tokenizer, settings)
     pool = templates or TemplatePool()
 
@@ -120,6 +124,7 @@ def create_app(
         parsers=parsers,
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
         stored_responses=store if settings.response_store_bytes else None,
+        siblings=siblings,
     )
     app.include_router(playground.router)
     for router in ROUTERS:

@@ -33,6 +33,7 @@ from compile_and_serve.serve.protocol.chat import ChatFields
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.siblings import Siblings
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class ServerContext:
     parsers: Parsers
     adapters: ServedAdapters
     stored_responses: ResponseStore | None = None
+    siblings: Siblings | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar"))
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_LARGE_BODIES))

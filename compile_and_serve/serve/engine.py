@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from compile_and_serve.runtime.engine.connection import EngineDeadError
+from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineFullError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepOutputs, UtilityOptions
 from compile_and_serve.runtime.pooling import check_generates
@@ -24,6 +26,8 @@ from compile_and_serve.serve.errors import ApiError, QueueFullError, ShuttingDow
 from compile_and_serve.serve.metrics import Metrics, SequenceClock
 from compile_and_serve.serve.queue_speed import QueueSpeed
 from compile_and_serve.serve.request_scope import current_deadline
+from compile_and_serve.serve.settings import MAX_API_SERVERS
+from compile_and_serve.serve.siblings import Siblings
 from compile_and_serve.serve.tracing import current_trace
 
 logger = logging.getLogger(__name__)
@@ -40,13 +44,24 @@ class EngineClient(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    async def add_request(self, request: EngineRequest) -> None: ...
+    @property
+    def num_others(self) -> int:
+        """Unfinished sequences of other clients of the engine, as of its last step."""
+        ...
+
+    async def add_request(self, request: EngineRequest) -> None:
+        """Send a request. Raises `EngineFullError` if other clients have filled the engine."""
+        ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
     async def utility(
         self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
     ) -> dict[str, int | float | str | bool | None]: ...
+
+    async def flush(self) -> None:
+        """Return once the engine has received everything that was sent so far."""
+        ...
 
     def outputs(self) -> AsyncIterator[StepOutputs]:
         """Every step's outputs. Ends at shutdown; raises `EngineDeadError` if the engine dies."""
@@ -131,11 +146,18 @@ class Generation:
 class AsyncEngine:
     """One engine for many concurrent requests, on one event loop.
 
-    on_death: called once with the reason when the engine dies.
+    on_death: called once with the reason when the engine dies. process: number of this API process among its `siblings`.
     """
 
     def __init__(
-        self, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *, on_death: Callable[[str], None] | None = None
+        self,
+        client: EngineClient,
+        inputs: InputProcessor,
+        metrics: Metrics,
+        *,
+        on_death: Callable[[str], None] | None = None,
+        process: int = 0,
+        siblings: Siblings | None = None,
     ) -> None:
         self.client = client
         self.inputs = inputs
@@ -146,7 +168,8 @@ class AsyncEngine:
         self.sleeping = False
         self._sleep_lock = asyncio.Lock()
         self._num_submitting = 0
-        self._processor = OutputProcessor(inputs)
+        self._processor = OutputProcessor(inputs, itertools.count(process, MAX_API_SERVERS))
+        self._process, self._siblings = process, siblings
         self._on_death = on_death
         self._reader: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -160,7 +183,7 @@ class AsyncEngine:
     @property
     def load(self) -> int:
         """Number of sequences that wait or run, those of other API processes included."""
-        return max(self.num_in_flight, getattr(self.client, "total_in_flight", 0))
+        return self.num_in_flight + self.client.num_others
 
     @property
     def ready(self) -> bool:
@@ -203,7 +226,8 @@ class AsyncEngine:
             self.check_accepts(params)
         if (deadline := current_deadline.get()) is not None and time.monotonic() >= deadline[0]:
             raise ApiError(504, f"The request did not begin within its limit of {deadline[1]:g} seconds.")
-        generation = Generation(self, sum(p.n for p in params))
+        num_sequences = sum(p.n for p in params)
+        generation = Generation(self, num_sequences)
         self.speed.started(time.monotonic())
         first_index = 0
         requests: list[EngineRequest] = []
@@ -231,6 +255,9 @@ class AsyncEngine:
             try:
                 for request in requests:
                     await self.client.add_request(request)
+            except EngineFullError as error:
+                self.check_accepts(())
+                raise self._full(num_sequences, in_flight=self.load - num_sequences) from error
             finally:
                 self._num_submitting -= 1
         except BaseException:
@@ -274,26 +301,30 @@ class AsyncEngine:
         Raises `ValueError` if the engine cannot sleep.
         """
         async with self._sleep_lock:
-            was_sleeping, self.sleeping = self.sleeping, True
-            while self._num_submitting:
-                await asyncio.sleep(0.001)
+            was_sleeping = self.sleeping
+            await self._tell_sleeping(True)
             try:
                 await self.client.utility("sleep", None, {"level": level, "mode": "abort" if abort else "wait"})
             except ValueError:
-                self.sleeping = was_sleeping
+                await self._tell_sleeping(was_sleeping)
                 raise
 
     async def set_sleeping(self, is_sleeping: bool) -> None:
-        """Another process lets the engine sleep or wake: refuse or accept requests. Returns once none is being sent."""
+        """Refuse or accept requests. To refuse them returns once the engine has received all that were accepted: it is told to sleep next,
+        and would refuse the others.
+        """
         self.sleeping = is_sleeping
         while is_sleeping and self._num_submitting:
             await asyncio.sleep(0.001)
+        if is_sleeping and self._siblings is not None:  # another process tells the engine to sleep
+            with contextlib.suppress(EngineDeadError):
+                await self.client.flush()
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Bring back the engine's memory, or the parts in `tags`. Raises `ValueError` if that fails."""
         async with self._sleep_lock:
             answer = await self.client.utility("wake_up", None, {} if tags is None else {"tags": tags})
-            self.sleeping = bool(answer["is_sleeping"])
+            await self._tell_sleeping(bool(answer["is_sleeping"]))
 
     def health_problem(self) -> str | None:
         """One sentence if the engine is dead, silent or stuck in a step, else None. Does not wait for the engine."""
@@ -330,7 +361,20 @@ class AsyncEngine:
                 f"This request has {count} sequences, but the server accepts {limit} at once: send fewer.",
                 "n" if params[0].n > 1 else "prompt",
             )
-        raise self.speed.refusal(count, limit, time.monotonic(), in_flight=self.num_in_flight)
+        raise self._full(count, in_flight=self.num_in_flight)
+
+    def _full(self, count: int, *, in_flight: int) -> QueueFullError:
+        """The answer to a request with `count` sequences for which there is no room. in_flight: sequences of all API processes."""
+        limit = self.client.info.max_in_flight
+        assert limit is not None, "without a limit there is always room"
+        share = self.num_in_flight / max(1, self.load)
+        return self.speed.refusal(count, limit, time.monotonic(), in_flight=max(in_flight, limit - count + 1), share=share)
+
+    async def _tell_sleeping(self, is_sleeping: bool) -> None:
+        if self._siblings is None:
+            await self.set_sleeping(is_sleeping)
+        else:
+            await self._siblings.call("set_sleeping", is_sleeping)
 
     async def _read(self) -> None:
         try:
@@ -339,10 +383,10 @@ class AsyncEngine:
                 to_abort = self._processor.process(step.outputs)
                 if to_abort:
                     self._send(self.client.abort(to_abort))
-                if step.stats is not None and getattr(self.client, "counts_steps", True):
-                    self.metrics.observe_step(step.stats, step.replica)
-                elif step.stats is not None:
-                    self.metrics.last_stats[step.replica] = step.stats
+                if step.stats is not None:
+                    # A single process counts the engine's steps, so that the sum over the processes is right.
+                    observe = self.metrics.observe_step if self._process == 0 else self.metrics.observe_held
+                    observe(step.stats, step.replica)
                 if self.client.dead_reason is not None:
                     self._refuse(self.client.dead_reason)  # requests on the other replicas continue
         except asyncio.CancelledError:

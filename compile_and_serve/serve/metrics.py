@@ -12,8 +12,10 @@ from prometheus_client.registry import Collector
 
 from compile_and_serve.runtime.messages import EngineInfo, EngineStats, FinishReason
 from compile_and_serve.runtime.text.output_processor import CompletionDelta
-from compile_and_serve.serve.coordinator_messages import MetricFamily
 from compile_and_serve.serve.throughput import TokenCounts, total_load
+
+Sample = tuple[str, dict[str, str], float]  # name, labels, value
+MetricFamily = tuple[str, str, str, list[Sample]]  # name, text, type, samples
 
 PREFIX = "cas:"
 _LABEL = "model_name"
@@ -43,6 +45,7 @@ _REPLICA_GAUGES = {
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the replica's prefix cache since its start."),
     "num_preemptions": ("num_preemptions", "Requests that the replica preempted since its start."),
 }
+_WAITING = "num_requests_waiting"
 _STAGE = "stages."  # prefix of the stages' seconds in the compile report
 _PASS_GAUGES = {
     "matched": "Sites that a graph pass rewrote.",
@@ -75,7 +78,7 @@ class Metrics:
         self._expert_tokens: Counter | None = None
         self._expert_tokens_known: dict[int, list[list[int]]] = {}  # by replica
         self._running = self._gauge("num_requests_running", "Requests in the running batch.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self._waiting = self._gauge(_WAITING, "Requests that wait to run.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -223,6 +226,16 @@ class Metrics:
         if stats.expert_tokens:
             self._describe_experts(replica, stats.expert_tokens)
 
+    def observe_held(self, stats: EngineStats, replica: int) -> None:
+        """Note an engine's state after a step that the first API process records. Publish only what waits in this process."""
+        self.last_stats[replica] = stats
+        self._waiting.set(self.num_held)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that wait in this process for any replica to have room."""
+        return sum(one.num_held for one in self.last_stats.values())
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -282,7 +295,8 @@ class Metrics:
 def sum_families(processes: Sequence[Sequence[MetricFamily]]) -> list[MetricFamily]:
     """The metrics of several API processes as those of one server: counters and histograms are summed.
 
-    Of gauges the largest counts: they describe the engine, and processes that do not know it have 0.
+    Of gauges the largest counts: they describe the engine, and processes that do not know it have 0. Only what waits is summed: the first
+    process counts the engine's, and each process its own.
     """
     families: dict[str, tuple[str, str]] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
@@ -296,7 +310,7 @@ def sum_families(processes: Sequence[Sequence[MetricFamily]]) -> list[MetricFami
                 if before is None:
                     merged[key] = value
                 else:
-                    merged[key] = max(before, value) if kind == "gauge" else before + value
+                    merged[key] = max(before, value) if kind == "gauge" and name != PREFIX + _WAITING else before + value
     return [
         (name, text, kind, [(sample, dict(labels), value) for (sample, labels), value in values[name].items()])
         for name, (text, kind) in families.items()

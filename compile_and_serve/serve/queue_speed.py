@@ -45,10 +45,10 @@ class QueueSpeed:
             seconds = count * (busy or now - self._ends[0][0]) / self._total
         return min(MAX_SECONDS, max(MIN_SECONDS, math.ceil(seconds)))
 
-    def refusal(self, count: int, limit: int, now: float, *, in_flight: int) -> QueueFullError:
-        """The answer to a request with `count` sequences that would exceed the server's limit."""
+    def refusal(self, count: int, limit: int, now: float, *, in_flight: int, share: float = 1.0) -> QueueFullError:
+        """The answer to a request with `count` sequences that would exceed the server's limit. share: of the ends that are counted here."""
         message = f"{in_flight} sequences wait or run and this request adds {count}, but the server accepts {limit}: try again later."
-        return QueueFullError(message, self.seconds_until(in_flight + count - limit, now))
+        return QueueFullError(message, self.seconds_until(math.ceil((in_flight + count - limit) * share), now))
 
     def _forget_before(self, time: float) -> None:
         while self._ends and self._ends[0][0] < time:

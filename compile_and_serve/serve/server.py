@@ -17,9 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineStartError
-from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
+from compile_and_serve.runtime.engine.replicas import OwnEngine, make_client
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
@@ -146,7 +145,7 @@ async def _serve(
 
 
 async def _serve_with_processes(
-    client: AsyncEngineClient | DataParallelClient,
+    client: OwnEngine,
     config: EngineConfig,
     settings: ServerSettings,
     listener: socket.socket,
@@ -175,7 +174,7 @@ async def _serve_with_processes(
 
 
 async def _start(
-    client: AsyncEngineClient | DataParallelClient, config: EngineConfig, settings: ServerSettings, templates: TemplatePool
+    client: OwnEngine, config: EngineConfig, settings: ServerSettings, templates: TemplatePool
 ) -> tuple[Tokenizer | None, ServerSettings, ServedAdapters]:
     """Start the engine and read the tokenizer at the same time, then load adapters. The first error stops all."""
     inode = None if settings.uds is None else inode_of(settings.uds)

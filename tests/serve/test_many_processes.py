@@ -17,8 +17,7 @@ import pytest
 
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.serve.api_process import ForwardMiddleware
-from compile_and_serve.serve.coordinator_messages import MetricFamily
-from compile_and_serve.serve.metrics import Metrics, render_families, sum_families
+from compile_and_serve.serve.metrics import MetricFamily, Metrics, render_families, sum_families
 from tests.support.processes import wait_until
 from tests.support.server_process import ServerProcess
 

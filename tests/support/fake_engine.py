@@ -65,6 +65,7 @@ class FakeEngineClient:
         self.is_asleep = False
         self.hold = asyncio.Event()
         self.hold.set()
+        self.num_others = 0
         self.dead_reason: str | None = None
         self.problem: str | None = None  # of `health_problem`
         self.stopped = False
@@ -112,6 +113,9 @@ class FakeEngineClient:
         elif method == "wake_up":
             self.is_asleep = False
         return {"ok": True, "is_sleeping": self.is_asleep}
+
+    async def flush(self) -> None:
+        self._check()
 
     def health_problem(self) -> str | None:
         return self.dead_reason or self.problem

@@ -91,6 +91,11 @@ class EngineConnection:
         return self._info
 
     @property
+    def folders(self) -> list[str]:
+        """What other processes need to `connect`."""
+        return [self.folder]
+
+    @property
     def is_alive(self) -> bool:
         """Whether the engine runs and takes requests."""
         return self._info is not None and self.dead_reason is None and not self._stopping

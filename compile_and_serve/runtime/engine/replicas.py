@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 Replica = TypeVar("Replica", bound=EngineConnection)
 
 
-def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> AsyncEngineClient | DataParallelClient[AsyncEngineClient]:
+def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> OwnEngine:
     """An engine client for the options, not started: for one engine, or for several replicas. on_stage: reports the start of the first."""
     on_stage, size = on_stage or ignore_stage, config.parallel.data_parallel_size
     if size == 1:
@@ -55,7 +55,7 @@ def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> 
     return DataParallelClient(config, replicas)
 
 
-def connect(config: EngineConfig, folders: list[str], name: str) -> EngineConnection | DataParallelClient[EngineConnection]:
+def connect(config: EngineConfig, folders: list[str], name: str) -> ConnectedEngine:
     """A client, not started, of engines that another process has started with `config`.
 
     folders: of the engine, or of each replica. name: unlike those of the engines' other clients.
@@ -85,6 +85,11 @@ class DataParallelClient(Generic[Replica]):
         """Limits and properties of all replicas together, known once `start` has returned."""
         assert self._info is not None, "the replicas have not started"
         return self._info
+
+    @property
+    def folders(self) -> list[str]:
+        """What other processes need to `connect`."""
+        return [replica.folder for replica in self.replicas]
 
     @property
     def is_alive(self) -> bool:
@@ -303,6 +308,10 @@ class DataParallelClient(Generic[Replica]):
             self._router.finish(request_id)
             outputs.append(RequestOutput(request_id=request_id, finish_reason="error", error=reason))
         self._steps.put_nowait(StepOutputs(outputs=outputs, replica=index))
+
+
+OwnEngine = AsyncEngineClient | DataParallelClient[AsyncEngineClient]  # whose processes this one has started
+ConnectedEngine = EngineConnection | DataParallelClient[EngineConnection]
 
 
 def _merge(name: str, values: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -114,12 +114,12 @@ class _Sequence:
 
 
 class OutputProcessor:
-    """The state of all sequences in flight. Not thread-safe."""
+    """The state of all sequences in flight. Not thread-safe. serials: numbers that no other client of the engine uses."""
 
-    def __init__(self, inputs: InputProcessor) -> None:
+    def __init__(self, inputs: InputProcessor, serials: Iterator[int] | None = None) -> None:
         self._inputs = inputs
         self._sequences: dict[str, _Sequence] = {}
-        self._serial = itertools.count()
+        self._serials = itertools.count() if serials is None else serials
 
     def __len__(self) -> int:
         """Number of sequences in flight."""
@@ -147,7 +147,7 @@ class OutputProcessor:
         """
         siblings = []
         for i in range(params.n):
-            engine_id = f"{request_id}-{next(self._serial):x}"
+            engine_id = f"{request_id}-{next(self._serials):x}"
             stream = self._text_stream(prompt_token_ids, params)
             self._sequences[engine_id] = _Sequence(first_index + i, sink, stream, params)
             siblings.append(Sibling(engine_id, None if params.seed is None else params.seed + i))

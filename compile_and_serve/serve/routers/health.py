@@ -8,7 +8,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from compile_and_serve import __version__
 from compile_and_serve.serve.context import Context
-from compile_and_serve.serve.coordinated_client import CoordinatedClient
 from compile_and_serve.serve.errors import error_response
 from compile_and_serve.serve.metrics import render_families
 from compile_and_serve.serve.responses import json_response
@@ -65,9 +64,6 @@ async def load(context: Context) -> Response:
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: Context) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
-    client = context.engine.client
-    if isinstance(client, CoordinatedClient):
-        text = render_families(await client.all_metrics())
-    else:
-        text = context.metrics.render()
+    siblings = context.siblings
+    text = context.metrics.render() if siblings is None else render_families(await siblings.metrics())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
