@@ -202,6 +202,30 @@ def test_the_death_of_a_process_ends_the_server(tiny_llama_dir: Path) -> None:
     assert "was ended by signal 9, so the server ends" in server.output
 
 
+async def test_the_death_of_the_engine_ends_the_requests_of_every_process(tiny_llama_dir: Path) -> None:
+    server = ServerProcess(str(tiny_llama_dir), "--api-server-count", "2", *OPTIONS, *SIZES)
+    [engine] = [pid for pid in server.engine_pids() if b"runtime.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    async def read(begun: asyncio.Event) -> str:
+        text = ""
+        async with httpx.AsyncClient(timeout=60) as http:
+            request = body("Once", max_tokens=480, stream=True)
+            async with http.stream("POST", server.url + "/v1/completions", json=request) as response:
+                async for part in response.aiter_text():
+                    begun.set()
+                    text += part
+        return text
+
+    begun = [asyncio.Event() for _ in range(8)]
+    streams = [asyncio.create_task(read(event)) for event in begun]
+    await asyncio.gather(*(event.wait() for event in begun))
+    os.kill(engine, signal.SIGKILL)
+    for text in await asyncio.gather(*streams):
+        assert "The engine process was ended by signal 9." in text
+    assert await asyncio.to_thread(server.wait, 60) == 1
+    assert "Traceback" not in server.output
+
+
 @pytest.mark.slow
 def test_a_killed_server_leaves_no_folder(tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(short_dir))

@@ -106,7 +106,8 @@ class EngineSocket:
         for client, outputs in parts.items():
             num_others = len(self._owners) - self._num_unfinished[client]
             if not self.send(client, StepOutputs(outputs=outputs, stats=step.stats, num_others=num_others)):
-                logger.warning("A client is gone, so its %d sequences are aborted.", self._num_unfinished[client])
+                if num_unfinished := self._num_unfinished[client]:
+                    logger.warning("A client is gone, so its %d sequences are aborted.", num_unfinished)
                 orphans += self.disown(client, [request_id for request_id, owner in self._owners.items() if owner == client])
                 del self._num_unfinished[client]
         return orphans

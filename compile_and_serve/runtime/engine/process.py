@@ -183,7 +183,7 @@ class EngineProcess:
             output.error, output.error_kind = "The engine failed on this request; see its log for details.", "internal"
         if message.call_id:
             self._socket.send(client, answer)
-        if output.error is not None:
+        if output.error is not None and not (message.call_id and answer.error is not None):
             outputs = [msgspec.structs.replace(output, request_id=request_id) for request_id in request.request_ids]
             self._socket.send(client, StepOutputs(outputs=outputs))
 
