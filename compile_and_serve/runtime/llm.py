@@ -279,18 +279,17 @@ class LLM(PoolingMethods):
         return self._templates
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        given: str | list[int]
         if isinstance(prompt, str):
             text: str | None = prompt
-            ids = self._inputs.encode(
-                prompt, truncate=params.truncate_prompt_tokens, max_tokens=params.max_tokens, truncation_side=params.truncation_side
-            )
+            given = prompt
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            text, ids = prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            text, given = prompt.get("prompt"), list(prompt["prompt_token_ids"])
         else:
             raise ValueError(f'A prompt must be a string or {{"prompt_token_ids": [...]}}, got {prompt!r:.200}.')
         if self.tokenizer is None and params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
-        ids, params = self._inputs.prepare(ids, params)
+        ids, params = self._inputs.prepare(given, params)
         self._num_requests += 1
         return _Job(str(self._num_requests - 1), text, ids, params)
 

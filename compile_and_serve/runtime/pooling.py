@@ -54,18 +54,7 @@ def prepare(
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         truncation_side=params.truncation_side,
     )
-    if isinstance(prompt, str):
-        ids = inputs.encode(
-            prompt,
-            add_special_tokens=add_special_tokens,
-            truncate=params.truncate_prompt_tokens,
-            max_tokens=0,
-            truncation_side=params.truncation_side,
-            pair=pair,
-        )
-    else:
-        ids = list(prompt)
-    return inputs.prepare(ids, sampling)
+    return inputs.prepare(prompt, sampling, add_special_tokens=add_special_tokens, pair=pair)
 
 
 def rows_of(pooled: Pooled, params: PoolingParams, info: PoolingInfo) -> np.ndarray:

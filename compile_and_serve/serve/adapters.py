@@ -45,6 +45,13 @@ class ServedAdapters:
         """The adapter that a request names; None for the base model."""
         return self._adapters.get(name or "")
 
+    def check_model(self, name: str | None) -> tuple[str, LoRARequest | None]:
+        """The model name for the answer, and its adapter. Raises a 404 for a model that is not served."""
+        adapter = self.get(name)
+        if name and adapter is None and name not in self._models:
+            raise ApiError(404, f"The model '{name:.200}' does not exist: this server has {', '.join(self._models)}.", "model")
+        return name or self._models[0], adapter
+
     @property
     def all(self) -> list[LoRARequest]:
         """In the order of loading."""

@@ -15,6 +15,8 @@ from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.admin import ADMIN_PATHS, CorsExceptAdmin
+from compile_and_serve.serve.body_work import BodyWork
+from compile_and_serve.serve.chat_prompts import ChatPrompts
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine import AsyncEngine, EngineClient
 from compile_and_serve.serve.errors import install_error_handlers
@@ -120,8 +122,10 @@ def create_app(
         engine=engine,
         inputs=inputs,
         metrics=metrics,
-        templates=pool,
         parsers=parsers,
+        prompts=ChatPrompts(inputs, pool, parsers, settings.chat_template),
+        bodies=BodyWork(engine, pool, tokenizer),
+        fingerprint=f"cas-{__version__}-{client.info.dtype.removeprefix('torch.')}",
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
         stored_responses=store if settings.response_store_bytes else None,
         siblings=siblings,

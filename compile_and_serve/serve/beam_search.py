@@ -12,7 +12,6 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, user_errors
-from compile_and_serve.serve.generation import gather
 from compile_and_serve.serve.protocol.fields import GenerationFields
 from compile_and_serve.serve.responses import client_gone_response, until_disconnect
 
@@ -63,7 +62,7 @@ async def answer_with_beams(
     """
     if any(one.structured_outputs is not None for one in params):
         raise ApiError(400, "Tools that must be called cannot be combined with use_beam_search.", "use_beam_search")
-    tokenizer = context.tokenizer
+    tokenizer = context.inputs.tokenizer
     searches = []
     with user_errors():
         for one in params:
@@ -85,7 +84,7 @@ async def answer_with_beams(
             ]
             generation = await context.engine.submit(prompts=[ids for ids, _ in steps], params=[one for _, one in steps], **submit_options)
             try:
-                extended = await gather(context, generation)
+                extended = await generation.gather()
             finally:
                 generation.close()
             left = iter(extended)
@@ -108,8 +107,8 @@ def _output(context: ServerContext, index: int, beam: Beam, params: SamplingPara
     if last is not None and not params.include_stop_str_in_output:
         shown.pop()
     text = ""
-    if context.tokenizer is not None and params.detokenize:
-        text = context.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+    if context.inputs.tokenizer is not None and params.detokenize:
+        text = context.inputs.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
     return CompletionOutput(
         index=index,
         text=text,

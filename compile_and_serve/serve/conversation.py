@@ -14,16 +14,18 @@ from fastapi import Request
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.parsers.events import CallBegin, CallDropped, Content, Event
 from compile_and_serve.runtime.parsers.selection import Parsers
+from compile_and_serve.runtime.pooling import check_generates
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.runtime.tool_use import ToolUse, parsed_params
 from compile_and_serve.serve.context import ServerContext
-from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import ApiError, to_api_error, user_errors
-from compile_and_serve.serve.generation import failure
+from compile_and_serve.serve.event_reader import EventReader
+from compile_and_serve.serve.generation import Generation
+from compile_and_serve.serve.middleware import cache_salt
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
-from compile_and_serve.serve.protocol.chunks import Usage
-from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
+from compile_and_serve.serve.protocol.fields import check_fields
+from compile_and_serve.serve.protocol.usage import Usage
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,7 +33,7 @@ class Conversation:
     """A checked request: the prompt and everything that its answer depends on.
 
     request_id: the public id. model: its name in the answer. text, prompt: the rendered conversation and its token ids.
-    usage: counts the answer's tokens.
+    usage: counts the answer's tokens. id_length: characters of a tool call's id; None: any.
     """
 
     context: ServerContext
@@ -42,6 +44,7 @@ class Conversation:
     params: SamplingParams
     tools: ToolUse
     usage: Usage
+    id_length: int | None
     priority: int
     cache_salt: str | None
     lora: LoRARequest | None
@@ -49,33 +52,28 @@ class Conversation:
     @classmethod
     async def create(cls, body: ChatCompletionRequest, request: Request, context: ServerContext, request_id: str) -> Conversation:
         """Check the whole request and render its prompt. Raises `ApiError`."""
-        context.check_generates()
-        tools = await context.prepare(request, lambda: context.tool_use(body))
-        await context.check_structure(body.structure() if tools.grammar is None else tools.grammar)
-        return await context.prepare(request, lambda: cls._create(body, tools, request, context, request_id), renders=True)
+        check_generates(context.inputs.info)
+        tools = await context.bodies.run(request, lambda: context.prompts.tool_use(body))
+        await context.bodies.check_structure(body.structure() if tools.grammar is None else tools.grammar)
+        return await context.bodies.run(request, lambda: cls._create(body, tools, request, context, request_id), renders=True)
 
     @classmethod
     def _create(
         cls, body: ChatCompletionRequest, tools: ToolUse, request: Request, context: ServerContext, request_id: str
     ) -> Conversation:
-        model, lora = context.check_model(body.model)
-        check_fields(body)
-        context.check_priority(body.priority)
+        settings, parsers = context.settings, context.parsers
+        model, lora = context.adapters.check_model(body.model)
+        check_fields(body, priority=body.priority, priorities=settings.priorities)
+        params = body.params(settings.default_sampling)
         names = body.names()
-        params = sampling_params(
-            body, context.settings.default_sampling, max_tokens=body.max_new_tokens(), logprobs=body.num_logprobs(), names=names
-        )
-        text = context.render(body, tools)
-        budget = _thinking_budget(body.thinking_token_budget, context.parsers)
-        params = parsed_params(params, text, tools, context.parsers, thinking_token_budget=budget)
         if tools.grammar is not None:
             names = {**names, "structured_outputs": "tools"}
-        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
         with user_errors(names):
-            prompt, params = context.inputs.prepare(ids, params)
-        usage = context.usage(len(prompt))
-        if context.parsers.reasoning is not None:
-            usage.reasoning_tokens = 0
+            text = context.prompts.render(body, tools)
+            budget = _thinking_budget(body.thinking_token_budget, parsers)
+            params = parsed_params(params, text, tools, parsers, thinking_token_budget=budget)
+            prompt, params = context.inputs.prepare(text, params, add_special_tokens=bool(body.add_special_tokens))
+        parser = tools.parser or parsers.tools
         return cls(
             context=context,
             request_id=request_id,
@@ -84,17 +82,12 @@ class Conversation:
             prompt=prompt,
             params=params,
             tools=tools,
-            usage=usage,
+            usage=Usage(len(prompt), settings.prompt_tokens_details, n=params.n, reasoning_tokens=None if parsers.reasoning is None else 0),
+            id_length=None if parser is None else parser.id_length,
             priority=body.priority or 0,
-            cache_salt=context.cache_salt(body.cache_salt, request),
+            cache_salt=cache_salt(body.cache_salt, request, context.settings.api_keys),
             lora=lora,
         )
-
-    @property
-    def id_length(self) -> int | None:
-        """Characters of a tool call's id; None: any."""
-        parser = self.context.parsers.tools if self.tools.parser is None else self.tools.parser
-        return None if parser is None else parser.id_length
 
     async def submit(self) -> Generation:
         """Send the request to the engine."""
@@ -106,43 +99,7 @@ class Conversation:
 
     def reader(self) -> EventReader:
         """A reader of one completion."""
-        return EventReader(self)
-
-    def count(self, output: CompletionDelta | CompletionOutput) -> None:
-        """Add a completion's tokens, or those of a delta, to the usage."""
-        self.usage.add(output)
-        # All completions share the prompt, so its cached tokens are counted once, like its tokens.
-        if output.num_cached_tokens and output.index == 0:
-            self.usage.cached_tokens = output.num_cached_tokens
-
-
-class EventReader:
-    """Turns the text of one completion into parser events, and counts its reasoning tokens.
-
-    is_plain: there is nothing to find, so all text is content.
-    """
-
-    def __init__(self, conversation: Conversation) -> None:
-        tools = conversation.tools
-        max_calls = None if tools.parallel else 1
-        parsers = conversation.context.parsers
-        self._parser = parsers.output_parser(conversation.text, tools.parser, tools.schemas, max_calls=max_calls)
-        self._usage = conversation.usage
-
-    @property
-    def is_plain(self) -> bool:
-        return self._parser is None
-
-    def feed(self, text: str, token_ids: Sequence[int], *, last: bool) -> list[Event]:
-        """The events that the next piece completes."""
-        parser = self._parser
-        if parser is None:
-            return [Content(text)] if text else []
-        counted = parser.num_reasoning_tokens
-        events = parser.feed(text, token_ids, last=last)
-        if self._usage.reasoning_tokens is not None:
-            self._usage.reasoning_tokens += parser.num_reasoning_tokens - counted
-        return events
+        return EventReader(self.context.parsers, self.text, self.tools, self.usage)
 
 
 class EventWriter(Protocol):
@@ -174,9 +131,9 @@ async def stream(conversation: Conversation, generation: Generation, writer: Eve
             parts: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(parts) + writer.fail(failure(conversation.context, delta))
+                    yield b"".join(parts) + writer.fail(generation.failure(delta))
                     return
-                conversation.count(delta)
+                conversation.usage.add(delta)
                 last = delta.finish_reason is not None
                 parts.append(writer.write(reader.feed(delta.text, delta.token_ids, last=last), delta))
                 if last:
@@ -190,7 +147,7 @@ async def stream(conversation: Conversation, generation: Generation, writer: Eve
 def whole(conversation: Conversation, completion: CompletionOutput, writer: EventWriter) -> dict[str, Any]:
     """The answer with one finished completion. Malformed calls are content."""
     writer.begin()
-    conversation.count(completion)
+    conversation.usage.add(completion)
     events = conversation.reader().feed(completion.text, completion.token_ids, last=True)
     writer.write(_without_dropped(events), completion)
     writer.finish(completion)

@@ -21,14 +21,14 @@ from compile_and_serve.runtime.pooling import check_generates
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
-from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
+from compile_and_serve.runtime.text.output_processor import OutputProcessor
 from compile_and_serve.serve.errors import ApiError, QueueFullError, ShuttingDownError
-from compile_and_serve.serve.metrics import Metrics, SequenceClock
+from compile_and_serve.serve.generation import Generation
+from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.queue_speed import QueueSpeed
 from compile_and_serve.serve.request_scope import current_deadline
 from compile_and_serve.serve.settings import MAX_API_SERVERS
 from compile_and_serve.serve.siblings import Siblings
-from compile_and_serve.serve.tracing import current_trace
 
 logger = logging.getLogger(__name__)
 
@@ -72,75 +72,6 @@ class EngineClient(Protocol):
         ...
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None: ...
-
-
-class Generation:
-    """All sequences of one HTTP request. `async for deltas in generation` until every sequence is finished."""
-
-    def __init__(self, engine: AsyncEngine, num_sequences: int) -> None:
-        self._engine = engine
-        self.num_sequences = self._unfinished = num_sequences
-        self._deltas: list[CompletionDelta] = []
-        self._unread: dict[int, CompletionDelta] = {}  # completion index → the delta in _deltas to extend
-        self._waiter: asyncio.Future[None] | None = None
-        self.engine_ids: list[str] = []
-        self.clocks: dict[int, SequenceClock] = {}
-        self.trace = current_trace.get()
-        self._timer: asyncio.TimerHandle | None = None
-        if (deadline := current_deadline.get()) is not None:
-            self._timer = engine.call_at(deadline[0], self._expire, deadline[1])
-
-    def put(self, delta: CompletionDelta) -> None:
-        """Add a delta. The output processor calls this."""
-        engine, clock = self._engine, self.clocks[delta.index]
-        engine.metrics.observe(clock, delta, engine.now)
-        if self.trace is not None and delta.queue_seconds is not None:
-            self.trace.sequence_queued(delta.queue_seconds)
-        unread = self._unread.get(delta.index)
-        if unread is None or delta.error is not None:  # an error stays separate from the text before it
-            self._deltas.append(delta)
-            self._unread[delta.index] = delta
-        else:
-            unread.extend(delta)
-        if delta.finish_reason is not None:
-            self._unfinished -= 1
-            self.clocks.pop(delta.index)
-            engine.speed.finished(1, engine.now, in_flight=engine.num_in_flight)
-            if self.trace is not None:
-                self.trace.sequence_finished(clock, delta.finish_reason)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> list[CompletionDelta]:
-        """The deltas since the last call, at least one: those of several steps are merged into one per completion.
-
-        An error is a delta of its own.
-        """
-        if not self._deltas:
-            if self._unfinished == 0:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        deltas, self._deltas = self._deltas, []
-        self._unread.clear()
-        return deltas
-
-    def close(self) -> None:
-        """Abort all unfinished sequences. May be called at any time and more than once."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._engine.release(self)
-
-    def _expire(self, limit: float) -> None:
-        """End the unfinished sequences with an error, because the request's deadline has passed."""
-        unfinished = list(self.clocks)
-        self._engine.end(self)
-        message = f"The request did not end within its limit of {limit:g} seconds."
-        for index in unfinished:
-            self.put(CompletionDelta(index=index, text="", token_ids=[], finish_reason="error", error=message, error_kind="deadline"))
 
 
 class AsyncEngine:

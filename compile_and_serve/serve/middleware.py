@@ -103,6 +103,14 @@ def tenant_of(request: Request) -> str | None:
     return tenant
 
 
+def cache_salt(given: str | None, request: Request, api_keys: Sequence[str]) -> str | None:
+    """The salt of a request's prefix cache: the client's, and with several API keys also the digest of the request's key."""
+    tenant = tenant_of(request)
+    if tenant is None or len(api_keys) < 2:
+        return given
+    return f"{tenant}:{given or ''}"
+
+
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compile_and_serve.runtime.logs import current_request_id
@@ -109,6 +110,11 @@ class DeadlineMiddleware:
             limit = seconds if limit is None else min(limit, seconds)
         current_deadline.set(None if limit is None else (time.monotonic() + limit, limit))
         return None
+
+
+def public_id(prefix: str, wanted: str | None, request: Request) -> str:
+    """A request's public id: from the body, else the one of `RequestMiddleware`, which logs it."""
+    return f"{prefix}-{wanted or request.scope['state']['request_id']}"
 
 
 def _log(scope: Scope, status: int, seconds: float, request_id: str) -> None:

@@ -78,12 +78,13 @@ async def start_server(tokenizer: Tokenizer, templates: TemplatePool) -> AsyncIt
             script: Script | None = None,
             engine: dict[str, Any] | None = None,
             with_tokenizer: Tokenizer | None = tokenizer,
+            pool: TemplatePool = templates,
             **settings: Any,
         ) -> Server:
             client = FakeEngineClient(tokenizer, script or says(tokenizer, ANSWER), **(engine or {}))
             deaths: list[str] = []
             options = {"served_model_names": ("test-model", "alias"), **settings}
-            app = create_app(client, with_tokenizer, ServerSettings(**options), on_engine_death=deaths.append, templates=templates)
+            app = create_app(client, with_tokenizer, ServerSettings(**options), on_engine_death=deaths.append, templates=pool)
             running = await stack.enter_async_context(AsyncExitStack())
             await running.enter_async_context(_running(app))
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

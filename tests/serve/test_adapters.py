@@ -48,13 +48,13 @@ async def test_a_request_keeps_an_adapter_that_is_unloaded_while_it_is_prepared(
     server = await start_server(lora_dir=tmp_path)
     assert (await load(server, "style", "own")).status_code == 200
     context = server.app.state.context
-    render = context.templates.render
+    render = context.prompts.templates.render
 
     def unload_and_render(*args: Any, **options: Any) -> str:
         context.adapters._adapters.clear()
         return str(render(*args, **options))
 
-    monkeypatch.setattr(context.templates, "render", unload_and_render)
+    monkeypatch.setattr(context.prompts.templates, "render", unload_and_render)
     answer = await server.chat(model="style")
     assert (answer.status_code, answer.json()["model"]) == (200, "style")
     assert server.engine.requests[-1].prefix_key == "lora 1"

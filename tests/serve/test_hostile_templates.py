@@ -16,8 +16,7 @@ async def test_other_requests_are_answered_meanwhile(start_server: StartServer) 
     hostile = byte_level_tokenizer([ANSWER], template=LOOP)
     pool = TemplatePool(seconds=1.0)
     try:
-        server = await start_server(with_tokenizer=hostile)
-        server.app.state.context.templates = pool
+        server = await start_server(with_tokenizer=hostile, pool=pool)
         chats = [asyncio.create_task(server.chat()) for _ in range(8)]
         started = time.monotonic()
         for _ in range(10):

@@ -45,7 +45,7 @@ async def test_other_requests_are_answered_while_a_large_body_is_prepared(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], held: str
 ) -> None:
     if held == "render":
-        gate = Gate(server.app.state.context.templates.render)
+        gate = Gate(server.app.state.context.prompts.templates.render)
         monkeypatch.setattr(TemplatePool, held, lambda self, *args, **kwargs: gate(*args, **kwargs))
     else:
         gate = Gate(getattr(server.tokenizer, held))

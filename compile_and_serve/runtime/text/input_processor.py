@@ -81,20 +81,32 @@ class InputProcessor:
             size *= 2
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def prepare(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        """The prompt for the engine, truncated if the request says so, and a completed copy of `params`.
+    def prepare(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True, pair: str | None = None
+    ) -> tuple[list[int], SamplingParams]:
+        """The prompt's token ids for the engine, truncated if the request says so, and a completed copy of `params`.
 
-        max_tokens None becomes the room that the prompt leaves. Bad words become token ids. Structured outputs become a checked
-        grammar, which may take two seconds. Raises `SamplingParamsError` or `PromptTooLongError`.
+        prompt: its text (see `encode`) or token ids. max_tokens None becomes the room that the prompt leaves. Bad words become token ids.
+        Structured outputs become a checked grammar, which may take two seconds. Raises `SamplingParamsError`, `PromptTooLongError` or
+        `TokenizerError`.
         """
+        if isinstance(prompt, str):
+            prompt = self.encode(
+                prompt,
+                add_special_tokens=add_special_tokens,
+                truncate=params.truncate_prompt_tokens,
+                max_tokens=params.max_tokens,
+                truncation_side=params.truncation_side,
+                pair=pair,
+            )
         params.verify()
         self._check_ids(params)
-        prompt = self._truncate(list(prompt_token_ids), params)
-        self._check_prompt(prompt)
-        room = self.limit - len(prompt)
+        prompt_ids = self._truncate(list(prompt), params)
+        self._check_prompt(prompt_ids)
+        room = self.limit - len(prompt_ids)
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if wanted > room:
-            raise PromptTooLongError(self._too_long(str(len(prompt)), params.max_tokens))
+            raise PromptTooLongError(self._too_long(str(len(prompt_ids)), params.max_tokens))
         if params.stop or params.bad_words:
             self.require_tokenizer("stop strings and bad words")
         if params.stop and not params.detokenize:
@@ -110,7 +122,7 @@ class InputProcessor:
         if params.bad_words:
             words = self._bad_words(params.bad_words)
             changes["bad_words_token_ids"] = [word for word in words if len(word) <= max_tokens]  # longer ones cannot occur
-        return prompt, msgspec.structs.replace(params, **changes)
+        return prompt_ids, msgspec.structs.replace(params, **changes)
 
     def engine_request(
         self,

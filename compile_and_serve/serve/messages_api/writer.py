@@ -12,7 +12,7 @@ from compile_and_serve.serve.blocks import BlockBegin, BlockEnd, BlockEvent, Blo
 from compile_and_serve.serve.chat_message import call_id
 from compile_and_serve.serve.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, anthropic_error_body
-from compile_and_serve.serve.protocol.chunks import Usage
+from compile_and_serve.serve.protocol.usage import Usage
 from compile_and_serve.serve.responses import named_event
 
 

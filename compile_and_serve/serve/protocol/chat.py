@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.errors import ApiError
-from compile_and_serve.serve.protocol.fields import GenerationFields, Objects, RequestModel
+from compile_and_serve.serve.protocol.fields import GenerationFields, Objects, RequestModel, sampling_params
 
 EXAMPLE: dict[str, Any] = {
     "messages": [
@@ -68,16 +70,17 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     )
     echo: bool | None = Field(default=False, description="Begin the answer with the last message if that has the answer's role.")
 
-    def max_new_tokens(self) -> int | None:
-        """The requested number of tokens; None: as many as the model's limit allows."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def params(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+        """The request's `SamplingParams`, verified. defaults: values of missing fields."""
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return sampling_params(self, defaults, max_tokens=max_tokens, logprobs=self._num_logprobs(), names=self.names())
 
     def names(self) -> dict[str, str]:
         """Field names of other endpoints and of the engine → this request's names for them."""
         names = super().names() | {"prompt": "messages", "logprobs": "top_logprobs"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
-    def num_logprobs(self) -> int | None:
+    def _num_logprobs(self) -> int | None:
         """Number of most likely tokens per position; None: no logprobs."""
         if not self.logprobs:
             if self.top_logprobs:

@@ -196,8 +196,11 @@ _HARMLESS = frozenset(
 )
 
 
-def check_fields(body: RequestModel) -> None:
-    """Raise a 400 for a known field that this server cannot honour. Log an unknown field, once per name."""
+def check_fields(body: RequestModel, *, priority: int | None = None, priorities: bool = True) -> None:
+    """Raise a 400 for a known field that this server cannot honour. Log an unknown field, once per name.
+
+    priority: the request's. priorities: whether they have an effect on this server.
+    """
     for name, value in (body.model_extra or {}).items():
         if name in _REFUSED:
             passes, sentence = _REFUSED[name]
@@ -206,6 +209,13 @@ def check_fields(body: RequestModel) -> None:
         elif name not in _HARMLESS and name not in _warned and len(_warned) < 1000:
             _warned.add(name)
             logger.warning("Requests contain the unknown field %r, which has no effect.", name[:MAX_ECHO])
+    if priority and not priorities:
+        raise ApiError(
+            400,
+            f"priority is {priority}, but requests run in the order of arrival: leave it out, or start the server with "
+            "--scheduling-policy priority.",
+            "priority",
+        )
 
 
 def sampling_params(

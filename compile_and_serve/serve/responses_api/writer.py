@@ -12,8 +12,8 @@ from compile_and_serve.serve.blocks import BlockBegin, BlockEnd, BlockEvent, Blo
 from compile_and_serve.serve.chat_message import call_id
 from compile_and_serve.serve.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError
-from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.protocol.responses_api import ResponsesRequest
+from compile_and_serve.serve.protocol.usage import Usage
 from compile_and_serve.serve.responses import named_event
 from compile_and_serve.serve.responses_api.text_logprobs import TextLogprobs
 from compile_and_serve.serve.responses_api.translate import new_id
@@ -169,10 +169,10 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 def _logprobs_of(conversation: Conversation) -> TextLogprobs | None:
     params, context = conversation.params, conversation.context
-    if params.logprobs is None or context.tokenizer is None:
+    if params.logprobs is None or context.inputs.tokenizer is None:
         return None
     as_ids = context.settings.return_tokens_as_token_ids
-    return TextLogprobs(context.tokenizer, as_ids=as_ids, skips_special_tokens=params.skip_special_tokens)
+    return TextLogprobs(context.inputs.tokenizer, as_ids=as_ids, skips_special_tokens=params.skip_special_tokens)
 
 
 def _head(conversation: Conversation, body: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_se
 from compile_and_serve.serve.chat_message import MessageDeltas, whole_message
 from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.conversation import Conversation
-from compile_and_serve.serve.engine import Generation
-from compile_and_serve.serve.generation import failure_event
+from compile_and_serve.serve.generation import Generation
 from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
+from compile_and_serve.serve.request_scope import public_id
 from compile_and_serve.serve.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
 
@@ -35,7 +35,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
     check_beam_search(body)
-    request_id = context.request_id("chatcmpl", body.request_id, request)
+    request_id = public_id("chatcmpl", body.request_id, request)
     answer = _Answer(body, await Conversation.create(body, request, context, request_id))
     if body.use_beam_search:
         one = answer.conversation
@@ -63,7 +63,7 @@ class _Answer:
             "system_fingerprint": context.fingerprint,
         }
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
-        self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
+        self.logprobs = LogprobsWriter(context.inputs.tokenizer, as_ids=as_ids)
         self.role = context.settings.response_role if not body.continue_final_message else body.messages[-1]["role"]
         self.echo = self._echo()
         self.message_options: dict[str, Any] = {"with_reasoning": body.include_reasoning is not False, "id_length": conversation.id_length}
@@ -72,7 +72,7 @@ class _Answer:
         """The answer as one JSON object."""
         choices = []
         for completion in completions:
-            self.conversation.count(completion)
+            self.usage.add(completion)
             fields, finish_reason = self._message(completion)
             choice: dict[str, Any] = {
                 "index": completion.index,
@@ -104,9 +104,9 @@ class _Answer:
             events: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(events) + failure_event(self.conversation.context, delta) + DONE
+                    yield b"".join(events) + generation.failure_event(delta) + DONE
                     return
-                self.conversation.count(delta)
+                self.usage.add(delta)
                 events += choices[delta.index].chunks(delta)
             if events:
                 yield b"".join(events)

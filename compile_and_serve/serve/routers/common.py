@@ -8,9 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
-from compile_and_serve.serve.context import ServerContext
-from compile_and_serve.serve.engine import Generation
-from compile_and_serve.serve.generation import gather
+from compile_and_serve.serve.generation import Generation
 from compile_and_serve.serve.protocol.fields import GenerationFields
 from compile_and_serve.serve.responses import client_gone_response, until_disconnect
 
@@ -32,12 +30,11 @@ async def collect(
     request: Request, submit: Callable[[], Awaitable[Generation]], complete: Callable[[list[CompletionOutput]], Response]
 ) -> Response:
     """Wait for every completion and answer with all of them. A client's disconnect ends its generation."""
-    context: ServerContext = request.app.state.context
 
     async def work() -> Response:
         generation = await submit()
         try:
-            return complete(await gather(context, generation))
+            return complete(await generation.gather())
         finally:
             generation.close()
 

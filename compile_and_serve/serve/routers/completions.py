@@ -11,18 +11,21 @@ from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import TokenLogprobs
+from compile_and_serve.runtime.pooling import check_generates
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_search
 from compile_and_serve.serve.context import Context, ServerContext
-from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import ApiError, user_errors
-from compile_and_serve.serve.generation import failure_event
+from compile_and_serve.serve.generation import Generation
 from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.middleware import cache_salt
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS, MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
+from compile_and_serve.serve.protocol.usage import Usage
+from compile_and_serve.serve.request_scope import public_id
 from compile_and_serve.serve.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
 
@@ -36,9 +39,9 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    context.check_generates()
-    await context.check_structure(body.structure())
-    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
+    check_generates(context.inputs.info)
+    await context.bodies.check_structure(body.structure())
+    answer = await context.bodies.run(request, lambda: _Answer.prepare(body, request, context))
     if body.use_beam_search:
         return await answer_with_beams(body, request, context, answer.prompts, answer.params, answer.complete, **answer.submit_options())
     if body.stream:
@@ -67,9 +70,9 @@ class _Answer:
         self.head = head
         self.cache_salt = cache_salt
         self.lora = lora
-        self.usage = context.usage(sum(len(prompt) for prompt in prompts))
+        self.usage = Usage(sum(map(len, prompts)), context.settings.prompt_tokens_details, n=params[0].n)
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
-        self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
+        self.logprobs = LogprobsWriter(context.inputs.tokenizer, as_ids=as_ids)
         self.n = params[0].n
         self.echoed = [self._text_of(prompt) for prompt in prompts] if body.echo else []
         # For each completion, the `text_offset` of its next token.
@@ -78,10 +81,9 @@ class _Answer:
     @classmethod
     def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
         """Check the whole request before an answer begins. Raises `ApiError`."""
-        model, lora = context.check_model(body.model)
-        check_fields(body)
+        model, lora = context.adapters.check_model(body.model)
+        check_fields(body, priority=body.priority, priorities=context.settings.priorities)
         check_beam_search(body)
-        context.check_priority(body.priority)
         requested = sampling_params(body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs)
         if body.echo:
             with user_errors():
@@ -94,10 +96,8 @@ class _Answer:
             raise ApiError(400, sentence, "prompt")
         prompts, params, num_tokens = [], [], 0
         for ids in given:
-            if isinstance(ids, str):
-                ids = context.encode(ids, requested, add_special_tokens=body.add_special_tokens is not False)
             with user_errors(body.names()):
-                prompt, prompt_params = context.inputs.prepare(ids, requested)
+                prompt, prompt_params = context.inputs.prepare(ids, requested, add_special_tokens=body.add_special_tokens is not False)
             prompts.append(prompt)
             params.append(prompt_params)
             num_tokens += len(prompt)
@@ -105,13 +105,13 @@ class _Answer:
                 sentence = f"The prompts have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request."
                 raise ApiError(413, sentence, "prompt")
         head = {
-            "id": context.request_id("cmpl", body.request_id, request),
+            "id": public_id("cmpl", body.request_id, request),
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": context.fingerprint,
         }
-        return cls(body, context, prompts, params, head, context.cache_salt(body.cache_salt, request), lora)
+        return cls(body, context, prompts, params, head, cache_salt(body.cache_salt, request, context.settings.api_keys), lora)
 
     async def submit(self) -> Generation:
         """Send all prompts to the engine."""
@@ -125,7 +125,7 @@ class _Answer:
         """The answer as one JSON object."""
         choices = []
         for completion in completions:
-            self._count(completion)
+            self.usage.add(completion)
             prompt = self.prompts[completion.index // self.n]
             entries = completion.prompt_logprobs
             choice: dict[str, Any] = {
@@ -155,7 +155,7 @@ class _Answer:
             events: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(events) + failure_event(self.context, delta) + DONE
+                    yield b"".join(events) + generation.failure_event(delta) + DONE
                     return
                 events += self._events(writer, delta, first=delta.index not in begun)
                 begun.add(delta.index)
@@ -167,7 +167,7 @@ class _Answer:
 
     def _events(self, writer: ChunkWriter, delta: CompletionDelta, *, first: bool) -> list[bytes]:
         body = self.body
-        self._count(delta)
+        self.usage.add(delta)
         text = self._echo(delta.index) + delta.text if first else delta.text
         with_tokens = body.logprobs is not None or bool(body.return_token_ids)
         if not text and delta.finish_reason is None and not (with_tokens and (delta.token_ids or first)):
@@ -210,12 +210,6 @@ class _Answer:
     def _text_of(self, prompt: list[int]) -> str:
         with user_errors():
             return self.context.inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens=False)
-
-    def _count(self, output: CompletionDelta | CompletionOutput) -> None:
-        self.usage.add(output)
-        # The n completions of a prompt share it, so its cached tokens are counted once, like its tokens.
-        if output.index % self.n == 0:
-            self.usage.cached_tokens += output.num_cached_tokens
 
 
 def _text_body(text: bytes) -> bytes:

@@ -29,7 +29,7 @@ router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 async def create_message(body: MessagesRequest, request: Request, context: Context) -> Response:
     """Answer a conversation in the form of Anthropic's API. With `stream`, its server-sent events."""
     with own_names():
-        chat = await context.prepare(request, lambda: chat_request(body))
+        chat = await context.bodies.run(request, lambda: chat_request(body))
         conversation = await Conversation.create(chat, request, context, f"msg_{uuid.uuid4().hex[:24]}")
     writer = MessageWriter(conversation, with_thinking=wants_thinking(body))
     if body.stream:
@@ -51,16 +51,16 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
 )
 async def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> Response:
     """The number of tokens of the prompt that `/v1/messages` would send to the model."""
-    context.check_model(body.model)
+    context.adapters.check_model(body.model)
     with own_names():
-        return await context.prepare(request, lambda: _count_tokens(body, context), renders=True)
+        return await context.bodies.run(request, lambda: _count_tokens(body, context), renders=True)
 
 
 def _count_tokens(body: CountTokensRequest, context: ServerContext) -> Response:
     chat = prompt_request(body)
     with user_errors():
         tokenizer = context.inputs.require_tokenizer("count_tokens")
-    text = context.render(chat, context.tool_use(chat, only_prompt=True))
+        text = context.prompts.render(chat, context.prompts.tool_use(chat, only_prompt=True))
     check_length(text, "messages")
     with user_errors():
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -22,7 +22,7 @@ async def list_models(context: Context) -> Response:
 @router.get("/v1/models/{model_id:path}", summary="One model", responses={404: {"description": "No such model"}})
 async def retrieve_model(model_id: str, context: Context) -> Response:
     """One model's card, with its longest sequence in tokens."""
-    name, _ = context.check_model(model_id)
+    name, _ = context.adapters.check_model(model_id)
     return json_response(_model(name, context))
 
 

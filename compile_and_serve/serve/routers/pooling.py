@@ -14,13 +14,13 @@ from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.llm_pooling import pairs_of
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.pooling import cosine, prepare, rows_of, with_rows
+from compile_and_serve.runtime.pooling import check_task, cosine, prepare, rows_of, with_rows
 from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, user_errors
-from compile_and_serve.serve.generation import failure
 from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.middleware import cache_salt
 from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS
 from compile_and_serve.serve.protocol.fields import check_fields
 from compile_and_serve.serve.protocol.pooling import (
@@ -33,6 +33,7 @@ from compile_and_serve.serve.protocol.pooling import (
     RerankRequest,
     ScoreRequest,
 )
+from compile_and_serve.serve.request_scope import public_id
 from compile_and_serve.serve.responses import client_gone_response, json_response, until_disconnect
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
@@ -53,7 +54,7 @@ async def create_embedding(body: EmbeddingRequest, request: Request, context: Co
 @router.post("/pooling", summary="Pooled hidden states", responses=RESPONSES)
 async def create_pooling(body: PoolingRequest, request: Request, context: Context) -> Response:
     """Whatever the model pools of each input; `task` token_embed gives a vector for each token."""
-    info = context.engine.client.info.pooling
+    info = context.inputs.info.pooling
     task = body.task or ("classify" if info is not None and info.kind == "classify" else "embed")
     return await _answer_inputs(body, request, context, task, "pool", _embedding_writer(body, "pooling", "data"))
 
@@ -65,7 +66,7 @@ async def classify(body: ClassifyRequest, request: Request, context: Context) ->
     def write(index: int, rows_ND: np.ndarray) -> msgspec.Raw:
         probs = rows_ND[0].tolist()
         best = int(np.argmax(rows_ND[0]))
-        labels = context.check_task("classify").labels
+        labels = check_task("classify", context.inputs.info).labels
         label = labels[best] if labels else str(best)
         return _raw({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
 
@@ -108,7 +109,7 @@ async def rerank(body: RerankRequest, request: Request, context: Context) -> Res
 async def _answer_inputs(
     body: InputFields, request: Request, context: ServerContext, task: PoolingTask, prefix: str, write: Write
 ) -> Response:
-    context.check_task(task)
+    check_task(task, context.inputs.info)
     params = with_rows(body.params(), task)
 
     def complete(found: list[Any], head: Mapping[str, Any], num_tokens: int) -> Response:
@@ -128,7 +129,7 @@ async def _answer_pairs(
     prefix: str,
     answer: Callable[[list[float], Mapping[str, Any], int], Response],
 ) -> Response:
-    info = context.check_task("score")
+    info = check_task("score", context.inputs.info)
     if len(pairs) > MAX_INPUTS:
         raise ApiError(400, f"The request has {len(pairs)} pairs, but may have {MAX_INPUTS}.", None)
     params = body.params()
@@ -158,8 +159,8 @@ async def _run(
 
     Each result is written as it arrives: writing all at the end would hold up the event loop.
     """
-    ids, sampling, head, lora = await context.prepare(request, lambda: _prepare(body, request, context, prompts(), params, prefix))
-    info = context.engine.client.info.pooling
+    ids, sampling, head, lora = await context.bodies.run(request, lambda: _prepare(body, request, context, prompts(), params, prefix))
+    info = context.inputs.info.pooling
     assert info is not None
 
     async def work() -> Response:
@@ -168,7 +169,7 @@ async def _run(
             ids,
             sampling,
             priority=body.priority or 0,
-            cache_salt=context.cache_salt(body.cache_salt, request),
+            cache_salt=cache_salt(body.cache_salt, request, context.settings.api_keys),
             lora=lora,
             pooling=params,
         )
@@ -177,7 +178,7 @@ async def _run(
             async for deltas in generation:
                 for delta in deltas:
                     if delta.error is not None:
-                        raise failure(context, delta)
+                        raise generation.failure(delta)
                     if delta.finish_reason == "abort":
                         raise ShuttingDownError
                     if delta.pooled is not None:
@@ -192,9 +193,8 @@ async def _run(
 def _prepare(
     body: PoolingFields, request: Request, context: ServerContext, prompts: Prompts, params: PoolingParams, prefix: str
 ) -> tuple[list[list[int]], list[SamplingParams], dict[str, Any], LoRARequest | None]:
-    model, lora = context.check_model(body.model)
-    check_fields(body)
-    context.check_priority(body.priority)
+    model, lora = context.adapters.check_model(body.model)
+    check_fields(body, priority=body.priority, priorities=context.settings.priorities)
     ids, sampling, num_tokens = [], [], 0
     for prompt, pair in prompts:
         with user_errors({"prompt": "input"} if isinstance(body, InputFields) else None):
@@ -204,11 +204,11 @@ def _prepare(
         num_tokens += len(one)
         if num_tokens > MAX_PROMPT_TOKENS:
             raise ApiError(413, f"The inputs have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request.")
-    info = context.engine.client.info.pooling
+    info = context.inputs.info.pooling
     if params.pooling == "all" and info is not None and num_tokens * info.width > MAX_TOKEN_NUMBERS:
         limit = MAX_TOKEN_NUMBERS // info.width
         raise ApiError(413, f"The task token_embed takes {limit} tokens per request, got {num_tokens}: send fewer.", "input")
-    head = {"id": context.request_id(prefix, body.request_id, request), "created": int(time.time()), "model": model}
+    head = {"id": public_id(prefix, body.request_id, request), "created": int(time.time()), "model": model}
     return ids, sampling, head, lora
 
 

@@ -11,9 +11,8 @@ from fastapi import APIRouter, Query, Request, Response
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.conversation import Conversation, stream, whole
-from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, to_api_error
-from compile_and_serve.serve.generation import gather
+from compile_and_serve.serve.generation import Generation
 from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.middleware import tenant_of
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
@@ -41,7 +40,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     with own_names():
         # Not in a thread, because the store is not thread-safe.
         history = _history(body.previous_response_id, store, owner)
-        chat, items = await context.prepare(request, lambda: _translate(body, history, stores=store is not None), is_large=bool(history))
+        chat, items = await context.bodies.run(request, lambda: _translate(body, history, stores=store is not None), is_large=bool(history))
         conversation = await Conversation.create(chat, request, context, new_id("resp"))
     if body.store is False:
         store = None
@@ -169,7 +168,7 @@ async def _cancel(store: ResponseStore, response_id: str) -> None:
 async def _run(conversation: Conversation, generation: Generation, writer: ResponseWriter, keep: Callable[[], None]) -> None:
     """Generate a background response and store it."""
     try:
-        completions = await gather(conversation.context, generation)
+        completions = await generation.gather()
         whole(conversation, completions[0], writer)
     except asyncio.CancelledError:
         writer.cancel()

@@ -25,11 +25,11 @@ def check_length(text: str, param: str) -> None:
 @router.post("/tokenize", summary="Text to token ids", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
     """Token ids of a prompt, or of a conversation as the chat endpoint renders it."""
-    context.check_model(body.model)
+    context.adapters.check_model(body.model)
     check_fields(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", "prompt")
-    return await context.prepare(request, lambda: _tokenize(body, context), renders=body.messages is not None)
+    return await context.bodies.run(request, lambda: _tokenize(body, context), renders=body.messages is not None)
 
 
 def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
@@ -38,7 +38,7 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
         if body.prompt is not None:
             text, add = body.prompt, body.add_special_tokens is not False
         else:
-            text = context.render(body, context.tool_use(body, only_prompt=True))
+            text = context.prompts.render(body, context.prompts.tool_use(body, only_prompt=True))
             add = bool(body.add_special_tokens)
     check_length(text, "messages" if body.prompt is None else "prompt")
     with user_errors():
@@ -51,9 +51,9 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
 @router.post("/detokenize", summary="Token ids to text", responses=ERROR_RESPONSES)
 async def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> Response:
     """The text of token ids. Special tokens are included unless `skip_special_tokens` is true."""
-    context.check_model(body.model)
+    context.adapters.check_model(body.model)
     check_fields(body)
-    return await context.prepare(request, lambda: _detokenize(body, context))
+    return await context.bodies.run(request, lambda: _detokenize(body, context))
 
 
 def _detokenize(body: DetokenizeRequest, context: ServerContext) -> Response:
