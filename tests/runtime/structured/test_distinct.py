@@ -166,17 +166,30 @@ def test_rows_behind_a_refused_guess_are_left_alone() -> None:
     assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord('"')]]
 
 
-def test_arrays_that_the_schema_does_not_describe_hold_other_strings() -> None:
-    schema = {"properties": {"a": of_enum("a", "b")}}
+def mask_after(schema: Any, text: bytes) -> np.ndarray:
+    """The mask behind an output, each of whose tokens the masks before allow. bool [tokens]"""
     grammar, rules = split(to_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True), {}))
     matcher = llguidance.LLMatcher(VOCABULARY, grammar)
     items = DistinctItems(DistinctGrammar.create(rules, TEXTS))
-    for token in b'{"x":{"a":["cab","a","c\\"b':
+    for token in [*text, None]:
         mask = np.frombuffer(bytearray(matcher.compute_bitmask()), dtype=np.int32)
         items.exclude(mask)
-        assert mask[token // 32] >> token % 32 & 1
-        assert matcher.consume_token(token)
-        items.advance(token)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
+        if token is not None:
+            assert bits[token]
+            assert matcher.consume_token(token)
+            items.advance(token)
+    return bits
+
+
+def test_arrays_that_the_schema_does_not_describe_hold_other_strings() -> None:
+    assert mask_after({"properties": {"a": of_enum("a", "b")}}, b'{"x":{"a":["cab","a","c\\"b')[ord("b")]
+
+
+def test_an_escaped_quote_does_not_end_a_string() -> None:
+    schema = {"properties": {"x": {"type": "object"}}, "additionalProperties": of_enum("a", "b")}
+    bits = mask_after(schema, b'{"x":{"y":"c\\"d"},"z":["a","')
+    assert bits[[ord("a"), ord("b")]].tolist() == [False, True]
 
 
 def test_tags_do_not_enforce_distinct_items() -> None:
