@@ -216,15 +216,14 @@ def test_penalties_follow_the_generated_tokens(penalties: dict[str, float]) -> N
 
 
 def test_a_slot_keeps_no_penalties_of_its_previous_request() -> None:
-    params = SamplingParams(temperature=0.0, presence_penalty=2.0)
-    sampler = make_sampler(params, prompt=[1])
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.3)
+    sampler = make_sampler()
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = 1.0
-    assert tokens(sampler, logits) == [3]
-    assert tokens(sampler, logits) != [3]
-    sampler.remove(0)
-    add(sampler, 0, params, prompt=[1])
-    assert tokens(sampler, logits) == [3]
+    for _ in range(2):
+        add(sampler, 0, params, prompt=[1])
+        assert [tokens(sampler, logits)[0] == 3 for _ in range(5)] == [True, True, True, True, False]
+        sampler.remove(0)
 
 
 def test_penalty_state_grows_with_the_requests_that_need_it() -> None:
