@@ -16,11 +16,11 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverloadPacket
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from compile_and_serve.custom_ops.compat import OpOverload
+from compile_and_serve.custom_ops.compat import OpOverload, OpOverloadPacket
 
 __all__ = [
     "CAPTURED_CHECKS",

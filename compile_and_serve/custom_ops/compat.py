@@ -12,9 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["OpOverload", "current_raw_stream", "empty_symmetric", "int8_matmul", "rendezvous", "scaled_matmul"]
+__all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
+    "argument_defaults",
+    "current_raw_stream",
+    "empty_symmetric",
+    "int8_matmul",
+    "rendezvous",
+    "scaled_matmul",
+]
+
+
+def argument_defaults(op: OpOverload) -> dict[str, Any]:
+    """The names of an op's arguments in the schema's order, each with its default; None if it has none."""
+    return {argument.name: argument.default_value for argument in op._schema.arguments}
 
 
 def current_raw_stream(device_index: int) -> int:

@@ -1,4 +1,4 @@
-"""The `torch.library` namespace of this project (`cas`), and what the compiler needs to know about each op.
+"""The `torch.library` namespace of this project (`cas`), and all that the compiler knows about each op: an op is one file.
 
 Ops are defined with `Library.define` and `impl`, which have less call overhead than `torch.library.custom_op`. The Library object has to
 live as long as the ops are used, so it is a module attribute.
@@ -6,16 +6,20 @@ live as long as the ops are used, so it is a module attribute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 
-from compile_and_serve.custom_ops.compat import OpOverload
+from compile_and_serve.custom_ops.compat import OpOverload, OpOverloadPacket, argument_defaults
 
 NAMESPACE = "cas"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# The weight functions of compiler/passes/tensor_parallel.py, for `Sharding.weights`.
+ROWS, COLUMNS, ON_FIRST_RANK = "shard_rows", "shard_columns", "on_first_rank"
+EXPERT_ROWS, EXPERT_COLUMNS = "shard_expert_rows", "shard_expert_columns"
 
 
 class OpKind(Enum):
@@ -26,33 +30,118 @@ class OpKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpInfo:
-    """What the compiler knows about an op.
+class Sharding:
+    """How an op runs on tensor-parallel ranks, each of which has a share of some arguments. Arguments are named as in the schema.
 
-    version: part of every artifact key; raise it when the op's numerics, layout or signature change.
-    python: the function that a split point runs on every device, if it is one Python function. Calling it avoids the dispatcher.
+    inputs: the arguments that ranks have shares of, with the sharded dimension: all of them, or the op runs whole on every rank.
+    output: the dimension along which the result is sharded; None: the result is the sum over the ranks' results.
+    weights: parameters that are sharded with the inputs, each with a weight function that selects a rank's share.
+    state: tensors of the step's state with the dimension that is as long as the sharded dimension of an input: `{"cache": (2, "k")}`.
+    shared_inputs: inputs whose units (heads) several ranks may share, if there are fewer units than ranks.
+    must_shard: whole inputs are an error, because a rank's state has only its own heads.
+    style, units: of an op without `inputs`. The op is sharded if the model's tp_plan has this style for the module of its first weight,
+        which ranks share in units of its dimension units[0]. units[1] is their name in errors.
     """
 
+    inputs: Mapping[str, int] = field(default_factory=dict)
+    output: int | None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    shared_inputs: tuple[str, ...] = ()
+    must_shard: bool = False
+    style: str | None = None
+    units: tuple[int, str] = (0, "rows")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpInfo:
+    """All that the compiler knows about an op.
+
+    name: with the namespace, "cas::silu_mul".
+    arguments: names in the schema's order, with their defaults (None if there is none).
+    python: the function that a split point runs on every device, if it is one Python function. Calling it avoids the dispatcher.
+    The other fields are arguments of `define`.
+    """
+
+    name: str
     kind: OpKind
     version: int
-    python: Callable | None = None
+    arguments: Mapping[str, Any]
+    python: Callable[..., Any] | None
+    reference: Callable[..., Any] | None
+    exact: Callable[..., Any] | None
+    across_ranks: Callable[..., Any] | None
+    sharding: Sharding | None
+    row_wise: bool
+    flops: Callable[..., int] | None
+    read_shares: Callable[..., Mapping[str, float]] | None
 
 
 OPS: dict[str, OpInfo] = {}
 
 
-def define(schema: str, *, kind: OpKind, version: int, fake: Callable, **impls: Callable) -> OpOverload:
-    """Define `cas::<schema>`, its fake and its kernels. → the overload
+def define(
+    schema: str,
+    *,
+    version: int,
+    fake: Callable[..., Any],
+    kind: OpKind = OpKind.CAPTURABLE,
+    reference: Callable[..., Any] | None = None,
+    exact: Callable[..., Any] | None = None,
+    across_ranks: Callable[..., Any] | None = None,
+    sharding: Sharding | None = None,
+    row_wise: bool = False,
+    flops: Callable[..., int] | None = None,
+    read_shares: Callable[..., Mapping[str, float]] | None = None,
+    **kernels: Callable[..., Any],
+) -> OpOverload:
+    """Define `cas::<schema>`: its fake, its kernels, and what the compiler knows of it. → the overload
 
     schema: of `Library.define`, for example `"silu_mul(Tensor x) -> Tensor"`; every mutated argument is declared.
-    fake: the shape function. impls: dispatch key → kernel, for example `CPU=...`, `CUDA=...`, `CompositeExplicitAutograd=...`.
+    version: part of every artifact key; raise it when the op's numerics, layout, signature or sharding change.
+    fake: the shape function. kernels: by dispatch key, for example `CPU=...`, `CUDA=...`, `CompositeExplicitAutograd=...`.
+    reference: the op in plain torch, for every device and dtype. It runs where there is no kernel, and is the op `<name>_reference`, which
+        C++ kernels call for what they do not take.
+    exact: what the verifier runs in float64 in the op's place: the op without what it rounds by design. None: the reference, or the op.
+    across_ranks: of a collective: the result on every rank, from the list of all ranks' first argument and the other arguments.
+    sharding: how tensor-parallel ranks run the op; None: only whole.
+    row_wise: row i of each result depends only on row i of the first argument, and of others with as many rows.
+    flops: of a matrix product, from the arguments (on the meta device); None: one for each element of the result.
+    read_shares: the expected share that a call reads of arguments of which it does not read all, from the arguments (on the meta device).
+    All functions take the op's arguments by position.
     """
     name = schema.split("(", 1)[0]
+    if reference is not None:
+        kernels.setdefault("CompositeExplicitAutograd", reference)
+        _register(f"{name}_reference{schema.removeprefix(name)}", fake, {"CompositeExplicitAutograd": reference})
+    overload = _register(schema, fake, kernels)
+    one_function = kind is OpKind.SPLIT_POINT and kernels.keys() == {"CompositeExplicitAutograd"}
+    OPS[overload.name()] = OpInfo(
+        name=overload.name(),
+        kind=kind,
+        version=version,
+        arguments=argument_defaults(overload),
+        python=kernels["CompositeExplicitAutograd"] if one_function else None,
+        reference=reference,
+        exact=exact or reference,
+        across_ranks=across_ranks,
+        sharding=sharding,
+        row_wise=row_wise,
+        flops=flops,
+        read_shares=read_shares,
+    )
+    return overload
+
+
+def _register(schema: str, fake: Callable[..., Any], kernels: Mapping[str, Callable[..., Any]]) -> OpOverload:
+    name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key, fn in impls.items():
-        LIBRARY.impl(name, fn, key)
+    for key, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    one_function = kind is OpKind.SPLIT_POINT and impls.keys() == {"CompositeExplicitAutograd"}
-    python = impls["CompositeExplicitAutograd"] if one_function else None
-    OPS[f"{NAMESPACE}::{name}"] = OpInfo(kind=kind, version=version, python=python)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def op_info(target: object) -> OpInfo | None:
+    """What is known of an op of ours; None for anything else that a graph may call."""
+    return OPS.get("::".join(str(target).split(".")[:2])) if isinstance(target, OpOverload | OpOverloadPacket) else None

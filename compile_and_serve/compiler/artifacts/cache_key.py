@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compile_and_serve.compiler.compat import OpOverload
 from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 from compile_and_serve.compiler.rewrite.user_passes import source_of
 from compile_and_serve.custom_ops.build.cpp import cpu_identity
 from compile_and_serve.custom_ops.build.sources import PACKAGE, digest, kernel_digest, source_digest
-from compile_and_serve.custom_ops.library import OPS
+from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.platform import platform_of
 
 _COMPILER = PACKAGE / "compiler"
@@ -85,8 +84,8 @@ def piece_fields(fingerprint: str, ops: dict[str, int], device: torch.device) ->
 
 def op_versions(gm: GraphModule) -> dict[str, int]:
     """Versions of the `cas` ops that a graph calls."""
-    targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
-    return {name: OPS[name].version for name in sorted(targets) if name in OPS}
+    infos = filter(None, (op_info(node.target) for node in gm.graph.nodes))
+    return dict(sorted((info.name, info.version) for info in infos))
 
 
 def _pass_key(graph_pass: GraphPass) -> str:

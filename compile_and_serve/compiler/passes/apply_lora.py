@@ -22,9 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.lora.lora_add  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.model import ModelSource
-from compile_and_serve.compiler.passes.fuse_experts import DEFAULTS, DOWN, EXPERTS, GATE_UP
 from compile_and_serve.compiler.passes.select_rows_early import selects_rows
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
@@ -33,6 +31,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassResult,
     is_call,
     only_user,
+    op_arguments,
     set_example_value,
     tensor_of,
     weight_of,
@@ -43,12 +42,10 @@ from compile_and_serve.compiler.weights.expert_slots import expert_slots
 from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
 from compile_and_serve.compiler.weights.transforms import Expression, expression_spec
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS
-from compile_and_serve.custom_ops.moe.experts import NUM_OPERANDS
+from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
+from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.step import TOKENS, StateGroup, StepInput
 from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
-
-LORA_ADD = torch.ops.cas.lora_add.default
-ACTIVATION = 7  # argument of `cas::experts`
 
 ADAPTER_INDEX = StepInput(
     name="adapter_index",
@@ -140,16 +137,16 @@ class ApplyLora(BasePass):
         return 1
 
     def _adapt_experts(self, gm: GraphModule, node: Node, ctx: PassContext) -> int:
-        args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
-        if len(args) > NUM_OPERANDS:
+        args = op_arguments(node)
+        if args["adapter_index"] is not None:
             return 0
-        if args[ACTIVATION] != "silu":
+        if args["activation"] != "silu":
             raise _NoAdapters("the checkpoint's gate and up rows alternate: adapters of such experts are not supported")
         index = _index(gm, node, ctx)
         if index is None:
             return 0
-        for at, parts in ((GATE_UP, 2), (DOWN, 1)):
-            weight = args[at]
+        for linear, parts in (("gate_up", 2), ("down", 1)):
+            weight = args[linear]
             name = weight_of(weight)
             if name is None or not isinstance(weight, Node):
                 raise _NoAdapters("its weights are computed, not parameters")
@@ -157,8 +154,8 @@ class ApplyLora(BasePass):
             if _calls(expression, "swap_inputs_and_outputs"):
                 raise _NoAdapters("the checkpoint holds them transposed: adapters of such experts are not supported")
             slots = expert_slots(name, self.num_slots, self.rank, shape, parts, expression, ctx.dtype)
-            args += [ctx.defined_weight(gm, *one, near=weight) for one in slots]
-        node.args = (*args, index)
+            args[f"{linear}_a"], args[f"{linear}_b"] = (ctx.defined_weight(gm, *one, near=weight) for one in slots)
+        node.args = tuple((args | {"adapter_index": index}).values())
         set_example_value(node, ctx.fake_mode)
         return 2
 

@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.attention.attention  # noqa: F401 (defines the op)
-from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, is_call
+from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, is_call, is_split_point
 from compile_and_serve.custom_ops.step import TOKENS, StepInput
 
 SIZE = torch.ops.aten.sym_size.int
-ATTENTION = torch.ops.cas.attention.default
 
 # Ops that take no dimension, or count it from the end. The second group broadcasts.
 ROW_OPS = (F.linear, F.embedding, F.layer_norm, torch.rms_norm, F.rms_norm, F.dropout, torch.Tensor.to,
@@ -176,7 +174,7 @@ def _adds_axis(node: Node) -> bool:
     """Whether this is x[None] of a step's input or of attention's output. Elsewhere, a new first axis is that of the heads."""
     if not (is_call(node, torch.unsqueeze) and node.args[1:] == (0,)):
         return False
-    return _is_token_input(node.args[0]) or is_call(node.args[0], ATTENTION)
+    return _is_token_input(node.args[0]) or is_split_point(node.args[0])
 
 
 def _is_token_input(node: object, advance: str | None = None) -> bool:

@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.passes.measured_fusion import MeasuredFusion, Site
 from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, arguments, is_call, norm_weight_fits, tensor_of, weight_of
-
-ADD_RMS_NORM = torch.ops.cas.add_rms_norm.default
+from compile_and_serve.custom_ops.linear.elementwise import ADD_RMS_NORM
 
 
 def _plain(x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

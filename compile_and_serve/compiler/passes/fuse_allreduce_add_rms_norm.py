@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.collectives.allreduce_norm  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -27,9 +26,8 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-
-ALL_REDUCE = torch.ops.cas.all_reduce.default
-FUSED = torch.ops.cas.allreduce_add_rms_norm.default
+from compile_and_serve.custom_ops.collectives.allreduce_norm import ALLREDUCE_ADD_RMS_NORM
+from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE
 
 
 class _Mismatch(Exception):
@@ -99,7 +97,7 @@ def _fuse(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     x, *group = arguments(site.reduce)
     args = (x, site.residual, site.norm_weight, site.eps, *group)
     with gm.graph.inserting_before(site.add):
-        both = ctx.call(gm, FUSED, *args, origin=site.add)
+        both = ctx.call(gm, ALLREDUCE_ADD_RMS_NORM, *args, origin=site.add)
         total = ctx.call(gm, operator.getitem, both, 0, origin=site.add)
         normed = ctx.call(gm, operator.getitem, both, 1, origin=site.norm)
     site.norm.replace_all_uses_with(normed)

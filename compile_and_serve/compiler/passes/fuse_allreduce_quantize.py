@@ -15,15 +15,23 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.collectives.allreduce_norm  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED, why_no_kernel
-from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
-from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, is_call, tensor_of
+from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import why_no_kernel
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    is_call,
+    op_arguments,
+    tensor_of,
+)
+from compile_and_serve.custom_ops.collectives.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_ADD_RMS_NORM_QUANTIZE
 from compile_and_serve.custom_ops.quantization import QuantizedWeight, StoredWeight
+from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 
 NAME = "fuse_allreduce_quantize"
-FUSED_QUANTIZE = torch.ops.cas.allreduce_add_rms_norm_quantize.default
 
 
 class FuseAllreduceQuantize(BasePass):
@@ -34,7 +42,7 @@ class FuseAllreduceQuantize(BasePass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
-        for fused in gm.graph.find_nodes(op="call_function", target=FUSED):
+        for fused in gm.graph.find_nodes(op="call_function", target=ALLREDUCE_ADD_RMS_NORM):
             readers = [reader for part in fused.users if part.args[1] == 1 for reader in part.users]
             if not any(_quantizes(reader) for reader in readers):
                 continue
@@ -56,27 +64,27 @@ def may_quantize(config: CompileConfig, stored: Mapping[str, StoredWeight]) -> b
 
 
 def _quantizes(reader: Node) -> bool:
-    return is_call(reader, QUANTIZED_LINEAR) and reader.args[9] != "none"
+    return is_call(reader, QUANTIZED_LINEAR) and op_arguments(reader)["activations"] != "none"
 
 
 def _why_not(reader: Node) -> str | None:
     if not _quantizes(reader):
         return "not only linears that quantize the norm read it"
-    _, packed, scale, *_ = reader.args
-    if reader.args[9] == "static":
+    args = op_arguments(reader)
+    if args["activations"] == "static":
         return "a linear quantizes the norm with a scale from its checkpoint"
-    if (dtype := tensor_of(packed).dtype) != torch.float8_e4m3fn:
+    if (dtype := tensor_of(args["packed"]).dtype) != torch.float8_e4m3fn:
         return f"a linear quantizes the norm to {str(dtype).removeprefix('torch.')}, not to float8_e4m3fn"
-    if tensor_of(scale).dim() == 2:
+    if tensor_of(args["scale"]).dim() == 2:
         return "a linear quantizes the norm with a scale per 128 features, not per token"
     return None
 
 
 def _replace(gm: GraphModule, fused: Node, readers: list[Node], ctx: PassContext) -> None:
     with gm.graph.inserting_before(fused):
-        all_four = ctx.call(gm, FUSED_QUANTIZE, *fused.args, origin=fused)
-        quantized = [ctx.call(gm, operator.getitem, all_four, i, origin=fused) for i in (2, 3)]
+        all_four = ctx.call(gm, ALLREDUCE_ADD_RMS_NORM_QUANTIZE, *fused.args, origin=fused)
+        values, scale = (ctx.call(gm, operator.getitem, all_four, i, origin=fused) for i in (2, 3))
     fused.replace_all_uses_with(all_four)  # the first two results of both ops are the sum and the norm
     gm.graph.erase_node(fused)
     for reader in readers:
-        reader.args = (*reader.args, *quantized)
+        reader.args = tuple((op_arguments(reader) | {"quantized": values, "quantized_scale": scale}).values())

@@ -8,6 +8,8 @@ Weights are packed on the CPU only, one expert at a time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -19,21 +21,17 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     arguments,
     is_call,
     only_user,
+    op_arguments,
     tensor_of,
     weight_of,
 )
 from compile_and_serve.compiler.weights.transforms import weight_function
 from compile_and_serve.custom_ops.linear.fused_linear import packed_linear_unsupported_reason
-from compile_and_serve.custom_ops.moe.experts import pack_expert_weights
+from compile_and_serve.custom_ops.moe.experts import EXPERTS, pack_expert_weights
 
 weight_function("pack_expert_weights")(pack_expert_weights)
 
-
-EXPERTS = torch.ops.cas.experts.default
-# Arguments of `cas::experts`.
-GATE_UP, DOWN, RESIDUAL, NORM, EPS = 3, 4, 9, 10, 11
-GATE_UP_SCALE, DOWN_SCALE, ACTIVATIONS = 12, 13, 14
-DEFAULTS = (None, None, "silu", 0.0, None, None, 1e-6, None, None, "none")  # from the biases to adapters
+LINEARS = ("gate_up", "down")  # arguments of `cas::experts`
 
 
 class FuseExperts(BasePass):
@@ -43,26 +41,26 @@ class FuseExperts(BasePass):
         matched, near_misses = 0, []
         packs = packed_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype) is None
         for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
-            args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
+            args = op_arguments(node)
             changed = False
-            if packs and args[GATE_UP_SCALE] is None and tensor_of(args[GATE_UP]).dim() == 3:
+            if packs and args["gate_up_scale"] is None and tensor_of(args["gate_up"]).dim() == 3:
                 reason = _pack(gm, args, ctx)
                 if reason is None:
                     changed = True
                 else:
                     near_misses.append(NearMiss.at(node, reason))
-            norm = args[0]
-            if args[NORM] is None and _is_plain_norm(norm) and only_user(norm) is node:
-                args[0], _, args[NORM], args[EPS] = arguments(norm)
+            norm = args["x"]
+            if args["norm_weight"] is None and _is_plain_norm(norm) and only_user(norm) is node:
+                args["x"], _, args["norm_weight"], args["eps"] = arguments(norm)
                 changed = True
-            add = _residual_addition(node) if args[RESIDUAL] is None else None
+            add = _residual_addition(node) if args["residual"] is None else None
             if add is not None:
-                args[RESIDUAL] = add.args[0] if add.args[1] is node else add.args[1]
+                args["residual"] = add.args[0] if add.args[1] is node else add.args[1]
                 changed = True
             if changed:
                 out = add or node
                 with gm.graph.inserting_before(out):
-                    fused = ctx.call(gm, EXPERTS, *args, origin=node)
+                    fused = ctx.call(gm, EXPERTS, *args.values(), origin=node)
                 out.replace_all_uses_with(fused)
                 gm.graph.erase_node(out)
                 if add is not None:
@@ -72,14 +70,14 @@ class FuseExperts(BasePass):
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 
 
-def _pack(gm: GraphModule, args: list[Node], ctx: PassContext) -> str | None:
+def _pack(gm: GraphModule, args: dict[str, Any], ctx: PassContext) -> str | None:
     """Replace both weights by packed ones, or return why not."""
-    if any(weight_of(args[at]) is None for at in (GATE_UP, DOWN)):
+    if any(weight_of(args[linear]) is None for linear in LINEARS):
         return "its weights are computed, not parameters"
-    if any(tensor_of(args[at]).shape[2] % 2 for at in (GATE_UP, DOWN)):
+    if any(tensor_of(args[linear]).shape[2] % 2 for linear in LINEARS):
         return "an odd number of columns would be padded"
-    for at in (GATE_UP, DOWN):
-        args[at] = ctx.derived_weight(gm, f"{weight_of(args[at])}.packed", "pack_expert_weights", args[at])
+    for linear in LINEARS:
+        args[linear] = ctx.derived_weight(gm, f"{weight_of(args[linear])}.packed", "pack_expert_weights", args[linear])
     return None
 
 

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.lora.lora_linear  # noqa: F401 (defines the op)
-from compile_and_serve.compiler.passes.quantize_linears import GROUP_LINEAR, QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import (
     GELU_LINEAR,
     BasePass,
@@ -32,14 +30,18 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     is_call,
     norm_weight_fits,
     only_user,
+    op_arguments,
     tensor_of,
     weight_of,
 )
 from compile_and_serve.compiler.weights.transforms import weight_function
-from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
+from compile_and_serve.custom_ops.linear.fused_linear import FUSED_LINEAR, pack_linear_weight
+from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
+from compile_and_serve.custom_ops.lora.lora_linear import LORA_LINEAR
+from compile_and_serve.custom_ops.quantized.group_linear import GROUP_LINEAR
+from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 
 weight_function("pack_linear_weight")(pack_linear_weight)
-LORA_ADD, LORA_LINEAR = torch.ops.cas.lora_add.default, torch.ops.cas.lora_linear.default
 
 
 @dataclass(slots=True)
@@ -94,13 +96,8 @@ def _is_bare_quantized(node: Node) -> bool:
     """Whether this is a quantized linear from `quantize_linears`, with nothing fused into it yet."""
     if not is_call(node, QUANTIZED_LINEAR, GROUP_LINEAR):
         return False
-    norm_weight, _, _, silu_mul, residual = node.args[_fused_arguments(node)]
-    return norm_weight is None and not silu_mul and residual is None
-
-
-def _fused_arguments(node: Node) -> slice:
-    """Where a quantized linear has its norm weight, eps, bias, silu_mul and residual."""
-    return slice(4, 9) if is_call(node, QUANTIZED_LINEAR) else slice(7, 12)
+    args = op_arguments(node)
+    return args["norm_weight"] is None and not args["silu_mul"] and args["residual"] is None
 
 
 def _take_norm(site: _Site, ctx: PassContext) -> list[NearMiss]:
@@ -167,7 +164,7 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     out_features = tensor_of(weight).shape[0]
     args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu)
     with gm.graph.inserting_before(out):
-        target = LORA_LINEAR if site.adapters else torch.ops.cas.fused_linear.default
+        target = LORA_LINEAR if site.adapters else FUSED_LINEAR
         fused = ctx.call(gm, target, *args, *site.adapters, origin=site.linear)
     out.replace_all_uses_with(fused)
     gm.graph.erase_node(out)
@@ -175,12 +172,11 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 
 def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     """Replace a quantized linear by one with the site's ops fused into it."""
-    at, args, out = _fused_arguments(site.linear), list(site.linear.args), site.out
+    out, target = site.out, site.linear.target
     assert out is not None
-    assert callable(site.linear.target)
-    args[0] = site.x
-    args[at] = [site.norm_weight, site.eps, args[at][2], site.silu_mul, site.residual]
+    assert callable(target)
+    fused_in = {"x": site.x, "norm_weight": site.norm_weight, "eps": site.eps, "silu_mul": site.silu_mul, "residual": site.residual}
     with gm.graph.inserting_before(out):
-        fused = ctx.call(gm, site.linear.target, *args, origin=site.linear)
+        fused = ctx.call(gm, target, *(op_arguments(site.linear) | fused_in).values(), origin=site.linear)
     out.replace_all_uses_with(fused)
     gm.graph.erase_node(out)

@@ -23,9 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.attention.attention
-import compile_and_serve.custom_ops.attention.rope_attention
-import compile_and_serve.custom_ops.lora.lora_add  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -41,12 +38,12 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 from compile_and_serve.compiler.rewrite.rope_layout import Angles, Rotation, heads_by_part, order_of_dimensions, permuted, whole_head
 from compile_and_serve.compiler.weights.adapter_slots import ROPE_ROWS
 from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
+from compile_and_serve.custom_ops.attention.attention import ATTENTION
+from compile_and_serve.custom_ops.attention.rope_attention import ROPE_ATTENTION
+from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
 from compile_and_serve.custom_ops.step import StepInput
 
 SIZE = torch.ops.aten.sym_size.int
-ATTENTION = torch.ops.cas.attention.default
-ROPE_ATTENTION = torch.ops.cas.rope_attention.default
-LORA_ADD = torch.ops.cas.lora_add.default
 
 
 class _Mismatch(Exception):

@@ -17,8 +17,7 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.passes.measured_fusion import MeasuredFusion, Site
 from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, arguments, is_call, only_user, tensor_of
-
-SILU_MUL = torch.ops.cas.silu_mul.default
+from compile_and_serve.custom_ops.linear.elementwise import SILU_MUL
 
 
 def _ours(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:

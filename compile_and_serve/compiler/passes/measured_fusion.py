@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.linear.elementwise  # noqa: F401 (defines the ops)
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, tensor_of
 
 

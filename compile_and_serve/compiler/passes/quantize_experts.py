@@ -12,15 +12,26 @@ not rounded as the checkpoint asks for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.config import Quantization
-from compile_and_serve.compiler.passes.fuse_experts import ACTIVATIONS, DEFAULTS, DOWN, DOWN_SCALE, EXPERTS, GATE_UP, GATE_UP_SCALE
+from compile_and_serve.compiler.passes.fuse_experts import LINEARS
 from compile_and_serve.compiler.passes.quantize_linears import SCHEMES
-from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, tensor_of, weight_of
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    op_arguments,
+    tensor_of,
+    weight_of,
+)
 from compile_and_serve.compiler.weights.expert_expressions import (
     MXFP4,
     PACKED,
@@ -31,6 +42,7 @@ from compile_and_serve.compiler.weights.expert_expressions import (
 )
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError
 from compile_and_serve.compiler.weights.transforms import expression_spec
+from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.moe.packed_experts import packed_8bit_unsupported_reason, packed_mxfp4_unsupported_reason
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
@@ -81,22 +93,22 @@ class QuantizeExperts(BasePass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses, remarks = 0, [], set[str]()
         for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
-            args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
-            if args[GATE_UP_SCALE] is not None or not self._wants(args, ctx):
+            args = op_arguments(node)
+            if args["gate_up_scale"] is not None or not self._wants(args, ctx):
                 continue
-            activations, remark = self._activations([args[GATE_UP], args[DOWN]], ctx)
+            activations, remark = self._activations([args[linear] for linear in LINEARS], ctx)
             try:
-                for at, scale_at in ((GATE_UP, GATE_UP_SCALE), (DOWN, DOWN_SCALE)):
-                    args[at], args[scale_at] = self._weights(gm, args[at], ctx)
+                for linear in LINEARS:
+                    args[linear], args[f"{linear}_scale"] = self._weights(gm, args[linear], ctx)
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
                 if activations != "none":
                     remarks.add(f"Activations of experts stay in {ctx.dtype}, because the weights are not quantized: {reason}.")
                 continue
-            args[ACTIVATIONS] = activations
+            args["activations"] = activations
             remarks |= {remark} if remark else set()
             with gm.graph.inserting_before(node):
-                quantized = ctx.call(gm, EXPERTS, *args, origin=node)
+                quantized = ctx.call(gm, EXPERTS, *args.values(), origin=node)
             node.replace_all_uses_with(quantized)
             gm.graph.erase_node(node)
             matched += 1
@@ -104,8 +116,8 @@ class QuantizeExperts(BasePass):
             log.info(remark)
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 
-    def _wants(self, args: list[Node], ctx: PassContext) -> bool:
-        names = [weight_of(args[at]) for at in (GATE_UP, DOWN)]
+    def _wants(self, args: Mapping[str, Any], ctx: PassContext) -> bool:
+        names = [weight_of(args[linear]) for linear in LINEARS]
         if self.scheme is not None:
             modules = [name.rpartition(".")[0] for name in names if name is not None]
             return not any(fnmatchcase(module, pattern) for module in modules for pattern in self.exclude)

@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.moe.experts
-import compile_and_serve.custom_ops.quantized.round_activations  # noqa: F401 (these define ops)
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
@@ -32,6 +30,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassError,
     PassResult,
     arguments,
+    op_arguments,
     tensor_of,
     weight_of,
 )
@@ -46,6 +45,7 @@ from compile_and_serve.compiler.weights.quantized_expressions import (
     quantized_expression,
 )
 from compile_and_serve.compiler.weights.transforms import Expression
+from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.quantization import (
     Activations,
     GroupedWeight,
@@ -56,12 +56,14 @@ from compile_and_serve.custom_ops.quantization import (
     quantize_weight,
     row_scales,
 )
-from compile_and_serve.custom_ops.quantized.group_linear import group_embedding_unsupported_reason, group_linear_unsupported_reason
-from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_unsupported_reason
-
-QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
-EXPERTS = torch.ops.cas.experts.default  # `quantize_experts` quantizes them
-GROUP_LINEAR = torch.ops.cas.group_linear.default
+from compile_and_serve.custom_ops.quantized.group_linear import (
+    GROUP_EMBEDDING,
+    GROUP_LINEAR,
+    group_embedding_unsupported_reason,
+    group_linear_unsupported_reason,
+)
+from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR, quantized_linear_unsupported_reason
+from compile_and_serve.custom_ops.quantized.round_activations import ROUND_ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +159,7 @@ class QuantizeLinears(BasePass):
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
         experts = gm.graph.find_nodes(op="call_function", target=EXPERTS)
-        seen |= {weight.rpartition(".")[0] for node in experts if (weight := weight_of(node.args[3])) is not None}
+        seen |= {weight.rpartition(".")[0] for node in experts if (weight := weight_of(op_arguments(node)["gate_up"])) is not None}
         self._check_exclusions(seen)
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 
@@ -220,7 +222,7 @@ class QuantizeLinears(BasePass):
             if mask is not None:
                 x = ctx.call(gm, torch.mul, x, mask, origin=node)
             if grouped.activations is not None:
-                x = ctx.call(gm, torch.ops.cas.round_activations.default, x, grouped.activations, origin=node)
+                x = ctx.call(gm, ROUND_ACTIVATIONS, x, grouped.activations, origin=node)
             args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None, grouped.table)
             replacement = ctx.call(gm, GROUP_LINEAR, *args, origin=node)
         node.replace_all_uses_with(replacement)
@@ -243,16 +245,7 @@ class QuantizeLinears(BasePass):
         parts = self._group_weights(gm, weight, weight_node, grouped, columns, ctx)
         with gm.graph.inserting_before(node):
             replacement = ctx.call(
-                gm,
-                torch.ops.cas.group_embedding.default,
-                ids,
-                *parts,
-                rows,
-                columns,
-                grouped.bits,
-                grouped.group_size,
-                ctx.dtype,
-                origin=node,
+                gm, GROUP_EMBEDDING, ids, *parts, rows, columns, grouped.bits, grouped.group_size, ctx.dtype, origin=node
             )
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)

@@ -15,10 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.collectives.collectives
-import compile_and_serve.custom_ops.lora.lora_add
-import compile_and_serve.custom_ops.moe.experts
-import compile_and_serve.custom_ops.moe.route  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -29,8 +25,9 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     set_example_value,
     tensor_of,
 )
+from compile_and_serve.custom_ops.library import op_info
 
-# Row i of the result depends only on row i of the first argument, and of others with as many rows.
+# torch's ops of which row i of the result depends only on row i of the first argument, and of others with as many rows.
 ROW_WISE = (
     F.linear,
     torch.rms_norm,
@@ -51,12 +48,7 @@ ROW_WISE = (
     torch.split,
     torch.chunk,
     torch.Tensor.to,
-    torch.ops.cas.all_reduce.default,
-    torch.ops.cas.experts.default,
-    torch.ops.cas.route.default,
-    torch.ops.cas.lora_add.default,
 )
-TUPLES = (torch.split, torch.chunk, torch.ops.cas.route.default)  # their results are taken apart by `getitem`
 
 
 class SelectRowsEarly(BasePass):
@@ -71,7 +63,7 @@ class SelectRowsEarly(BasePass):
             cone = _cone(node)
             if not cone:
                 continue
-            if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, *TUPLES)):
+            if any(tensor_of(n).dim() != 2 for n in cone if not _is_tuple(n)):
                 near_misses.append(NearMiss.at(node, "a value before the selection is not [tokens, features]"))
                 continue
             _move(gm, node, cone, ctx)
@@ -106,12 +98,17 @@ def _reversed_before(node: Node) -> list[Node]:
     return nodes
 
 
+def _is_tuple(node: Node) -> bool:
+    return isinstance(node.meta["example_value"], tuple | list)
+
+
 def _is_row_wise(node: Node) -> bool:
     if is_call(node, operator.getitem):
-        return is_call(arguments(node)[0], *TUPLES)
+        return _is_tuple(arguments(node)[0])
     if is_call(node, torch.mean):
         return node.args[1:] in ((-1,), ([-1],)) and node.kwargs.get("keepdim") is True
-    return is_call(node, *ROW_WISE)
+    info = op_info(node.target)
+    return is_call(node, *ROW_WISE) or (info is not None and info.row_wise)
 
 
 def _move(gm: GraphModule, selection: Node, cone: list[Node], ctx: PassContext) -> None:

@@ -14,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-import compile_and_serve.custom_ops.attention.attention
-import compile_and_serve.custom_ops.attention.mla  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.compat import node_source_line
-from compile_and_serve.compiler.rewrite.graph_pass import PassError, arguments, is_call, tensor_of
+from compile_and_serve.compiler.rewrite.graph_pass import PassError, arguments, is_call, op_arguments, tensor_of
+from compile_and_serve.custom_ops.library import Sharding, op_info
 
-ATTENTION = torch.ops.cas.attention.default
-MLA_ATTENTION = torch.ops.cas.mla_attention.default
 HEAD_VIEWS = (torch.Tensor.view, torch.reshape, torch.unflatten)
 
 _ELEMENTWISE = (
@@ -45,8 +42,14 @@ _ALONG_ONE = (torch.chunk, torch.split, torch.cat, torch.softmax, F.softmax)
 _SIZE = torch.ops.aten.sym_size.int
 
 
+def sharding_of(node: Node) -> Sharding | None:
+    """How an op of ours is sharded; None for anything else."""
+    info = op_info(node.target)
+    return None if info is None else info.sharding
+
+
 def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
-    """The sharded dimension (≥ 0) of `node`'s value; None: every rank has the whole value.
+    """The sharded dimension (≥ 0) of `node`'s value; None: every rank has the whole value, or a part of a sum.
 
     dimensions: of earlier sharded nodes, whose `example_value` has the shard's shape. Raises `PassError`.
     """
@@ -56,10 +59,9 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
     dimension = dimensions[cut[0]]
     if is_call(node, _SIZE):
         return None
-    if is_call(node, ATTENTION) and all(dimensions.get(value) == 1 for value in arguments(node)[:3]):
-        return 1
-    if is_call(node, MLA_ATTENTION) and cut == [node.args[0]] and dimension == 1:  # the ranks' heads read the same latents
-        return 1
+    sharding = sharding_of(node)
+    if sharding is not None and _sharded_arguments(node, dimensions) == sharding.inputs:
+        return sharding.output
     if is_call(node, *_ELEMENTWISE) and _agree(node, dimensions):
         return dimension
     if is_call(node, torch.transpose, torch.permute) and len(cut) == 1:
@@ -78,6 +80,11 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
         f"Tensor parallelism cannot follow {_name(node)} at {node_source_line(node)}: dimension {dimension} of its input is "
         "sharded over the ranks; make a linear before it 'rowwise' in the tp_plan, or remove the linear before it from the plan."
     )
+
+
+def _sharded_arguments(node: Node, dimensions: Mapping[Node, int]) -> dict[str, int]:
+    """Of an op of ours, the arguments that are sharded, with their dimensions."""
+    return {name: dimensions[value] for name, value in op_arguments(node).items() if isinstance(value, Node) and value in dimensions}
 
 
 def _name(node: Node) -> str:

@@ -8,15 +8,11 @@ multiply tiles of tokens that have one adapter.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.lora.lora_linear  # noqa: F401 (defines the op)
-from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult, SkipReason, op_arguments
+from compile_and_serve.custom_ops.lora.lora_add import LORA_GROUPS
 from compile_and_serve.custom_ops.platform import platform_of
-
-# The op and the number of its arguments without groups.
-_OPS = {torch.ops.cas.lora_add.default: 6, torch.ops.cas.lora_linear.default: 13}
 
 
 class SortAdapters(BasePass):
@@ -32,12 +28,13 @@ class SortAdapters(BasePass):
         matched = 0
         groups: dict[Node, Node] = {}
         for node in list(gm.graph.nodes):
-            if node.op != "call_function" or len(node.args) != _OPS.get(node.target):
+            args = op_arguments(node)
+            if args.get("groups", node) is not None:
                 continue
-            index = node.args[-2]
+            index = args["adapter_index"]
             if index not in groups:
                 with gm.graph.inserting_before(node):
-                    groups[index] = ctx.call(gm, torch.ops.cas.lora_groups.default, index, origin=node)
-            node.args = (*node.args, groups[index])
+                    groups[index] = ctx.call(gm, LORA_GROUPS, index, origin=node)
+            node.args = tuple((args | {"groups": groups[index]}).values())
             matched += 1
         return PassResult(matched=matched)

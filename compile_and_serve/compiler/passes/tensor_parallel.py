@@ -4,7 +4,7 @@
     rowwise   F.linear(shard, W)   →  all_reduce(F.linear(shard, columns of W))
     vocab     F.embedding(ids, W)  →  all_reduce(the rows that this rank has, zero for the others)
               F.linear(x, W)       →  all_gather(F.linear(x, rows of W))
-    experts   experts(x, …)        →  all_reduce(experts(x, … with this rank's features of each expert))
+    an op of ours                  →  as its `Sharding` says, for example the ranks' heads of attention
 
 The graph is the same for every rank. A rank's rows and columns are selected when its weights are loaded (Megatron-LM's scheme,
 arXiv:1909.08053). The plan is the model's `tp_plan`; a linear or embedding that is "replicated" or not named stays whole on every rank.
@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.compat import node_source_line
-from compile_and_serve.compiler.passes.shard_placement import ATTENTION, HEAD_VIEWS, MLA_ATTENTION, sharded_dimension
+from compile_and_serve.compiler.passes.shard_placement import HEAD_VIEWS, sharded_dimension, sharding_of
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -31,23 +30,20 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassError,
     PassResult,
     SkipReason,
-    arguments,
     is_call,
+    op_arguments,
     set_example_value,
     tensor_of,
     weight_of,
 )
 from compile_and_serve.compiler.weights.transforms import depends_on_rank, weight_function
-from compile_and_serve.custom_ops.collectives.collectives import TENSOR
+from compile_and_serve.custom_ops.collectives.collectives import ALL_GATHER, ALL_REDUCE, TENSOR
+from compile_and_serve.custom_ops.library import COLUMNS, EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, ROWS, Sharding
 
-ALL_REDUCE = torch.ops.cas.all_reduce.default
-ALL_GATHER = torch.ops.cas.all_gather.default
-EXPERTS = torch.ops.cas.experts.default
-GATE_UP, DOWN, GATE_UP_BIAS, DOWN_BIAS = 3, 4, 5, 6  # arguments of `cas::experts`
 LARGEST_SIZE = 64  # in proposals of error messages
 
 
-@weight_function("shard_rows", by_rank=True, selects=0)
+@weight_function(ROWS, by_rank=True, selects=0)
 def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> torch.Tensor:
     """A rank's part of `parts` equal parts along dimension 0. size / parts consecutive ranks have the same part.
 
@@ -59,14 +55,14 @@ def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> tor
     return F.pad(shard, (0, 0) * (weight.dim() - 1) + (0, missing)) if missing else shard
 
 
-@weight_function("shard_columns", by_rank=True, selects=1)
+@weight_function(COLUMNS, by_rank=True, selects=1)
 def shard_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's part along dimension 1. [O, I] → [O, I / size]"""
     columns = weight.shape[1] // size
     return weight[:, rank * columns : (rank + 1) * columns]
 
 
-@weight_function("shard_expert_rows", by_rank=True)
+@weight_function(EXPERT_ROWS, by_rank=True)
 def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's gate and up: [X, 2F, …] → [X, 2F / size, …]"""
     halves = weight.unflatten(1, (2, -1))
@@ -74,7 +70,7 @@ def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Te
     return halves[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
 
 
-@weight_function("shard_expert_columns", by_rank=True)
+@weight_function(EXPERT_COLUMNS, by_rank=True)
 def shard_expert_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's down: [X, D, F] → [X, D, F / size]"""
     columns = weight.shape[2] // size
@@ -87,7 +83,7 @@ def first_row(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     return torch.full((1,), rank * -(-weight.shape[0] // size), dtype=torch.int64, device=weight.device)
 
 
-@weight_function("on_first_rank", by_rank=True)
+@weight_function(ON_FIRST_RANK, by_rank=True)
 def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
     """The bias on rank 0, zeros on other ranks, so that the sum over ranks is the bias."""
     return bias if rank == 0 else torch.zeros_like(bias)
@@ -95,7 +91,7 @@ def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Site:
-    """A linear, an embedding or experts whose weight is sharded. Of experts, `weight` is the down projection.
+    """A linear, an embedding or an op of ours that the plan shards, and its weight, of an op of ours the first.
 
     units: number of indivisible units of the sharded dimension: heads, or single rows or columns.
     shared_by_ranks: several ranks may have the same unit (a key/value head).
@@ -138,9 +134,13 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
     near_misses = []
     keys_and_values = _keys_and_values(gm)
     for node in gm.graph.nodes:
-        if not is_call(node, F.linear, F.embedding, EXPERTS):
+        sharding = sharding_of(node)
+        if is_call(node, F.linear, F.embedding):
+            weight = node.args[1]
+        elif sharding is not None and sharding.style is not None:
+            weight = op_arguments(node)[next(iter(sharding.weights))]
+        else:
             continue
-        weight = node.args[DOWN] if is_call(node, EXPERTS) else node.args[1]
         name = weight_of(weight)
         if name is None or not isinstance(weight, Node):
             near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter: every rank computes all of it"))
@@ -163,14 +163,15 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
 
 
 def _site(node: Node, weight: Node, style: str, shared_by_ranks: bool) -> _Site:
-    possible: tuple[str, ...] = ("colwise", "rowwise", "vocab")
-    if is_call(node, F.embedding, EXPERTS):
-        possible = ("vocab",) if is_call(node, F.embedding) else ("experts",)
+    possible: tuple[str | None, ...] = ("colwise", "rowwise", "vocab")
+    sharding = sharding_of(node)
+    if is_call(node, F.embedding) or sharding is not None:
+        possible = ("vocab",) if sharding is None else (sharding.style,)
     if style not in possible:
         raise PassError(f"{weight_of(weight)} is {style!r} in the model's tp_plan: expected {' or '.join(map(repr, possible))}.")
-    if style == "experts":
-        features = tensor_of(weight).shape[2]
-        return _Site(node=node, weight=weight, style=style, units=features, unit_name="features in each expert")
+    if sharding is not None:
+        dimension, unit_name = sharding.units
+        return _Site(node=node, weight=weight, style=style, units=tensor_of(weight).shape[dimension], unit_name=unit_name)
     rows, columns = tensor_of(weight).shape
     if style == "rowwise":
         return _Site(node=node, weight=weight, style=style, units=columns, unit_name="columns")
@@ -187,10 +188,11 @@ def _head_dim(linear: Node) -> int | None:
 
 
 def _keys_and_values(gm: GraphModule) -> set[Node]:
-    """The linears that compute attention's keys and values."""
+    """The linears that compute inputs whose heads several ranks may share."""
     found = set()
-    for node in gm.graph.find_nodes(op="call_function", target=ATTENTION):
-        pending = [node.args[1], node.args[2]]
+    for node in gm.graph.nodes:
+        sharding, operands = sharding_of(node), op_arguments(node)
+        pending = [] if sharding is None else [operands[name] for name in sharding.shared_inputs]
         while pending:
             current = pending.pop()
             if is_call(current, F.linear):
@@ -219,15 +221,14 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
     """Replace the weights' placeholders by one rank's part."""
     size = ctx.tensor_parallel_size
     for site in {site.weight: site for site in sites.values()}.values():
-        if site.style == "rowwise":
-            ctx.replace_weight(site.weight, "shard_columns", size)
+        if sharding_of(site.node) is not None:
             continue
-        if site.style == "experts":
-            _shard_experts(site, ctx)
+        if site.style == "rowwise":
+            ctx.replace_weight(site.weight, COLUMNS, size)
             continue
         if site.style == "vocab":  # before the weight is sharded
             ctx.derived_weight(gm, _first_row_name(site), "first_row", site.weight, size)
-        ctx.replace_weight(site.weight, "shard_rows", site.parts(size) or size, size)
+        ctx.replace_weight(site.weight, ROWS, site.parts(size) or size, size)
     for node, site in sites.items():
         bias = _bias_of(node) if is_call(node, F.linear) else None
         if bias is None:
@@ -235,22 +236,9 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
         if weight_of(bias) is None:
             raise PassError(f"{weight_of(site.weight)} cannot be sharded: its bias is computed, not a parameter.")
         if site.style == "rowwise":
-            ctx.replace_weight(bias, "on_first_rank")
+            ctx.replace_weight(bias, ON_FIRST_RANK)
         else:
-            ctx.replace_weight(bias, "shard_rows", site.parts(size) or size, size)
-
-
-def _shard_experts(site: _Site, ctx: PassContext) -> None:
-    size, arguments = ctx.tensor_parallel_size, [*site.node.args, None, None]
-    gate_up, gate_up_bias, down_bias = arguments[GATE_UP], arguments[GATE_UP_BIAS], arguments[DOWN_BIAS]
-    if any(weight is not None and weight_of(weight) is None for weight in (gate_up, gate_up_bias, down_bias)):
-        raise PassError(f"{weight_of(site.weight)} cannot be sharded: a weight beside it is computed, not a parameter.")
-    ctx.replace_weight(site.weight, "shard_expert_columns", size)
-    for weight in (gate_up, gate_up_bias):
-        if isinstance(weight, Node):
-            ctx.replace_weight(weight, "shard_expert_rows", size)
-    if isinstance(down_bias, Node):
-        ctx.replace_weight(down_bias, "on_first_rank")
+            ctx.replace_weight(bias, ROWS, site.parts(size) or size, size)
 
 
 def _first_row_name(site: _Site) -> str:
@@ -267,25 +255,23 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
             if any(value in dimensions for value in node.all_input_nodes):
                 raise PassError("The model's result would be a shard: its last linear needs 'vocab' or 'rowwise' in the tp_plan.")
             return
-        if node in sites:
+        sharding = sharding_of(node)
+        if node in sites and sharding is None:
             _rewrite_site(gm, sites[node], dimensions, ctx)
             continue
-        dimension = sharded_dimension(node, dimensions)
-        if is_call(node, ATTENTION):
-            if dimension is None:
-                raise PassError(_whole_attention(node_source_line(node)))
-            _shard_cache(node, ctx)
-            _shard_head_vectors(node, ctx)
-        if is_call(node, MLA_ATTENTION):
-            if dimension is None:
-                raise PassError(_whole_attention(node_source_line(node)))
-            _shard_latent_heads(node, ctx)
-        if any(value in dimensions for value in node.all_input_nodes):
-            before = node.meta["example_value"]
+        dimension, before = sharded_dimension(node, dimensions), node.meta["example_value"]
+        is_sharded = node in sites or any(value in dimensions for value in node.all_input_nodes)
+        if sharding is not None and is_sharded:
+            dimension = sharding.output
+            _shard_operands(node, sharding, ctx)
+        elif sharding is not None and sharding.must_shard:
+            raise PassError(_whole_attention(node_source_line(node)))
         _recompute(node, ctx)
         if dimension is not None:
             _check_others_kept(node, before, dimension)
             dimensions[node] = dimension
+        elif sharding is not None and is_sharded:
+            _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
 
 
 def _whole_attention(place: str) -> str:
@@ -327,7 +313,7 @@ def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx
     _recompute(node, ctx)
     if site.style == "colwise":
         dimensions[node] = tensor_of(node).dim() - 1
-    elif site.style in ("rowwise", "experts"):
+    elif site.style == "rowwise":
         _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
     else:
         _insert_after(gm, node, ALL_GATHER, (size, whole_columns, TENSOR), ctx)
@@ -363,36 +349,21 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
         user.replace_input_with(node, whole)
 
 
-def _shard_cache(attention: Node, ctx: PassContext) -> None:
-    """Give the layer's cache as many heads as this rank's keys have."""
-    keys, cache = attention.args[1], attention.args[3]
-    assert isinstance(cache, Node)
-    shape = list(tensor_of(cache).shape)
-    shape[2] = tensor_of(keys).shape[1]
-    with ctx.fake_mode:
-        cache.meta["example_value"] = torch.empty(shape, dtype=tensor_of(cache).dtype, device="meta")
-
-
-def _shard_latent_heads(attention: Node, ctx: PassContext) -> None:
-    """Give each rank the rows of its heads of the weight that makes keys and values from latents."""
-    weight = arguments(attention)[5]
-    name = weight_of(weight)
-    assert name is not None, "the weight of keys and values is a parameter"
-    if not depends_on_rank(ctx.weights[name].expression):
-        ctx.replace_weight(weight, "shard_rows", ctx.tensor_parallel_size, ctx.tensor_parallel_size)
-
-
-def _shard_head_vectors(attention: Node, ctx: PassContext) -> None:
-    """Give each rank the sinks and ALiBi slopes of its query heads."""
-    size = ctx.tensor_parallel_size
-    for vector in arguments(attention)[7:9]:
-        if vector is None:
+def _shard_operands(node: Node, sharding: Sharding, ctx: PassContext) -> None:
+    """Give each rank its share of an op's weights and state."""
+    size, operands = ctx.tensor_parallel_size, op_arguments(node)
+    constants = {ROWS: (size, size), ON_FIRST_RANK: ()}
+    for name, function in sharding.weights.items():
+        weight = operands[name]
+        if weight is None:
             continue
-        name = weight_of(vector)
-        if name is None:
-            raise PassError(
-                f"Tensor parallelism cannot shard the sinks or ALiBi slopes of {node_source_line(attention)}: "
-                "they are computed, not a parameter."
-            )
-        if not depends_on_rank(ctx.weights[name].expression):
-            ctx.replace_weight(vector, "shard_rows", size, size)
+        parameter = weight_of(weight)
+        if parameter is None:
+            raise PassError(f"Tensor parallelism cannot shard the {name} of {node_source_line(node)}: it is computed, not a parameter.")
+        if not depends_on_rank(ctx.weights[parameter].expression):
+            ctx.replace_weight(weight, function, *constants.get(function, (size,)))
+    for name, (dimension, source) in sharding.state.items():
+        shape = list(tensor_of(operands[name]).shape)
+        shape[dimension] = tensor_of(operands[source]).shape[sharding.inputs[source]]
+        with ctx.fake_mode:
+            operands[name].meta["example_value"] = torch.empty(shape, dtype=tensor_of(operands[name]).dtype, device="meta")

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
-from compile_and_serve.custom_ops.library import OPS, OpKind
+from compile_and_serve.custom_ops.library import OpKind, op_info
 
 
 class SplitError(ValueError):
@@ -135,14 +135,14 @@ def _kind(node: Node) -> OpKind:
         raise SplitError(f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only function calls can.")
     if not isinstance(node.target, OpOverload | OpOverloadPacket):
         return OpKind.CAPTURABLE
-    name = str(node.target).replace(".", "::", 1).split(".")[0]
+    info, name = op_info(node.target), str(node.target).replace(".", "::", 1).split(".")[0]
+    if info is not None:
+        return info.kind
     if name.split("::")[0] in CAPTURABLE_NAMESPACES:
         return OpKind.CAPTURABLE
-    if name in OPS:
-        return OPS[name].kind
     raise SplitError(
         f"Op {name} at {node_source_line(node)} is neither declared capturable nor a split point: "
-        f"define it with compile_and_serve.custom_ops.library.define(..., kind=...)."
+        f"define it with compile_and_serve.custom_ops.library.define(...)."
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,14 +23,14 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, PlanStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
+from compile_and_serve.compiler.rewrite.graph_pass import op_arguments
 from compile_and_serve.compiler.weights.transforms import TensorSpec
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.moe.expert_load import counting_experts
-from compile_and_serve.custom_ops.moe.experts import NUM_OPERANDS
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
-from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
 
 CONTEXT, PAGE_TOKENS = 512, 16
@@ -340,21 +340,21 @@ def _bytes(value: Any, tokens: int) -> int:
 
 
 def _input_bytes(node: Node, tokens: int) -> int:
-    """Bytes that a piece reads of an input: all of it; the looked-up rows of an embedding that is used for nothing else; of experts, the
-    expected share that tokens go to if all choices are equally likely.
+    """Bytes that a piece reads of an input: all of it, or less where it is used for nothing else than looking up rows of an embedding, or
+    by ops that read a share (`OpInfo.read_shares`).
     """
-    uses = Counter(user.target is F.embedding for user in node.users)
     value = node.meta["example_value"]
-    if node.users and all(_is_experts(user) and node in user.args[3:] for user in node.users) and value.dim() >= 2:
-        user = next(iter(node.users))
-        ids, is_of_adapters = user.args[1], user.args.index(node) >= NUM_OPERANDS  # [slots, experts, …]
-        assert isinstance(ids, Node)
-        num_experts, top_k = value.shape[1 if is_of_adapters else 0], ids.meta["example_value"].shape[1]
-        if isinstance(num_experts, int):  # not the residual
-            return int(_bytes(value, tokens) * (1 - (1 - top_k / num_experts) ** tokens))
-    if uses[True] and not uses[False] and value.dim() == 2:
+    if value.dim() == 2 and node.users and all(user.target is F.embedding for user in node.users):
         return tokens * value.shape[1] * value.itemsize
-    return _bytes(value, tokens)
+    return int(_bytes(value, tokens) * max((_read_share(user, node, tokens) for user in node.users), default=1.0))
+
+
+def _read_share(user: Node, source: Node, tokens: int) -> float:
+    info = op_info(user.target)
+    if info is None or info.read_shares is None:
+        return 1.0
+    shares = info.read_shares(*_meta_arguments(user, tokens))
+    return max(shares.get(name, 1.0) for name, value in op_arguments(user).items() if value is source)
 
 
 def _flops(node: Node, tokens: int) -> int:
@@ -366,30 +366,17 @@ def _flops(node: Node, tokens: int) -> int:
     if node.target in (F.linear, torch.matmul, torch.mm):
         assert isinstance(node.args[0], Node)
         return 2 * out * _sizes(node.args[0].meta["example_value"], tokens)[-1]
-    if str(node.target) == "cas.fused_linear.default":
-        x = node.args[0]
-        assert isinstance(x, Node)
-        rows_columns = _sizes(x.meta["example_value"], tokens).numel()
-        return 2 * rows_columns * int(node.args[2])  # type: ignore[arg-type]
-    if _is_experts(node):
-        x, ids, gate_up, down = (node.args[at] for at in (0, 1, 3, 4))
-        assert isinstance(x, Node)
-        assert isinstance(ids, Node)
-        assert isinstance(gate_up, Node)
-        assert isinstance(down, Node)
-        pairs = _sizes(ids.meta["example_value"], tokens).numel()
-        return 2 * pairs * x.meta["example_value"].shape[1] * 3 * _expert_features(down.meta["example_value"])
+    info = op_info(node.target)
+    if info is not None and info.flops is not None:
+        return info.flops(*_meta_arguments(node, tokens))
     return 0 if node.target in _FREE else out
 
 
-def _is_experts(node: Node) -> bool:
-    return str(node.target) == "cas.experts.default"
+def _meta_arguments(node: Node, tokens: int) -> list[Any]:
+    """The arguments of an op of ours in its order, with T for every symbol and tensors without data."""
 
+    def concrete(value: Any) -> Any:
+        value = value.meta["example_value"] if isinstance(value, Node) else value
+        return torch.empty(_sizes(value, tokens), dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
-def _expert_features(down: torch.Tensor) -> int:
-    """Intermediate features of an expert, from its down projection in any layout."""
-    if down.dtype == torch.uint8:  # MXFP4 of a checkpoint
-        return down.shape[2] * MX_BLOCK
-    if down.dtype == torch.int16:
-        return down.shape[2] * PARTS
-    return down.shape[2] if down.dim() == 3 else down.shape[2] * (down.shape[3] // 16)
+    return [concrete(value) for value in op_arguments(node).values()]

@@ -15,6 +15,7 @@ from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAM
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTable, evaluate_spec, expression_spec
+from compile_and_serve.custom_ops.library import OpKind, op_info
 from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import StateGroup, StepInput
 
@@ -313,6 +314,17 @@ def tensor_of(node: Any) -> torch.Tensor:
 def arguments(node: Node) -> tuple[Any, ...]:
     """Positional arguments, then keyword arguments in their order."""
     return (*node.args, *node.kwargs.values())
+
+
+def op_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an op of ours by their names in its schema, in its order, with defaults; empty for any other node."""
+    info = op_info(node.target)
+    return {} if info is None else {**info.arguments, **dict(zip(info.arguments, node.args, strict=False)), **node.kwargs}
+
+
+def is_split_point(node: object) -> bool:
+    info = op_info(node.target) if isinstance(node, Node) else None
+    return info is not None and info.kind is OpKind.SPLIT_POINT
 
 
 def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[Node]:

@@ -8,7 +8,7 @@ difference is the pass's, not rounding's. A graph that was sharded runs for all 
 collectives need no other process.
 
 A pass may round by design. What it does to a weight it says itself (`round_weight`), and the verifier then invents a
-checkpoint of weights that this leaves as they are; activations are not rounded here (`EXACT`). All but the rounding
+checkpoint of weights that this leaves as they are; activations are not rounded here (`OpInfo.exact`). All but the rounding
 is compared as closely.
 
 """
@@ -27,18 +27,22 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
-from compile_and_serve.compiler.compat import OpOverload, node_source_line
-from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.compat import node_source_line
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    GraphPass,
+    PassContext,
+    PassError,
+    PassResult,
+    SkipReason,
+    is_split_point,
+    op_arguments,
+)
 from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_expression
-from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
-from compile_and_serve.custom_ops.library import OPS, OpKind
+from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.made_up_step import make_step
-from compile_and_serve.custom_ops.moe.experts import exact_experts
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
-from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
-from compile_and_serve.custom_ops.quantized.round_activations import keep_activations
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
 
 log = logging.getLogger(__name__)
@@ -49,13 +53,6 @@ TOLERANCE = 1e-8  # relative, of float64 results that differ in the order of the
 CACHED, NEW = (11, 0), (1, 6)  # tokens of the two sequences: one decodes behind a filled cache, one begins
 LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
-
-# Ops that quantize their input by design, and what they compute without that.
-EXACT: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.cas.quantized_linear.default: exact_quantized_linear,
-    torch.ops.cas.round_activations.default: keep_activations,
-    torch.ops.cas.experts.default: exact_experts,
-}
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
 
@@ -249,7 +246,7 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
     num_ranks: that a graph with collectives is made for; all of them run side by side, node by node. Split ops and state of all ranks
     are joined, as one rank would have them.
     """
-    if not any(node.target in REFERENCES for node in gm.graph.nodes):
+    if not any(map(_collective, gm.graph.nodes)):
         num_ranks = 1
     placeholders = {n.meta["input"]: n for n in gm.graph.find_nodes(op="placeholder") if "declaration" in n.meta}
     step = _random_step([node.meta["declaration"] for node in placeholders.values()], seed)
@@ -284,13 +281,15 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
                     assert all(one.equal(of_ranks[0]) for one in of_ranks), "the ranks come to different results"
                     outcome.results.append(of_ranks[0])
                 continue
-            if node.target in REFERENCES:
-                wholes = _across_ranks(node, ranks)
+            if across_ranks := _collective(node):
+                parts = [rank.value_of(node.all_input_nodes[0]) for rank in ranks]
+                others = [ranks[0].value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
+                wholes = [across_ranks(parts, *others)] * len(ranks)
             else:
                 wholes = [_call(node, rank.value_of) for rank in ranks]
             for rank, value in zip(ranks, wholes, strict=True):
                 rank.values[node] = value
-            if _is_split_point(node):
+            if is_split_point(node):
                 outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in ranks], dim=1)))
             for read in node.all_input_nodes:
                 if last_user[read] is node:
@@ -365,11 +364,10 @@ def _share(whole: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) ->
     return whole if dim is None else whole.narrow(dim, rank * whole.shape[dim] // num_ranks, shape[dim])
 
 
-def _across_ranks(node: Node, ranks: Sequence[_Rank]) -> list[Any]:
-    """A collective's result on each rank."""
-    parts = [rank.value_of(node.all_input_nodes[0]) for rank in ranks]
-    others = [ranks[0].value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
-    return [REFERENCES[node.target](parts, *others)] * len(ranks)
+def _collective(node: Node) -> Callable[..., Any] | None:
+    """A collective's result on all ranks (`OpInfo.across_ranks`); None for other nodes."""
+    info = op_info(node.target)
+    return None if info is None else info.across_ranks
 
 
 def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:
@@ -423,13 +421,16 @@ def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     args, kwargs = map_aggregate(node.args, concrete), map_aggregate(node.kwargs, concrete)
-    if node.op == "call_method":
+    info = op_info(node.target)
+    if info is not None and info.exact is not None:
+        value: Any = info.exact(*map_aggregate(tuple(op_arguments(node).values()), concrete))
+    elif node.op == "call_method":
         assert isinstance(node.target, str)
         method = "double" if node.target in _WIDENING_METHODS else node.target
-        value: Any = getattr(args[0], method)(*args[1:], **kwargs)
+        value = getattr(args[0], method)(*args[1:], **kwargs)
     else:
         assert node.op == "call_function", f"{node.op} in a captured graph"
-        value = EXACT.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
     # A cast makes a new tensor that may be written to; from float64 to float64 it would be the same one.
     return value.clone() if isinstance(value, torch.Tensor) and _is_cast(node) and value is args[0] else value
 
@@ -437,13 +438,6 @@ def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
 def _is_cast(node: Node) -> bool:
     values = [n.meta.get("example_value") for n in (node, *node.all_input_nodes[:1])]
     return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) == 2
-
-
-def _is_split_point(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    info = OPS.get(node.target.name().split(".")[0])
-    return info is not None and info.kind is OpKind.SPLIT_POINT
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import ROWS, OpKind, Sharding, define
 from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, current_metadata
 
 
@@ -200,26 +200,20 @@ def _attention(
     return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores)
 
 
-def _attention_fake(
-    q_THE: torch.Tensor,
-    k_TKE: torch.Tensor,
-    v_TKE: torch.Tensor,
-    kv_cache: torch.Tensor,
-    scale: float,
-    group: str = KV_CACHES,
-    soft_cap: float = 0.0,
-    sinks_H: torch.Tensor | None = None,
-    alibi_slopes_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-
-
-_attention_op = define(
+ATTENTION = define(
     'attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, str group="kv_caches", float soft_cap=0.0, '
     "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
     kind=OpKind.SPLIT_POINT,
     version=3,
-    fake=_attention_fake,
+    fake=lambda q_THE, *_: torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device),
+    sharding=Sharding(
+        inputs={"q": 1, "k": 1, "v": 1},
+        output=1,
+        weights={"sinks": ROWS, "alibi_slopes": ROWS},
+        state={"kv_cache": (2, "k")},
+        shared_inputs=("k", "v"),
+        must_shard=True,
+    ),
     CompositeExplicitAutograd=_attention,
 )
 
@@ -242,4 +236,4 @@ def attention(
     those that its layers use.
     → [T, H, E] in q's dtype.
     """
-    return _attention_op(q_THE, k_TKE, v_TKE, kv_cache, scale, group, soft_cap, sinks_H, alibi_slopes_H)
+    return ATTENTION(q_THE, k_TKE, v_TKE, kv_cache, scale, group, soft_cap, sinks_H, alibi_slopes_H)

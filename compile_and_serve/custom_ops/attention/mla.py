@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import ROWS, OpKind, Sharding, define
 from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
 
 
@@ -75,12 +75,13 @@ def _mla_attention_fake(*args: Any) -> torch.Tensor:
     return operands.q_THE.new_empty(*operands.q_THE.shape[:2], operands.sizes[2])
 
 
-_mla_attention_op = define(
+MLA_ATTENTION = define(
     "mla_attention(Tensor q, Tensor kv_a, Tensor norm_weight, Tensor cos, Tensor sin, Tensor kv_b, Tensor(a!) cache, float scale, "
     'float eps=1e-6, bool interleaved=True, str group="kv_caches") -> Tensor',
     kind=OpKind.SPLIT_POINT,
     version=1,
     fake=_mla_attention_fake,
+    sharding=Sharding(inputs={"q": 1}, output=1, weights={"kv_b": ROWS}, must_shard=True),  # all heads read the same latents
     CompositeExplicitAutograd=_mla_attention,
 )
 
@@ -107,4 +108,4 @@ def mla_attention(
     (i, i + R/2). group: the state group that the cache belongs to. → [T, H, V] in q's dtype.
     Cache entries, rotated queries, and W_kᵀ q_n and the weighted sums of latents where they are absorbed, are rounded to q's dtype.
     """
-    return _mla_attention_op(q_THE, kv_a_TE, norm_weight_C, cos_TR, sin_TR, kv_b, cache, scale, eps, interleaved, group)
+    return MLA_ATTENTION(q_THE, kv_a_TE, norm_weight_C, cos_TR, sin_TR, kv_b, cache, scale, eps, interleaved, group)

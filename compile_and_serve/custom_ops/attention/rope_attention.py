@@ -7,6 +7,8 @@ Like `cas::attention`, the op reads the step's `AttentionMetadata` and calls its
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
@@ -53,26 +55,12 @@ def _rope_attention(
     )
 
 
-def _rope_attention_fake(
-    qkv: torch.Tensor,
-    cos_TE: torch.Tensor,
-    sin_TE: torch.Tensor,
-    kv_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    q_norm_weight_E: torch.Tensor | None = None,
-    k_norm_weight_E: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    group: str = KV_CACHES,
-    soft_cap: float = 0.0,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _rope_attention_fake(qkv: torch.Tensor, cos: Any, sin: Any, kv_cache: Any, num_heads: int, num_kv_heads: int, *_: Any) -> torch.Tensor:
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     return qkv.new_empty(qkv.shape[0], num_heads * head_dim)
 
 
-_rope_attention_op = define(
+ROPE_ATTENTION = define(
     "rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
     'Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, str group="kv_caches", float soft_cap=0.0, '
     "Tensor? sinks=None) -> Tensor",
@@ -105,6 +93,6 @@ def rope_attention(
     group, soft_cap, sinks_H: as of `attention`.
     → [T, H * E] in qkv's dtype. RoPE is the half-split one (GPT-NeoX, Hugging Face `rotate_half`).
     """
-    return _rope_attention_op(
+    return ROPE_ATTENTION(
         qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, group, soft_cap, sinks_H
     )

@@ -8,6 +8,7 @@ Shape legend: T rows, D features, N ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,8 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     float8_like,
     fused_allreduce,
 )
-from compile_and_serve.custom_ops.collectives.collectives import REFERENCES, TENSOR, all_reduce, gather_parts, rank_group
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.collectives.collectives import TENSOR, all_reduce, gather_parts, rank_group
+from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.quantization import Quantized, quantize_activations
 
 FLOAT8 = torch.float8_e4m3fn
@@ -75,9 +76,7 @@ def _allreduce_add_rms_norm_cuda(
     return total_TD, normed_TD
 
 
-def _fake(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x_TD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
 
 
@@ -102,28 +101,23 @@ def _allreduce_add_rms_norm_quantize_cuda(
     return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, group, quantized), *quantized
 
 
-def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR) -> Four:
-    return *_fake(x_TD, residual_TD, norm_weight_D, eps, group), *float8_like(x_TD)
-
-
-_op = define(
+ALLREDUCE_ADD_RMS_NORM = define(
     "allreduce_add_rms_norm(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group='tensor') -> (Tensor, Tensor)",
-    kind=OpKind.CAPTURABLE,
     version=1,
     fake=_fake,
+    across_ranks=_reference,
     CPU=_allreduce_add_rms_norm,
     CUDA=_allreduce_add_rms_norm_cuda,
 )
-_quantize_op = define(
+ALLREDUCE_ADD_RMS_NORM_QUANTIZE = define(
     "allreduce_add_rms_norm_quantize(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group='tensor')"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    kind=OpKind.CAPTURABLE,
     version=1,
-    fake=_quantize_fake,
+    fake=lambda x_TD, *_: (*_fake(x_TD), *float8_like(x_TD)),
+    across_ranks=_quantize_reference,
     CPU=_allreduce_add_rms_norm_quantize,
     CUDA=_allreduce_add_rms_norm_quantize_cuda,
 )
-REFERENCES |= {_op: _reference, _quantize_op: _quantize_reference}
 
 
 def allreduce_add_rms_norm(
@@ -134,7 +128,7 @@ def allreduce_add_rms_norm(
     x_TD, residual_TD: [T, D] of one dtype; the residual is equal on all ranks. norm_weight_D: [D]. → s, y, each [T, D] in x's dtype,
     with the same bits on every rank.
     """
-    return _op(x_TD, residual_TD, norm_weight_D, eps, group)
+    return ALLREDUCE_ADD_RMS_NORM(x_TD, residual_TD, norm_weight_D, eps, group)
 
 
 def allreduce_add_rms_norm_quantize(
@@ -144,4 +138,4 @@ def allreduce_add_rms_norm_quantize(
 
     → s, y, each [T, D] in x's dtype, float8_e4m3fn [T, D], float32 [T, 1], with the same bits on every rank.
     """
-    return _quantize_op(x_TD, residual_TD, norm_weight_D, eps, group)
+    return ALLREDUCE_ADD_RMS_NORM_QUANTIZE(x_TD, residual_TD, norm_weight_D, eps, group)

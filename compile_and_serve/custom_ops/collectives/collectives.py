@@ -8,7 +8,7 @@ Shape legend: T rows, D features, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.platform import platform_of
 
 TENSOR = "tensor"  # the group that shares a model's tensors
@@ -138,41 +138,31 @@ def _all_reduce_cuda(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:
     return total
 
 
-def _all_reduce_fake(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _all_gather(x: torch.Tensor, size: int, length: int, group: str = TENSOR) -> torch.Tensor:
     return _all_gather_reference(gather_parts(x, rank_group(group)).unbind(0), size, length)
 
 
-def _all_gather_fake(x: torch.Tensor, size: int, length: int, group: str = TENSOR) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], length)
-
-
-_all_reduce_op = define(
+ALL_REDUCE = define(
     "all_reduce(Tensor x, str group='tensor') -> Tensor",
-    kind=OpKind.CAPTURABLE,
     version=1,
-    fake=_all_reduce_fake,
+    fake=lambda x, *_: x.new_empty(x.shape),
+    across_ranks=_all_reduce_reference,
+    row_wise=True,
     CPU=_all_reduce_cpu,
     CUDA=_all_reduce_cuda,
 )
-_all_gather_op = define(
+ALL_GATHER = define(
     "all_gather(Tensor x, int size, int length, str group='tensor') -> Tensor",
-    kind=OpKind.CAPTURABLE,
     version=1,
-    fake=_all_gather_fake,
+    fake=lambda x, size, length, *_: x.new_empty(*x.shape[:-1], length),
+    across_ranks=_all_gather_reference,
     CompositeExplicitAutograd=_all_gather,
 )
-
-# A collective's result, as a function of every rank's first argument and of the other arguments, which are equal on all ranks.
-REFERENCES: dict[Any, Callable[..., Any]] = {_all_reduce_op: _all_reduce_reference, _all_gather_op: _all_gather_reference}
 
 
 def all_reduce(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:
     """Σ over the group's ranks of x, with the same bits on each. On the CPU summed in float32 in the order of ranks, rounded once."""
-    return _all_reduce_op(x, group)
+    return ALL_REDUCE(x, group)
 
 
 def all_gather(x: torch.Tensor, size: int, length: int, group: str = TENSOR) -> torch.Tensor:
@@ -180,4 +170,4 @@ def all_gather(x: torch.Tensor, size: int, length: int, group: str = TENSOR) -> 
 
     size: N, of the group, which the graph was compiled for. N · D ≥ length; the rest is padding of the last ranks.
     """
-    return _all_gather_op(x, size, length, group)
+    return ALL_GATHER(x, size, length, group)

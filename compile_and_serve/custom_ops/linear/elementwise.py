@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.platform import platform_of
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -30,12 +30,6 @@ def _add_rms_norm(x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch
     return sum_TI, F.rms_norm(sum_TI, (sum_TI.shape[1],), weight_I, eps)
 
 
-def _add_rms_norm_fake(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x_TI.new_empty(x_TI.shape), x_TI.new_empty(x_TI.shape)
-
-
 def _add_rms_norm_cuda(
     x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,10 +46,6 @@ def _silu_mul(x_TI: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(x_TI.dtype)
 
 
-def _silu_mul_fake(x_TI: torch.Tensor) -> torch.Tensor:
-    return x_TI.new_empty(x_TI.shape[0], x_TI.shape[1] // 2)
-
-
 def _silu_mul_cuda(x_TI: torch.Tensor) -> torch.Tensor:
     from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 
@@ -66,32 +56,18 @@ def _rows(x_TI: torch.Tensor) -> torch.Tensor:
     return x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
 
 
-# The references are ops, too: the C++ kernels call them for other dtypes.
-_ADD_RMS_NORM_ARGUMENTS = "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
-define(
-    f"add_rms_norm_reference{_ADD_RMS_NORM_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
+ADD_RMS_NORM = define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     version=1,
-    fake=_add_rms_norm_fake,
-    CompositeExplicitAutograd=_add_rms_norm,
-)
-define(
-    "silu_mul_reference(Tensor x) -> Tensor", kind=OpKind.CAPTURABLE, version=1, fake=_silu_mul_fake, CompositeExplicitAutograd=_silu_mul
-)
-_add_rms_norm_op = define(
-    f"add_rms_norm{_ADD_RMS_NORM_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
-    version=1,
-    fake=_add_rms_norm_fake,
-    CompositeExplicitAutograd=_add_rms_norm,
+    fake=lambda x_TI, *_: (x_TI.new_empty(x_TI.shape), x_TI.new_empty(x_TI.shape)),
+    reference=_add_rms_norm,
     CUDA=_add_rms_norm_cuda,
 )
-_silu_mul_op = define(
+SILU_MUL = define(
     "silu_mul(Tensor x) -> Tensor",
-    kind=OpKind.CAPTURABLE,
     version=1,
-    fake=_silu_mul_fake,
-    CompositeExplicitAutograd=_silu_mul,
+    fake=lambda x_TI: x_TI.new_empty(x_TI.shape[0], x_TI.shape[1] // 2),
+    reference=_silu_mul,
     CUDA=_silu_mul_cuda,
 )
 
@@ -101,9 +77,9 @@ def add_rms_norm(x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.
 
     x_TI, residual_TI: [T, I], rows may be strided; weight_I: [I]; all of one dtype. → s, y, each [T, I], contiguous.
     """
-    return _add_rms_norm_op(x_TI, residual_TI, weight_I, eps)
+    return ADD_RMS_NORM(x_TI, residual_TI, weight_I, eps)
 
 
 def silu_mul(x_TI: torch.Tensor) -> torch.Tensor:
     """y = silu(first half) · second half, in float32 with one rounding. x_TI: [T, 2 * I], rows may be strided. → [T, I], contiguous."""
-    return _silu_mul_op(x_TI)
+    return SILU_MUL(x_TI)

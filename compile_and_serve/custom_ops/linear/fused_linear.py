@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.platform import platform_of
 
 BLOCK_OUTPUTS = 16
@@ -100,24 +100,11 @@ def _fused_linear(
     return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype, gelu)
 
 
-def _fused_linear_fake(
-    x_TI: torch.Tensor,
-    packed: torch.Tensor,
-    out_features: int,
-    norm_weight_I: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    bias_O: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    residual_TO: torch.Tensor | None = None,
-    gelu: bool = False,
+def fake_linear(
+    x_TI: torch.Tensor, out_features: int, norm_weight: Any = None, eps: float = 0.0, bias: Any = None, silu_mul: bool = False, *_: Any
 ) -> torch.Tensor:
+    """The fake of linears with `silu_mul`: [T, out_features], with silu_mul half of these features."""
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
-
-
-_ARGUMENTS = (
-    "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
-    "bool silu_mul=False, Tensor? residual=None, bool gelu=False) -> Tensor"
-)
 
 
 def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -128,20 +115,13 @@ def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
     return triton_fused_linear(*args, **kwargs)
 
 
-# The reference is an op, too: the C++ kernels call it for plain weights.
-define(
-    f"fused_linear_reference{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
+FUSED_LINEAR = define(
+    "fused_linear(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
+    "bool silu_mul=False, Tensor? residual=None, bool gelu=False) -> Tensor",
     version=4,
-    fake=_fused_linear_fake,
-    CompositeExplicitAutograd=_fused_linear,
-)
-_fused_linear_op = define(
-    f"fused_linear{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
-    version=4,
-    fake=_fused_linear_fake,
-    CompositeExplicitAutograd=_fused_linear,
+    fake=lambda x_TI, packed, *others: fake_linear(x_TI, *others),
+    reference=_fused_linear,
+    flops=lambda x_TI, packed, out_features, *_: 2 * x_TI.numel() * out_features,
     CUDA=_fused_linear_cuda,
 )
 
@@ -164,4 +144,4 @@ def fused_linear(
     gelu: f has GELU's tanh form in place of SiLU.
     Products are summed in float32. The normalized x and the output are each rounded once, to x's dtype.
     """
-    return _fused_linear_op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
+    return FUSED_LINEAR(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)

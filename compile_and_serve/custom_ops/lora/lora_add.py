@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.lora.limits import COLUMNS, MAX_PARTS, TILE
 
 
@@ -58,18 +59,10 @@ def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
     }
 
 
-def _lora_add_cuda(
-    y_TO: torch.Tensor,
-    x_TI: torch.Tensor,
-    a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor,
-    index_T: torch.Tensor,
-    ends: Sequence[int],
-    groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _lora_add_cuda(*args: Any) -> torch.Tensor:
     from compile_and_serve.custom_ops.lora.triton_lora import lora_add as triton_lora_add  # Triton may be missing
 
-    return triton_lora_add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
+    return triton_lora_add(*args)
 
 
 def check_adapters(out_features: int, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, ends: Sequence[int]) -> None:
@@ -88,23 +81,19 @@ def check_adapters(out_features: int, x_TI: torch.Tensor, a_SQI: torch.Tensor, b
 
 
 def _fake(
-    y_TO: torch.Tensor,
-    x_TI: torch.Tensor,
-    a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor,
-    index_T: torch.Tensor,
-    ends: Sequence[int],
-    groups_T4: torch.Tensor | None = None,
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: Any, ends: Any, *_: Any
 ) -> torch.Tensor:
     check_adapters(y_TO.shape[1], x_TI, a_SQI, b_SCRN, ends)
     return y_TO.new_empty(y_TO.shape)
 
 
-_ARGUMENTS = "(Tensor y, Tensor x, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor"
-# The reference is an op, too: the C++ kernels call it for other dtypes.
-define(f"lora_add_reference{_ARGUMENTS}", kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add)
-_op = define(
-    f"lora_add{_ARGUMENTS}", kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add, CUDA=_lora_add_cuda
+LORA_ADD = define(
+    "lora_add(Tensor y, Tensor x, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor",
+    version=2,
+    fake=_fake,
+    reference=_lora_add,
+    row_wise=True,
+    CUDA=_lora_add_cuda,
 )
 
 
@@ -123,7 +112,7 @@ def lora_add(
     with zeros. index_T: int32 [T], 0 to S; 0 means no adapter. ends: where the P parts of the outputs end. groups_T4:
     `lora_groups(index_T)`; None: computed where a kernel needs it. → [T, O], contiguous, y's dtype.
     """
-    return _op(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
+    return LORA_ADD(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
 
 
 def _lora_groups(index_T: torch.Tensor) -> torch.Tensor:
@@ -145,12 +134,11 @@ def _lora_groups_cuda(index_T: torch.Tensor) -> torch.Tensor:
     return triton_lora_groups(index_T)
 
 
-_groups_op = define(
+LORA_GROUPS = define(
     "lora_groups(Tensor adapter_index) -> Tensor",
-    kind=OpKind.CAPTURABLE,
     version=2,
     fake=lambda index_T: index_T.new_empty(index_T.shape[0], 4),
-    CompositeExplicitAutograd=_lora_groups,
+    reference=_lora_groups,
     CUDA=_lora_groups_cuda,
 )
 
@@ -162,4 +150,4 @@ def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
     of one adapter), else 0. The last column lists the indices in use, each once, and then zeros. A GPU does not fill it for more than 64
     tokens, nor the others where T is so large that kernels take tokens in their own order.
     """
-    return _groups_op(index_T)
+    return LORA_GROUPS(index_T)

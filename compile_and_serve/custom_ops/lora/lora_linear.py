@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.linear.fused_linear import finish_linear, unpack_linear_weight
+from compile_and_serve.custom_ops.library import define
+from compile_and_serve.custom_ops.linear.fused_linear import fake_linear, finish_linear, unpack_linear_weight
 from compile_and_serve.custom_ops.lora.lora_add import check_adapters
 from compile_and_serve.custom_ops.lora.lora_add import lora_add as _add
 
@@ -41,24 +41,10 @@ def _lora_linear(
     return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype, gelu)
 
 
-def _fake(
-    x_TI: torch.Tensor,
-    packed: torch.Tensor,
-    out_features: int,
-    norm_weight_I: torch.Tensor | None,
-    eps: float,
-    bias_O: torch.Tensor | None,
-    silu_mul: bool,
-    residual_TO: torch.Tensor | None,
-    gelu: bool,
-    a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor,
-    index_T: torch.Tensor,
-    ends: Sequence[int],
-    groups_T4: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, *others: Any) -> torch.Tensor:
+    a_SQI, b_SCRN, _, ends = others[6:10]
     check_adapters(out_features, x_TI, a_SQI, b_SCRN, ends)
-    return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
+    return fake_linear(x_TI, out_features, *others)
 
 
 def _lora_linear_cuda(*args: Any) -> torch.Tensor:
@@ -67,18 +53,12 @@ def _lora_linear_cuda(*args: Any) -> torch.Tensor:
     return triton_lora_linear(*args)
 
 
-_ARGUMENTS = (
-    "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight, float eps, Tensor? bias, bool silu_mul, Tensor? residual, "
-    "bool gelu, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor"
-)
-# The reference is an op, too: the C++ kernels call it for plain weights.
-define(f"lora_linear_reference{_ARGUMENTS}", kind=OpKind.CAPTURABLE, version=1, fake=_fake, CompositeExplicitAutograd=_lora_linear)
-_op = define(
-    f"lora_linear{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
+LORA_LINEAR = define(
+    "lora_linear(Tensor x, Tensor packed, int out_features, Tensor? norm_weight, float eps, Tensor? bias, bool silu_mul, Tensor? residual, "
+    "bool gelu, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor",
     version=1,
     fake=_fake,
-    CompositeExplicitAutograd=_lora_linear,
+    reference=_lora_linear,
     CUDA=_lora_linear_cuda,
 )
 
@@ -103,4 +83,5 @@ def lora_linear(
 
     The first nine arguments are those of `fused_linear`, the others those of `lora_add`. → as `fused_linear`.
     """
-    return _op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, a_SQI, b_SCRN, index_T, ends, groups_T4)
+    linear = (x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
+    return LORA_LINEAR(*linear, a_SQI, b_SCRN, index_T, ends, groups_T4)

@@ -17,17 +17,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, Sharding, define
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs, packed_linear
 from compile_and_serve.custom_ops.quantization import LARGEST, Activations, dequantize_weight
-from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4
+from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS, dequantize_mxfp4
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_reference
 
 NUM_OPERANDS = 15  # arguments of the op before those of adapters
+# Arguments that have something for each expert.
+_STACKED = tuple(f"{linear}{part}" for linear in ("gate_up", "down") for part in ("", "_bias", "_scale", "_a", "_b"))
 
 
 def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
@@ -174,14 +176,29 @@ def _check_activations(activations: str, gate_up: torch.Tensor, gate_up_scale: t
         raise ValueError(f"The activations of experts are quantized over float8 weights with scales only, not over {gate_up.dtype}.")
 
 
-def exact_experts(*args: Any) -> torch.Tensor:
-    """`experts` in plain torch without quantizing activations, for the verification of passes. All arguments are positional."""
-    exact = [*args[: NUM_OPERANDS - 1], "none", *args[NUM_OPERANDS:]] if len(args) >= NUM_OPERANDS else args
+def _exact_experts(*args: Any) -> torch.Tensor:
+    """`experts` without quantizing activations."""
+    exact = (*args[: NUM_OPERANDS - 1], "none", *args[NUM_OPERANDS:])
     return _experts(*exact)
 
 
-def _experts_fake(x_TD: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x_TD.new_empty(x_TD.shape)
+def _expert_features(down: torch.Tensor) -> int:
+    """Intermediate features of an expert, from its down projection in any layout."""
+    if down.dtype == torch.uint8:  # MXFP4 of a checkpoint
+        return down.shape[2] * MX_BLOCK
+    if down.dtype == torch.int16:
+        return down.shape[2] * PARTS
+    return down.shape[2] if down.dim() == 3 else down.shape[2] * (down.shape[3] // 16)
+
+
+def _flops(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *_: Any) -> int:
+    return 2 * ids_TK.numel() * x_TD.shape[1] * 3 * _expert_features(down)
+
+
+def _read_shares(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up: torch.Tensor, *_: Any) -> dict[str, float]:
+    """Of each expert's weights, the chance that a token goes to it, if all choices are equally likely."""
+    num_tokens, top_k = ids_TK.shape
+    return dict.fromkeys(_STACKED, 1 - (1 - top_k / gate_up.shape[0]) ** num_tokens)
 
 
 def _experts_cuda(*args: Any) -> torch.Tensor:
@@ -196,16 +213,25 @@ def _experts_cuda(*args: Any) -> torch.Tensor:
     return cuda_experts(operands) if adapters is None else adapted_experts(operands, adapters)
 
 
-_experts_op = define(
+EXPERTS = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
     "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, "
     'str activations="none", Tensor? gate_up_a=None, Tensor? gate_up_b=None, '
     "Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
-    kind=OpKind.CAPTURABLE,
     version=4,
-    fake=_experts_fake,
-    CompositeExplicitAutograd=_experts,
+    fake=lambda x_TD, *_: x_TD.new_empty(x_TD.shape),
+    reference=_experts,
+    exact=_exact_experts,
+    sharding=Sharding(
+        output=None,
+        weights={"down": EXPERT_COLUMNS, "gate_up": EXPERT_ROWS, "gate_up_bias": EXPERT_ROWS, "down_bias": ON_FIRST_RANK},
+        style="experts",
+        units=(2, "features in each expert"),
+    ),
+    row_wise=True,
+    flops=_flops,
+    read_shares=_read_shares,
     CUDA=_experts_cuda,
 )
 
@@ -242,7 +268,7 @@ def experts(
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
     assert activation in ACTIVATIONS, activation
-    return _experts_op(
+    return EXPERTS(
         x_TD,
         ids_TK,
         weights_TK,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import define
 
 SMALLEST_SUM = 1e-20  # divisor of weights that are all 0
 
@@ -41,17 +41,7 @@ def _route(
     return weights_TK * scale, ids_TK.to(torch.int32)
 
 
-def _route_fake(
-    logits_TX: torch.Tensor,
-    top_k: int,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    bias_X: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_best: int = 2,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _route_fake(logits_TX: torch.Tensor, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shape = logits_TX.shape[0], top_k
     weights_TK = logits_TX.new_empty(shape, dtype=torch.promote_types(logits_TX.dtype, torch.float32))
     return weights_TK, logits_TX.new_empty(shape, dtype=torch.int32)
@@ -64,13 +54,13 @@ def _route_cuda(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return triton_route(*args, **kwargs, smallest_sum=SMALLEST_SUM)
 
 
-_route_op = define(
+ROUTE = define(
     'route(Tensor logits, int top_k, str scoring="softmax", bool renormalize=True, float scale=1.0, Tensor? bias=None, '
     "int num_groups=1, int top_groups=1, int group_best=2) -> (Tensor, Tensor)",
-    kind=OpKind.CAPTURABLE,
     version=2,
     fake=_route_fake,
-    CompositeExplicitAutograd=_route,
+    reference=_route,
+    row_wise=True,
     CUDA=_route_cuda,
 )
 
@@ -96,4 +86,4 @@ def route(
     """
     assert scoring in ("softmax", "sigmoid"), scoring
     assert group_best in (1, 2), group_best
-    return _route_op(logits_TX, top_k, scoring, renormalize, scale, bias_X, num_groups, top_groups, group_best)
+    return ROUTE(logits_TX, top_k, scoring, renormalize, scale, bias_X, num_groups, top_groups, group_best)

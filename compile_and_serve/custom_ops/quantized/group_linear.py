@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
-from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.linear.fused_linear import finish_linear
+from compile_and_serve.custom_ops.library import define
+from compile_and_serve.custom_ops.linear.fused_linear import fake_linear, finish_linear
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantized.group_layout import (
     CPU_INPUTS,
@@ -131,21 +131,9 @@ def _group_linear(
 
 
 def _group_linear_fake(
-    x_TI: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    out_features: int,
-    bits: int,
-    group_size: int,
-    norm_weight_I: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    bias_O: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    residual_TO: torch.Tensor | None = None,
-    table: str = "",
+    x_TI: Any, packed: Any, scale: Any, offset: Any, out_features: int, bits: int, group_size: int, *others: Any
 ) -> torch.Tensor:
-    return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
+    return fake_linear(x_TI, out_features, *others)
 
 
 def _group_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -169,24 +157,13 @@ def _warn_slow(reason: str | None) -> None:
         log.warning("The slow torch reference of group-quantized linears runs: %s", reason)
 
 
-_ARGUMENTS = (
-    "(Tensor x, Tensor packed, Tensor scale, Tensor? offset, int out_features, int bits, int group_size, Tensor? norm_weight=None, "
-    'float eps=1e-6, Tensor? bias=None, bool silu_mul=False, Tensor? residual=None, str table="") -> Tensor'
-)
-
-# The reference is an op too: the C++ op calls it for arguments that its kernels do not take, and verification runs it in float64.
-define(
-    f"group_linear_reference{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
+GROUP_LINEAR = define(
+    "group_linear(Tensor x, Tensor packed, Tensor scale, Tensor? offset, int out_features, int bits, int group_size, "
+    "Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, bool silu_mul=False, Tensor? residual=None, "
+    'str table="") -> Tensor',
     version=2,
     fake=_group_linear_fake,
-    CompositeExplicitAutograd=_group_linear,
-)
-_group_linear_op = define(
-    f"group_linear{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
-    version=2,
-    fake=_group_linear_fake,
+    reference=_group_linear,
     CompositeExplicitAutograd=_group_linear_slowly,
     CUDA=_group_linear_cuda,
 )
@@ -218,33 +195,19 @@ def _group_embedding(
     return dequantize_groups(codes_TI, scale_TG, offset_TG, bits, step, dtype)
 
 
-def _group_embedding_fake(
-    ids_T: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    num_rows: int,
-    in_features: int,
-    bits: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _group_embedding_fake(ids_T: Any, packed: Any, scale: torch.Tensor, *others: Any) -> torch.Tensor:
+    _, _, in_features, *_, dtype = others
     return scale.new_empty(ids_T.shape[0], in_features, dtype=dtype)
 
 
-_EMBEDDING_ARGUMENTS = (
-    "(Tensor ids, Tensor packed, Tensor scale, Tensor? offset, int num_rows, int in_features, int bits, int group_size, "
-    "ScalarType dtype) -> Tensor"
-)
 # `group_embedding(ids [T], weight …)` → rows of the dequantized weight [T, I] in `dtype`, as `group_linear` stores it.
-for _name in ("group_embedding_reference", "group_embedding"):
-    define(
-        f"{_name}{_EMBEDDING_ARGUMENTS}",
-        kind=OpKind.CAPTURABLE,
-        version=1,
-        fake=_group_embedding_fake,
-        CompositeExplicitAutograd=_group_embedding,
-    )
+GROUP_EMBEDDING = define(
+    "group_embedding(Tensor ids, Tensor packed, Tensor scale, Tensor? offset, int num_rows, int in_features, int bits, int group_size, "
+    "ScalarType dtype) -> Tensor",
+    version=1,
+    fake=_group_embedding_fake,
+    reference=_group_embedding,
+)
 
 
 def group_linear(
@@ -272,6 +235,6 @@ def group_linear(
     Products are summed in float32, scaled in float32, and rounded once to x's dtype. The normalized x is rounded to x's dtype. For many
     tokens on CUDA, the weight is rounded to x's dtype, and products round before bias, SiLU-mul and residual. C++: see above.
     """
-    return _group_linear_op(
+    return GROUP_LINEAR(
         x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table
     )

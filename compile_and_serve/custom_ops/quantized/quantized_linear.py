@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.linear.fused_linear import finish_linear
+from compile_and_serve.custom_ops.library import define
+from compile_and_serve.custom_ops.linear.fused_linear import fake_linear, finish_linear
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, Quantized, dtype_name, expand_scale, quantize_activations
 from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
@@ -119,29 +119,15 @@ def quantized_linear_reference(
     return finish_linear(y_TO, silu_mul, residual_TO, dtype)
 
 
-def exact_quantized_linear(x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any) -> torch.Tensor:
+def _exact_quantized_linear(x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any) -> torch.Tensor:
     """`quantized_linear` in plain torch without quantizing x, for the verification of passes. All arguments are positional."""
     norm_weight, eps, bias, silu_mul, residual, *_ = args
     plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
     return quantized_linear_reference(x_TI, plain_OI, scale, out_features, norm_weight, eps, bias, silu_mul, residual)
 
 
-def _quantized_linear_fake(
-    x_TI: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    out_features: int,
-    norm_weight_I: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    bias_O: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    residual_TO: torch.Tensor | None = None,
-    activations: str = "none",
-    input_scale: torch.Tensor | None = None,
-    quantized_TI: torch.Tensor | None = None,
-    quantized_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
+def _quantized_linear_fake(x_TI: Any, packed: Any, scale: Any, out_features: int, *others: Any) -> torch.Tensor:
+    return fake_linear(x_TI, out_features, *others)
 
 
 def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -166,25 +152,14 @@ def _warn_slow(reason: str) -> None:
     log.warning("The slow torch reference of quantized linears runs: %s", reason)
 
 
-_ARGUMENTS = (
-    "(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
-    'bool silu_mul=False, Tensor? residual=None, str activations="none", Tensor? input_scale=None, Tensor? quantized=None, '
-    "Tensor? quantized_scale=None) -> Tensor"
-)
-
-# The reference is an op, too: the C++ kernels call it for what they do not take, and verification runs it in float64.
-define(
-    f"quantized_linear_reference{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
-    version=3,
-    fake=_quantized_linear_fake,
-    CompositeExplicitAutograd=quantized_linear_reference,
-)
-_quantized_linear_op = define(
-    f"quantized_linear{_ARGUMENTS}",
-    kind=OpKind.CAPTURABLE,
+QUANTIZED_LINEAR = define(
+    "quantized_linear(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? norm_weight=None, float eps=1e-6, "
+    'Tensor? bias=None, bool silu_mul=False, Tensor? residual=None, str activations="none", Tensor? input_scale=None, '
+    "Tensor? quantized=None, Tensor? quantized_scale=None) -> Tensor",
     version=5,
     fake=_quantized_linear_fake,
+    reference=quantized_linear_reference,
+    exact=_exact_quantized_linear,
     CompositeExplicitAutograd=_quantized_linear_slowly,
     CUDA=_quantized_linear_cuda,
 )
@@ -215,7 +190,7 @@ def quantized_linear(
     int32, but in float32 by the reference and for one token on CUDA). The scales multiply the sums in float32, and the output is rounded
     once to x's dtype. A library's product on CUDA also rounds before bias, SiLU-mul, and a residual that CUTLASS does not add itself.
     """
-    return _quantized_linear_op(
+    return QUANTIZED_LINEAR(
         x_TI,
         packed,
         scale,

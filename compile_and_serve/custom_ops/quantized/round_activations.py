@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.quantization import quantize_activations
 
 
@@ -16,21 +16,12 @@ def _round_activations(x_TI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (quantized_TI.to(scale_T1.dtype) * scale_T1).to(x_TI.dtype)
 
 
-def keep_activations(x_TI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x itself, for the verification of passes."""
-    return x_TI.clone()
-
-
-def _round_activations_fake(x_TI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(x_TI)
-
-
-_op = define(
+ROUND_ACTIVATIONS = define(
     "round_activations(Tensor x, ScalarType dtype) -> Tensor",
-    kind=OpKind.CAPTURABLE,
     version=1,
-    fake=_round_activations_fake,
-    CompositeExplicitAutograd=_round_activations,
+    fake=lambda x_TI, dtype: torch.empty_like(x_TI),
+    reference=_round_activations,
+    exact=lambda x_TI, dtype: x_TI.clone(),
 )
 
 
@@ -39,4 +30,4 @@ def round_activations(x_TI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     dtype: int8 or float8_e4m3fn.
     """
-    return _op(x_TI, dtype)
+    return ROUND_ACTIVATIONS(x_TI, dtype)

@@ -12,13 +12,17 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.passes import default_passes
-from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED
-from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FUSED_QUANTIZE, FuseAllreduceQuantize, may_quantize
-from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
-from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
+from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FuseAllreduceQuantize, may_quantize
+from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason, op_arguments
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
-from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
+from compile_and_serve.custom_ops.collectives.allreduce_norm import (
+    ALLREDUCE_ADD_RMS_NORM,
+    ALLREDUCE_ADD_RMS_NORM_QUANTIZE,
+    allreduce_add_rms_norm,
+    allreduce_add_rms_norm_quantize,
+)
 from compile_and_serve.custom_ops.quantization import QuantizedWeight, quantize_activations
+from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
 from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
 from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT
@@ -67,9 +71,9 @@ def test_every_norm_that_linears_quantize_is_quantized_once() -> None:
     for record in records.values():
         assert record.verification is None or record.verification.passed, record.name
     assert records[NAME].verification.relative_error < 1e-12
-    fused = calls(captured.gm, FUSED_QUANTIZE)
-    assert (len(fused), len(calls(captured.gm, FUSED))) == (SITES, 1)
-    readers = [node for node in calls(captured.gm, QUANTIZED_LINEAR) if len(node.args) == 13]
+    fused = calls(captured.gm, ALLREDUCE_ADD_RMS_NORM_QUANTIZE)
+    assert (len(fused), len(calls(captured.gm, ALLREDUCE_ADD_RMS_NORM))) == (SITES, 1)
+    readers = [node for node in calls(captured.gm, QUANTIZED_LINEAR) if op_arguments(node)["quantized"] is not None]
     assert len(readers) == SITES  # all QKV but the first, all gate/up; after fuse_linears, too
     for reader in readers:
         parts = [reader.args[0], *reader.args[-2:]]
@@ -92,7 +96,7 @@ def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:
     assert FuseAllreduceQuantize().guard(ctx) == SkipReason(sentence="the model runs on one rank")
     captured, _, records = run(kernels=ALLREDUCE, verify=False)
     assert records[NAME].result == SkipReason(sentence="there is no kernel for it for torch.bfloat16 on cpu")
-    assert not calls(captured.gm, FUSED_QUANTIZE)
+    assert not calls(captured.gm, ALLREDUCE_ADD_RMS_NORM_QUANTIZE)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8-weight-only", "int8-weight-only"])
@@ -111,19 +115,19 @@ def test_other_quantizations_are_near_misses(quantization: Any, reason: str) -> 
     assert (result.matched, len(result.near_misses)) == (0, SITES)
     assert all(reason in miss.reason for miss in result.near_misses)
     assert "models/" in result.near_misses[0].source
-    assert not calls(captured.gm, FUSED_QUANTIZE)
+    assert not calls(captured.gm, ALLREDUCE_ADD_RMS_NORM_QUANTIZE)
 
 
 def test_other_readers_and_static_scales_are_near_misses() -> None:
     captured, ctx, _ = run(kernels=ALLREDUCE, disabled=frozenset({"fuse_linears"}), verify=False)
     ctx.kernels = WITH_IT
-    norms = [next(part for part in fused.users if part.args[1] == 1) for fused in calls(captured.gm, FUSED)]
+    norms = [next(part for part in fused.users if part.args[1] == 1) for fused in calls(captured.gm, ALLREDUCE_ADD_RMS_NORM)]
     with captured.gm.graph.inserting_after(norms[0]):
         captured.gm.graph.call_function(torch.neg, (norms[0],))
     next(iter(norms[1].users)).update_arg(9, "static")
     result = FuseAllreduceQuantize().run(captured.gm, ctx)
     assert (result.matched, len(result.near_misses)) == (1, 2)
-    assert [norm.args[0].target for norm in norms] == [FUSED, FUSED, FUSED_QUANTIZE, FUSED]
+    assert [norm.args[0].target is ALLREDUCE_ADD_RMS_NORM_QUANTIZE for norm in norms] == [False, False, True, False]
     assert "not only linears that quantize the norm read it" in result.near_misses[0].reason
     assert "a scale from its checkpoint" in result.near_misses[1].reason
 

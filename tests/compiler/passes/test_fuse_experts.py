@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from compile_and_serve.compiler import CompileConfig
-from compile_and_serve.compiler.passes.fuse_experts import ACTIVATIONS
 from compile_and_serve.compiler.passes.quantize_experts import KERNEL, PACKED_KERNEL
-from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, tensor_of
+from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, op_arguments, tensor_of
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs
 from compile_and_serve.models.registry import build_model
 from tests.compiler.passes.test_tensor_parallel import KERNELS, rewrite
@@ -111,9 +110,9 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, ca
     remark = "Activations of experts stay in torch.bfloat16: there is no kernel of experts with int8 activations."
     assert (remark in caplog.messages) == (quantization == "int8")
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
-        assert tensor_of(node.args[3]).dtype == (torch.int8 if "int8" in quantization else torch.float8_e4m3fn)
-        assert node.args[ACTIVATIONS] == ("dynamic" if quantization in ("fp8", "fp8-block") else "none")
-        assert tuple(tensor_of(node.args[12]).shape) == shape
+        assert tensor_of(op_arguments(node)["gate_up"]).dtype == (torch.int8 if "int8" in quantization else torch.float8_e4m3fn)
+        assert op_arguments(node)["activations"] == ("dynamic" if quantization in ("fp8", "fp8-block") else "none")
+        assert tuple(tensor_of(op_arguments(node)["gate_up_scale"]).shape) == shape
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
@@ -152,9 +151,9 @@ def test_8bit_experts_of_compressed_tensors_keep_their_values(
     assert verification is not None
     assert verification.relative_error < 1e-12
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
-        assert tensor_of(node.args[3]).dtype == torch.float8_e4m3fn
-        assert tensor_of(node.args[12]).shape[1] == rows // size
-        assert node.args[ACTIVATIONS] == ("none" if activations is None else "dynamic")
+        assert tensor_of(op_arguments(node)["gate_up"]).dtype == torch.float8_e4m3fn
+        assert tensor_of(op_arguments(node)["gate_up_scale"]).shape[1] == rows // size
+        assert op_arguments(node)["activations"] == ("none" if activations is None else "dynamic")
     remark = "Activations of experts get one scale per token: the checkpoint's static scales are not used."
     assert (remark in caplog.messages) == (activations == "static")
 
@@ -207,8 +206,8 @@ def test_quantized_experts_are_packed_for_the_cpu(quantization: Any, size: int) 
         if record.verification is not None:
             assert record.verification.passed, record.verification.reason
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
-        assert is_packed(tensor_of(node.args[3]), tensor_of(node.args[12]))
-        assert node.args[ACTIVATIONS] == ("dynamic" if quantization == "fp8" else "none")
+        assert is_packed(tensor_of(op_arguments(node)["gate_up"]), tensor_of(op_arguments(node)["gate_up_scale"]))
+        assert op_arguments(node)["activations"] == ("dynamic" if quantization == "fp8" else "none")
 
 
 def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,10 +14,11 @@ from compile_and_serve.compiler.artifacts.cache_key import plan_fields
 from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.passes import default_passes
-from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR, SCHEMES, QuantizeLinears
-from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, PassResult, SkipReason
+from compile_and_serve.compiler.passes.quantize_linears import SCHEMES, QuantizeLinears
+from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, PassResult, SkipReason, op_arguments
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 from tests.support.tiny_models import caches, capture_spec, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) ->
     assert not left & {F.linear, F.silu, torch.rms_norm}
     expected = SCHEMES[scheme]
     for node in nodes:
-        x, packed, scale, out_features, *_, activations, input_scale = node.args
+        x, packed, scale, out_features, *_, activations, input_scale, _, _ = op_arguments(node).values()
         assert packed.meta["example_value"].dtype == expected.dtype
         assert ctx.weights[scale.meta["weight"]].spec.dtype == torch.float32
         features = x.meta["example_value"].shape[1]

@@ -11,7 +11,6 @@ import torch
 from torch.fx import Graph
 
 from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.compiler.passes.fuse_experts import DEFAULTS
 from compile_and_serve.compiler.reports import profile
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.serve.inspect.text import profile_tables
@@ -122,7 +121,8 @@ def test_experts_read_the_adapters_of_the_experts_that_tokens_go_to() -> None:
     for name, shape in shapes.items():
         nodes[name].meta["example_value"] = torch.empty(shape, device="meta")
     *operands, a, b = nodes.values()
-    graph.call_function(torch.ops.cas.experts.default, (*operands, *DEFAULTS, a, b, a, b, nodes["ids"]))
+    adapters = {"gate_up_a": a, "gate_up_b": b, "down_a": a, "down_b": b, "adapter_index": nodes["ids"]}
+    graph.call_function(torch.ops.cas.experts.default, tuple(operands), adapters)
     for node in (nodes["gate_up"], a, b):  # half of the experts have no token of the first, a quarter none of both
         assert profile._input_bytes(node, tokens) == node.meta["example_value"].numel() * 4 * 3 // 4
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
+from compile_and_serve.custom_ops.library import OPS
 from compile_and_serve.custom_ops.moe import adapted_cuda_experts, cuda_experts, triton_experts, triton_gemv_experts
 from compile_and_serve.custom_ops.moe.activation import activate
-from compile_and_serve.custom_ops.moe.experts import exact_experts, experts
+from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.packed_experts import pack_8bit_experts
 from compile_and_serve.custom_ops.quantization import (
     BLOCK,
@@ -118,7 +119,9 @@ def test_blocks_of_scales_fill_tiles(sizes: tuple[int, int]) -> None:
 def test_activations_are_rounded() -> None:
     """The tolerance of these tests tells rounded activations from others."""
     operands, expected, _ = case(13, "even", torch.float32, False)
-    exact = exact_experts(*arguments(operands))
+    exact_form = OPS["cas::experts"].exact
+    assert exact_form is not None
+    exact = exact_form(*arguments(operands))
     assert 5 * TOLERANCE[torch.float32] < relative_error(exact, expected) < 0.1
     weight_only = torch.ops.cas.experts(*arguments(operands)[:-1])
     assert torch.equal(exact, weight_only)
