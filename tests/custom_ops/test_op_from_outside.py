@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
         assert report["passes"]["tensor_parallel"]["relative_error"] < 1e-12  # exact: the kernel takes no float64, the reference rounds
 
 
+def test_another_version_of_the_op_is_not_found_among_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def artifact() -> str:
+        config = CompileConfig(cache_dir=tmp_path)
+        return compile_model(outside_spec(), config, device=CPU, dtype=torch.float32).report["artifact"]
+
+    assert [artifact(), artifact()] == ["made", "hit"]
+    name = "cas::test_rounded_down"
+    monkeypatch.setitem(OPS, name, replace(OPS[name], version=2))
+    assert [artifact(), artifact()] == ["made", "hit"]
+
+
 def test_the_kernel_is_the_reference() -> None:
     args = [torch.randn(*shape) for shape in ((5, 24), (5, 24), (24,), (16, 24))]
     torch.testing.assert_close(ROUNDED_DOWN(*args), torch.ops.cas.test_rounded_down_reference(*args))
@@ -97,6 +109,6 @@ def test_an_op_that_says_nothing_of_sharding_is_an_error_with_its_place() -> Non
         fake=lambda gate_TF, up_TF, scale_F, weight_DF: gate_TF.new_empty(gate_TF.shape[0], weight_DF.shape[0]),
         reference=info.reference,
     )
-    config = CompileConfig(mode="eager", tensor_parallel_size=2)
+    config = CompileConfig(use_cache=False, tensor_parallel_size=2)
     with pytest.raises(PassError, match=r"cannot follow test_silent_down\S* at .*test_op_from_outside.py:\d+, in forward: dimension 1"):
         compile_model(outside_spec(silent), config, device=CPU, dtype=torch.float32)

@@ -27,6 +27,7 @@ from compile_and_serve.compiler.inductor import CompiledPiece, load_pieces
 from compile_and_serve.compiler.pieces.fingerprint import normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
 from compile_and_serve.compiler.pieces.plan_function import plan_source
+from compile_and_serve.custom_ops.library import OPS
 from compile_and_serve.custom_ops.tuning.store import tuning_folder
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,10 @@ class ModelArtifacts:
         return self.stores[-1].lock(fields) if self.stores else contextlib.nullcontext()
 
     def find_plan(self, fields: Mapping[str, Any]) -> tuple[Entry, StoredPlan] | None:
-        """The stored plan with these fields, or None. In `artifact_dir`, a warning says which fields differ."""
+        """The stored plan with these fields, or None. In `artifact_dir`, a warning says which fields differ.
+
+        The fields cover the sources of our own ops. An op from outside is known by its version.
+        """
         entry = self._find("plan", fields)
         if entry is None:
             return None
@@ -84,6 +88,10 @@ class ModelArtifacts:
             stored = json.loads((entry.path / PLAN).read_text())
         except OSError as error:  # another process has removed it
             log.info("The artifact %s is gone: %s.", entry.path, error)
+            return None
+        versions = {name: version for ops in stored["ops"].values() for name, version in ops.items()}
+        if changed := [name for name, version in versions.items() if name in OPS and OPS[name].version != version]:
+            log.info("Not using the artifact %s: %s has another version now.", entry.path, ", ".join(changed))
             return None
         plan = ExecutionPlan.from_json(stored["plan"])
         plain = None if stored["plain"] is None else ExecutionPlan.from_json(stored["plain"])
