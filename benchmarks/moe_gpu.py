@@ -27,7 +27,7 @@ from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import dequantize
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
-from compile_and_serve.custom_ops.quantization import BLOCK, expert_block_scales, expert_row_scales, quantize_activations, quantize_experts
+from compile_and_serve.custom_ops.quantization import BLOCK, block_scales, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 
@@ -64,8 +64,8 @@ def make_operands(
             plain = normal(num_experts, outputs, inputs, std=inputs**-0.5)
             if weights == "model":
                 return plain, None
-            scale = (expert_row_scales if weights == "fp8" else expert_block_scales)(plain, torch.float8_e4m3fn)
-            return quantize_experts(plain, scale, torch.float8_e4m3fn), scale
+            scale = (row_scales if weights == "fp8" else block_scales)(plain, torch.float8_e4m3fn)
+            return quantize_weight(plain, scale, torch.float8_e4m3fn), scale
         blocks = (num_experts, outputs, inputs // 32)
         codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda", generator=generator)
         scales = torch.randint(118, 122, blocks, dtype=torch.uint8, device="cuda", generator=generator)

@@ -16,10 +16,10 @@ from compile_and_serve.compiler.inductor import PieceCallable
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
-from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
-from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
-from compile_and_serve.custom_ops.quantization import StoredWeight
+from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform, checkpoint_specs
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, StepOutput, running
+from compile_and_serve.custom_ops.stored_weight import StoredWeight
+from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 
 class WeightMismatchError(ValueError):
@@ -232,8 +232,7 @@ class EagerModel:
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
         specs = self._specs()
-        expressions = plain_expressions(specs, self.spec.quantized_weights)
-        return tuple(WeightTransform(expression=expressions[n], target=n, spec=s) for n, s in specs.items())
+        return WeightTable(specs, stored=self.spec.quantized_weights).keep(list(specs))
 
     def weight_memory(self) -> list[torch.Tensor]:
         """See `Model.weight_memory`."""

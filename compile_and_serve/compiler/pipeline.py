@@ -42,7 +42,6 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier, key_orders
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.quantization import is_quantized
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ def compile_model(
     if config.mode == "eager":
         _check_eager(config)
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
-    if config.quantization is not None and any(map(is_quantized, spec.quantized_weights.values())):
+    if config.quantization is not None and any(one.is_quantized for one in spec.quantized_weights.values()):
         raise PassError(
             f"The checkpoint is already quantized, so it cannot be quantized to {config.quantization}: leave out --quantization."
         )
@@ -305,7 +304,6 @@ class _Compilation:
             fake_mode=captured.fake_mode,
             kernels=self.kernels,
             tuner=tuner,
-            quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size,
             tp_plan=self.spec.tp_plan,
             declared=declarations_by_name(

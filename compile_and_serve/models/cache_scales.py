@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import GroupedWeight, QuantizedWeight
 from compile_and_serve.models.families.llama import LlamaAttention
 from compile_and_serve.models.spec import ModelSpec
 
@@ -31,28 +28,6 @@ _FORMS = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "{x}_proj.output_
 
 class UnfoldableScalesError(Exception):
     """Why a checkpoint's cache scales are not used, as a clause."""
-
-
-def checkpoint_cache_dtype(config: Mapping[str, Any]) -> Literal["fp8", "int8"] | None:
-    """The 8-bit dtype of the KV cache that a config.json says the checkpoint is made for; None: none.
-
-    fp8: with static scales per tensor or head. int8: with symmetric scales, of a token, a head or the tensor; the cache's own scales are
-    of both a token and a head, so they are no coarser than any of these.
-    """
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return None
-    scheme = quantization.get("kv_cache_scheme")  # compressed-tensors, ModelOpt
-    if isinstance(scheme, dict):
-        kind, strategy = (scheme.get("num_bits"), scheme.get("type")), scheme.get("strategy")
-        if kind == (8, "int") and strategy in (None, "tensor", "attn_head", "token"):
-            return "int8"
-        is_static = not scheme.get("dynamic") and strategy in (None, "tensor", "attn_head")
-        return "fp8" if kind == (8, "float") and is_static else None
-    if (algorithm := quantization.get("kv_cache_quant_algo")) is not None:  # ModelOpt's hf_quant_config.json
-        return "fp8" if algorithm == "FP8" else "int8" if algorithm == "INT8" else None
-    export = quantization.get("export")  # Quark
-    return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else None
 
 
 def cache_scale_names(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[str | None, str | None]]:
@@ -77,9 +52,8 @@ def weight_factors(spec: ModelSpec, scales: Mapping[str, tuple[float, float]]) -
         module, k_factor, v_factor = modules[name], _power_of_two(k_scale), _power_of_two(v_scale)
         factors |= _of_output(spec, f"{name}.v_proj", 1 / v_factor)
         factors |= _of_weight(spec, f"{name}.o_proj", v_factor)
-        stored = spec.quantized_weights.get(f"{name}.o_proj.weight")
-        if isinstance(stored, QuantizedWeight) and stored.input_scale is not None:
-            factors[stored.input_scale] = 1 / v_factor
+        if (stored := spec.quantized_weights.get(f"{name}.o_proj.weight")) is not None:
+            factors |= {tensor.name: v_factor**-tensor.input_power for tensor in stored.tensors if tensor.input_power}
         norms = [getattr(module, norm, None) for norm in ("q_norm", "k_norm")]
         if norms == [None, None]:
             factors |= _of_output(spec, f"{name}.q_proj", k_factor) | _of_output(spec, f"{name}.k_proj", 1 / k_factor)
@@ -110,14 +84,6 @@ def _of_weight(spec: ModelSpec, linear: str, factor: float) -> dict[str, float]:
     stored = spec.quantized_weights.get(f"{linear}.weight")
     if stored is None:
         return {f"{linear}.weight": factor}
-    if isinstance(stored, QuantizedWeight):
-        return {stored.scale: factor}
-    dtypes = {name.removeprefix(f"{linear}."): dtype for name, _, dtype in stored.tensors}
-    if isinstance(stored, GroupedWeight):
-        if "weight_global_scale" in dtypes:  # compressed-tensors divides by it
-            return {f"{linear}.weight_global_scale": 1 / factor}
-        if "weight_scale_2" in dtypes:
-            return {f"{linear}.weight_scale_2": factor}
-        if dtypes.get("weight_scale") in (torch.float32, torch.bfloat16):
-            return {f"{linear}.weight_scale": factor}
+    if factors := {tensor.name: factor**tensor.weight_power for tensor in stored.tensors if tensor.weight_power}:
+        return factors
     raise UnfoldableScalesError(f"the scales of {linear} have too few exponents to take a factor")

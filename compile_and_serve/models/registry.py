@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, ScoreFeature, StateGroup
+from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, WindowedConfig
 from compile_and_serve.models.families.deepseek import DeepseekConfig
 from compile_and_serve.models.families.deepseek_moe import DeepseekMoeForCausalLM, DeepseekMoeModelConfig
@@ -24,7 +24,7 @@ from compile_and_serve.models.families.mistral import Qwen2ForCausalLM, Windowed
 from compile_and_serve.models.families.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
 from compile_and_serve.models.families.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
-from compile_and_serve.models.quantization_config import with_stored_weights
+from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart, full_attention
 
 log = logging.getLogger(__name__)
@@ -157,11 +157,7 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
         spec = _build_with_transformers(config, architecture, dtype)
     else:
         spec = _build_native_or_else(config, architecture, dtype)
-    if requantize and (config.get("quantization_config") or {}).get("quant_method") == "gguf":
-        return spec
-    if spec.quantized_weights:
-        return spec
-    return with_stored_weights(spec)
+    return spec if spec.quantized_weights else with_stored_weights(spec, requantize=requantize)
 
 
 def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:

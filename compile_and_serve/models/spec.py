@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, StateGroup, StepInput, StepOutput
+from compile_and_serve.custom_ops.stored_weight import StoredWeight
+from compile_and_serve.custom_ops.stored_weight import TensorPart as TensorPart
 
 # How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
 # or of an output head; "experts": each expert's intermediate features, of the stacked weights of experts; "replicated": not at all.
@@ -20,16 +21,6 @@ ShardStyle = Literal["colwise", "rowwise", "vocab", "experts", "replicated"]
 def full_attention(layers: Iterable[KVCacheSpec]) -> StateGroup:
     """The state of layers that attend to every earlier token; the argument `kv_caches` of a model's `forward`."""
     return StateGroup(name=KV_CACHES, layers=tuple(layers))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPart:
-    """A checkpoint tensor that is a part of a stacked parameter: parameter[index, first_row : first_row + num_rows]."""
-
-    parameter: str
-    index: int
-    first_row: int
-    num_rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +53,7 @@ class ModelSpec:
     tp_plan: glob over module names → how its weight is sharded.
     max_model_len: longest sequence that the positions encode.
     buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
-    quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized.
+    quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized or in another order.
     """
 
     module: nn.Module

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.stored_weight import StoredWeight, scaled_weight
 from compile_and_serve.models.config import ModelConfigError
 from tests.support.quantized_checkpoints import compressed_tensors_config
 from tests.support.tiny_models import tiny_spec
@@ -16,7 +16,7 @@ FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_blo
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
 
-def stored(quantization_config: Any, **config: Any) -> dict[str, QuantizedWeight]:
+def stored(quantization_config: Any, **config: Any) -> dict[str, StoredWeight]:
     return dict(tiny_spec(quantization_config=quantization_config, **config).quantized_weights)
 
 
@@ -24,17 +24,23 @@ def stored(quantization_config: Any, **config: Any) -> dict[str, QuantizedWeight
 def test_compressed_tensors(architecture: str) -> None:
     found = stored(compressed_tensors_config("float", "channel", "token"), architecture=architecture)
     assert len(found) == 2 * 7
-    assert found[f"{O_PROJ}.weight"] == QuantizedWeight(
-        dtype=torch.float8_e4m3fn, scale=f"{O_PROJ}.weight_scale", scale_shape=(64, 1), activations="dynamic"
+    assert found[f"{O_PROJ}.weight"] == scaled_weight(
+        f"{O_PROJ}.weight", (64, 64), torch.float8_e4m3fn, scale=f"{O_PROJ}.weight_scale", scale_of="row", activations="dynamic"
     )
     found = stored(compressed_tensors_config("int", "tensor", "static"))
-    assert found[f"{O_PROJ}.weight"] == QuantizedWeight(
-        dtype=torch.int8, scale=f"{O_PROJ}.weight_scale", scale_shape=(1,), activations="static", input_scale=f"{O_PROJ}.input_scale"
+    assert found[f"{O_PROJ}.weight"] == scaled_weight(
+        f"{O_PROJ}.weight",
+        (64, 64),
+        torch.int8,
+        scale=f"{O_PROJ}.weight_scale",
+        scale_of="tensor",
+        activations="static",
+        input_scale=f"{O_PROJ}.input_scale",
     )
-    assert stored(compressed_tensors_config("int", "channel", None))[f"{O_PROJ}.weight"].activations == "none"
+    assert stored(compressed_tensors_config("int", "channel", None))[f"{O_PROJ}.weight"].parts.activations == "none"  # type: ignore[union-attr]
     found = stored(compressed_tensors_config("float", "block", "group"), hidden_size=192)
-    assert found[f"{O_PROJ}.weight"].scale_shape == (2, 1)
-    assert found[f"{O_PROJ}.weight"].per_block
+    assert found[f"{O_PROJ}.weight"].tensors[1].shape == (2, 1)
+    assert found[f"{O_PROJ}.weight"].parts.per_block  # type: ignore[union-attr]
 
 
 def test_compressed_tensors_ignores_and_targets() -> None:
@@ -52,13 +58,12 @@ def test_compressed_tensors_ignores_and_targets() -> None:
 def test_fp8() -> None:
     found = stored(FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0", "down_proj"]})
     assert len(found) == 6
-    assert found[f"{O_PROJ}.weight"] == QuantizedWeight(
-        dtype=torch.float8_e4m3fn, scale=f"{O_PROJ}.weight_scale_inv", scale_shape=(1, 1), per_block=True, activations="dynamic"
+    assert found[f"{O_PROJ}.weight"] == scaled_weight(
+        f"{O_PROJ}.weight", (64, 64), torch.float8_e4m3fn, scale=f"{O_PROJ}.weight_scale_inv", scale_of="block", activations="dynamic"
     )
     assert len(stored(FP8_BLOCKS)) == 14
     found = stored({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
-    assert found[f"{O_PROJ}.weight"].input_scale == f"{O_PROJ}.input_scale"
-    assert found[f"{O_PROJ}.weight"].scale == f"{O_PROJ}.weight_scale"
+    assert [tensor.name for tensor in found[f"{O_PROJ}.weight"].tensors[1:]] == [f"{O_PROJ}.weight_scale", f"{O_PROJ}.input_scale"]
 
 
 @pytest.mark.parametrize(

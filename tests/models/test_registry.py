@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import ArrangedWeight
+from compile_and_serve.custom_ops.stored_weight import ArrangedWeight
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import ARCHITECTURES, build_model
 from compile_and_serve.models.transformers.model import TransformersModel
@@ -86,7 +86,7 @@ def test_parameter_names_equal_those_of_transformers(architecture: str) -> None:
     expected = dict(theirs.named_parameters()) | biases
     ours = {n: tuple(p.shape) for n, p in spec.module.named_parameters()}
     arranged = (stored for stored in spec.quantized_weights.values() if isinstance(stored, ArrangedWeight))
-    ours |= {name: shape for stored in arranged for name, shape, _ in stored.tensors}  # as checkpoints hold them
+    ours |= {tensor.name: tensor.shape for stored in arranged for tensor in stored.tensors}  # as checkpoints hold them
     assert ours == {n: tuple(p.shape) for n, p in expected.items()}
 
 

@@ -72,6 +72,7 @@ def plan_fields(
         "dtype": str(dtype),
         "passes": [_pass_key(p) for p in passes if p.name not in disabled],
         "kernels": sorted(kernels),
+        "weights": digest(repr([(name, one.plain(dtype), one.parts) for name, one in spec.quantized_weights.items()])),
         "model_source": digest(*_module_sources(spec.module)),
         "sources": compiler_sources(),
     }

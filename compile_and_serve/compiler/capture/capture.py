@@ -18,10 +18,10 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler.capture.repeated_blocks import block_classes, inline_regions, traced_once
 from compile_and_serve.compiler.compat import FakeTensorMode, GraphBreakError, capture_full_graph, mark_symbolic, regions_are_reused
-from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
-from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable
-from compile_and_serve.custom_ops.quantization import StoredWeight
+from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
+from compile_and_serve.custom_ops.stored_weight import StoredWeight
+from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def capture(
     """Capture a step of `module` with symbolic lengths.
 
     module: on the meta device. inputs, groups: what its `forward` takes by name. dtype: of state that says none.
-    quantized: parameters that the checkpoint holds quantized. with_bytecode: keep what Dynamo makes of `forward`.
+    quantized: parameters that the checkpoint holds in another form. with_bytecode: keep what Dynamo makes of `forward`.
     Raises `CaptureError` with Dynamo's reason where the model's code cannot be one graph.
     """
     tensors = example_tensors(inputs, groups, dtype)
@@ -139,10 +139,7 @@ def _name_placeholders(
             specs[name] = TensorSpec(shape=tuple(example.shape), dtype=example.dtype)
         fake_mode = node.meta["example_value"].fake_mode
     assert fake_mode is not None, "the captured graph has no tensor input"
-    here = {name: stored for name, stored in quantized.items() if name in specs}
-    weights = WeightTable(
-        specs, sources=checkpoint_specs(specs, here), expressions=plain_expressions(specs, here), aliases=_aliases(module)
-    )
+    weights = WeightTable(specs, stored=quantized, aliases=_aliases(module))
     return CapturedGraph(gm=gm, weights=weights, fake_mode=fake_mode)
 
 

@@ -39,13 +39,13 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 from compile_and_serve.compiler.weights.adapter_slots import is_sharded, slot_weights
 from compile_and_serve.compiler.weights.embedding_slots import embedding_slots
 from compile_and_serve.compiler.weights.expert_slots import expert_slots
-from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
-from compile_and_serve.compiler.weights.transforms import Expression, expression_spec
+from compile_and_serve.compiler.weights.transforms import expression_spec
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS
 from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.step import TOKENS, StateGroup, StepInput
 from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
+from compile_and_serve.custom_ops.weight_functions import Expression
 
 ADAPTER_INDEX = StepInput(
     name="adapter_index",
@@ -151,17 +151,13 @@ class ApplyLora(BasePass):
             if name is None or not isinstance(weight, Node):
                 raise _NoAdapters("its weights are computed, not parameters")
             expression, shape = ctx.weights[name].expression, tensor_of(weight).shape
-            if _calls(expression, "swap_inputs_and_outputs"):
+            if any(not ctx.weights.stored[one].is_quantized for one in ctx.weights.parameters(expression) if one in ctx.weights.stored):
                 raise _NoAdapters("the checkpoint holds them transposed: adapters of such experts are not supported")
             slots = expert_slots(name, self.num_slots, self.rank, shape, parts, expression, ctx.dtype)
             args[f"{linear}_a"], args[f"{linear}_b"] = (ctx.defined_weight(gm, *one, near=weight) for one in slots)
         node.args = tuple((args | {"adapter_index": index}).values())
         set_example_value(node, ctx.fake_mode)
         return 2
-
-
-def _calls(expression: Expression, function: str) -> bool:
-    return isinstance(expression, tuple) and (expression[0] == function or any(_calls(e, function) for e in expression[1:]))
 
 
 def _has_adapters(node: Node) -> bool:
@@ -199,11 +195,11 @@ def _parts(node: Node, ctx: PassContext) -> list[tuple[str, int, int, Expression
     if not is_call(split, torch.split) or not isinstance(split.args[1], list):
         raise _NoAdapters("it was merged from several linears, and its outputs are not split")
     merged = expression[1:]
-    if len(merged) != len(split.args[1]) or any(len(leaves(one)) != 1 for one in merged):
+    if len(merged) != len(split.args[1]) or any(len(ctx.weights.parameters(one)) != 1 for one in merged):
         raise _NoAdapters("its outputs are not split as it was merged")
     if len(merged) > MAX_PARTS:
         raise _NoAdapters(f"it was merged of {len(merged)} linears, but adapters take at most {MAX_PARTS}")
-    modules = [parameter_of(leaves(one)[0], ctx.quantized_weights).rpartition(".")[0] for one in merged]
+    modules = [ctx.weights.parameters(one)[0].rpartition(".")[0] for one in merged]
     rows = [_whole_rows(one, ctx) for one in merged]
     return list(zip(modules, split.args[1], rows, merged, strict=True))
 

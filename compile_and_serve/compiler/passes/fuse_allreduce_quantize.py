@@ -28,8 +28,8 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
 )
 from compile_and_serve.custom_ops.collectives.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_ADD_RMS_NORM_QUANTIZE
-from compile_and_serve.custom_ops.quantization import QuantizedWeight, StoredWeight
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
+from compile_and_serve.custom_ops.stored_weight import ScaledParts, StoredWeight
 
 NAME = "fuse_allreduce_quantize"
 
@@ -56,9 +56,8 @@ class FuseAllreduceQuantize(BasePass):
 
 def may_quantize(config: CompileConfig, stored: Mapping[str, StoredWeight]) -> bool:
     """Whether a model may have sites of this pass. stored: the checkpoint's quantized weights."""
-    weights = (one for one in stored.values() if isinstance(one, QuantizedWeight))
     is_float8 = config.quantization == "fp8" or any(
-        one.dtype == torch.float8_e4m3fn and one.activations == "dynamic" and not one.per_block for one in weights
+        isinstance(one.parts, ScaledParts) and one.parts.layout == (torch.float8_e4m3fn, "dynamic", False) for one in stored.values()
     )
     return is_float8 and NAME not in config.disabled_passes
 

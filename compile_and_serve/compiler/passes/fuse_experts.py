@@ -25,9 +25,9 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.transforms import weight_function
 from compile_and_serve.custom_ops.linear.fused_linear import packed_linear_unsupported_reason
 from compile_and_serve.custom_ops.moe.experts import EXPERTS, pack_expert_weights
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 weight_function("pack_expert_weights")(pack_expert_weights)
 

@@ -34,12 +34,12 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.transforms import weight_function
 from compile_and_serve.custom_ops.linear.fused_linear import FUSED_LINEAR, pack_linear_weight
 from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
 from compile_and_serve.custom_ops.lora.lora_linear import LORA_LINEAR
 from compile_and_serve.custom_ops.quantized.group_linear import GROUP_LINEAR
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 weight_function("pack_linear_weight")(pack_linear_weight)
 

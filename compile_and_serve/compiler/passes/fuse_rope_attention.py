@@ -37,7 +37,6 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 from compile_and_serve.compiler.rewrite.rope_layout import Angles, Rotation, heads_by_part, order_of_dimensions, permuted, whole_head
 from compile_and_serve.compiler.weights.adapter_slots import ROPE_ROWS
-from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
 from compile_and_serve.custom_ops.attention.attention import ATTENTION
 from compile_and_serve.custom_ops.attention.rope_attention import ROPE_ATTENTION
 from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
@@ -165,7 +164,7 @@ def _has_own_rows(linear: Node, ctx: PassContext) -> bool:
     nodes = [node for node in (weight, bias) if node is not None]
     if any(weight_of(node) is None for node in nodes):
         return False
-    return not {name for node in nodes for name in _parameters(node, ctx)} & ctx.quantized_weights.keys()
+    return not {name for node in nodes for name in _parameters(node, ctx)} & ctx.weights.stored.keys()
 
 
 def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_dim: int, q: _Heads) -> None:
@@ -181,7 +180,7 @@ def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_d
         raise _Mismatch("queries, keys and values do not come from one linear, whose rows could be permuted")
     assert isinstance(weight, Node)
     sources = {name for node in (weight, bias) if isinstance(node, Node) for name in _parameters(node, ctx)}
-    if sources & ctx.quantized_weights.keys():
+    if sources & ctx.weights.stored.keys():
         raise _Mismatch("the rows of a quantized weight are not permuted")
     if sum(not is_call(user, SIZE) for user in q.part.users) > 1:
         raise _Mismatch("the projection of the queries is read by something else than attention")
@@ -193,7 +192,7 @@ def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_d
 
 
 def _parameters(weight: Node, ctx: PassContext) -> list[str]:
-    return [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight.meta["weight"]].expression)]
+    return ctx.weights.parameters(ctx.weights[weight.meta["weight"]].expression)
 
 
 def _rotated(node: Any, ctx: PassContext) -> _Heads:

@@ -29,16 +29,11 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.transforms import weight_function
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 
 @weight_function("one_plus")
 def _one_plus(weight: torch.Tensor) -> torch.Tensor:
-    return 1.0 + weight
-
-
-@weight_function("one_plus_float32")
-def _one_plus_float32(weight: torch.Tensor) -> torch.Tensor:
     return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
@@ -167,8 +162,7 @@ def _replace(gm: GraphModule, norm: _Norm, ctx: PassContext) -> None:
     weight = norm.weight
     if norm.plus_one:
         assert weight is not None
-        function = "one_plus" if tensor_of(weight).dtype == torch.float32 else "one_plus_float32"
-        weight = ctx.derived_weight(gm, f"{weight_of(weight)}+1", function, weight)
+        weight = ctx.derived_weight(gm, f"{weight_of(weight)}+1", "one_plus", weight)
     shape = (tensor_of(norm.x).shape[-1],)
     with gm.graph.inserting_before(norm.out):
         lifted = ctx.call(gm, torch.rms_norm, norm.x, shape, weight, norm.eps, origin=norm.out)

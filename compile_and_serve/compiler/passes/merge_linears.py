@@ -27,8 +27,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of, storage_of
-from compile_and_serve.custom_ops.quantization import GroupedWeight
+from compile_and_serve.custom_ops.stored_weight import GroupedParts
 
 
 class MergeLinears(BasePass):
@@ -56,9 +55,8 @@ def _storage(node: Node, ctx: PassContext) -> Any:
     weight = weight_of(arguments(node)[1])
     if weight is None:
         return None
-    names = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
-    stored = [ctx.quantized_weights.get(name) for name in names]
-    return tuple(dict.fromkeys(storage_of(one) for one in stored if isinstance(one, GroupedWeight)))
+    stored = [ctx.weights.stored.get(name) for name in ctx.weights.parameters(ctx.weights[weight].expression)]
+    return tuple(dict.fromkeys(one.parts.layout for one in stored if one is not None and isinstance(one.parts, GroupedParts)))
 
 
 def _block(node: Node) -> str:

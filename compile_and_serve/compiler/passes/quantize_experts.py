@@ -32,31 +32,13 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.expert_expressions import (
-    MXFP4,
-    PACKED,
-    ExpertsExpression,
-    experts_expression,
-    is_stored_quantized,
-    parameter_of_experts,
-)
-from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError
-from compile_and_serve.compiler.weights.transforms import expression_spec
+from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, quantized_parts, stored_parts
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.moe.packed_experts import packed_8bit_unsupported_reason, packed_mxfp4_unsupported_reason
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.quantization import (
-    Activations,
-    ArrangedWeight,
-    Mxfp4Weight,
-    QuantizedWeight,
-    StoredWeight,
-    dequantize_experts,
-    expert_block_scales,
-    expert_row_scales,
-    quantize_experts,
-)
+from compile_and_serve.custom_ops.quantization import Activations, dtype_name
 from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
+from compile_and_serve.custom_ops.stored_weight import Mxfp4Parts, Parts, ScaledParts, StoredWeight
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +60,11 @@ class QuantizeExperts(BasePass):
 
     def round_weight(self, weight_XOI: torch.Tensor) -> torch.Tensor:
         """The weight after quantizing and dequantizing it."""
-        if self.scheme is None or weight_XOI.dim() != 3:
-            return weight_XOI
-        scales = expert_row_scales if self.scheme.scales == "row" else expert_block_scales
-        scale = scales(weight_XOI, self.scheme.dtype)
-        return dequantize_experts(quantize_experts(weight_XOI, scale, self.scheme.dtype), scale, weight_XOI.dtype)
+        return weight_XOI if self.scheme is None or weight_XOI.dim() != 3 else self.scheme.round_weight(weight_XOI)
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
-        has_work = self.scheme is not None or any(map(_is_of_experts, ctx.quantized_weights.values()))
+        stored = [name for name, one in ctx.weights.stored.items() if one.is_quantized]
+        has_work = self.scheme is not None or any(len(ctx.weights[name].spec.shape) == 3 for name in stored)
         if has_work and not ctx.kernels & {KERNEL, PACKED_KERNEL}:
             return SkipReason(sentence=f"no kernel of quantized experts runs here: they are computed in {ctx.dtype}")
         return None
@@ -99,7 +78,7 @@ class QuantizeExperts(BasePass):
             activations, remark = self._activations([args[linear] for linear in LINEARS], ctx)
             try:
                 for linear in LINEARS:
-                    args[linear], args[f"{linear}_scale"] = self._weights(gm, args[linear], ctx)
+                    args[linear], args[f"{linear}_scale"] = self._pack(gm, args[linear], ctx)
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
                 if activations != "none":
@@ -121,8 +100,7 @@ class QuantizeExperts(BasePass):
         if self.scheme is not None:
             modules = [name.rpartition(".")[0] for name in names if name is not None]
             return not any(fnmatchcase(module, pattern) for module in modules for pattern in self.exclude)
-        parameters = [parameter_of_experts(ctx.weights[name].expression) for name in names if name is not None]
-        return any(map(is_stored_quantized, parameters))
+        return any(one.is_quantized for name in names for one in _stored(name, ctx))
 
     def _activations(self, weights: list[Node], ctx: PassContext) -> tuple[Activations, str | None]:
         """The activations of experts with these weights, and a sentence where they are not what is asked for."""
@@ -130,7 +108,7 @@ class QuantizeExperts(BasePass):
         if self.scheme is not None:
             asked = {(self.scheme.dtype, self.scheme.activations)}
         else:
-            asked = {_stored_activations(weight, ctx) for weight in weights}
+            asked = {_stored_activations(weight_of(weight), ctx) for weight in weights}
         kinds = {kind for _, kind in asked}
         if kinds == {"none"}:
             return "none", None
@@ -148,46 +126,49 @@ class QuantizeExperts(BasePass):
             return ("dynamic", "Activations of experts get one scale per token: the checkpoint's static scales are not used.")
         return "dynamic", None
 
-    def _weights(self, gm: GraphModule, node: Node, ctx: PassContext) -> tuple[Node, Node]:
+    def _pack(self, gm: GraphModule, node: Node, ctx: PassContext) -> tuple[Node, Node]:
         """The values of a weight in the kernel's layout, and their scales."""
         weight = weight_of(node)
         if weight is None:
             raise CannotQuantizeError("a weight is computed, not a parameter")
-        expression, sources = ctx.weights[weight].expression, ctx.weights.sources
+        expression = ctx.weights[weight].expression
         if self.scheme is None:
-            quantized = experts_expression(expression, sources)
+            parts = stored_parts(expression, ctx.weights)
         else:
-            quantized = experts_expression(expression, sources, self.scheme.dtype, self.scheme.scales)
-        values, scale, name = quantized.values, quantized.scale, f"{weight}.{quantized.format}"
-        is_mxfp4 = quantized.format == MXFP4
-        if PACKED_KERNEL in ctx.kernels:
-            if (reason := _cpu_unsupported_reason(quantized, tensor_of(node).shape[2], ctx)) is not None:
-                raise CannotQuantizeError(reason)
-            values = ("pack_mxfp4_codes_cpu" if is_mxfp4 else "pack_8bit_experts", values)
-            scale = ("pack_mxfp4_scales_cpu", scale) if is_mxfp4 else scale
-        elif is_mxfp4 and platform_of(ctx.device).runs_triton_kernels:
-            values, scale = ("pack_mxfp4_codes", values), ("pack_mxfp4_scales", scale)
+            parts = quantized_parts(expression, ctx.weights, self.scheme.dtype, self.scheme.scales)
+        if PACKED_KERNEL in ctx.kernels and (reason := _cpu_unsupported_reason(parts, tensor_of(node).shape[2], ctx)) is not None:
+            raise CannotQuantizeError(reason)
+        if isinstance(parts, ScaledParts):
+            values, scale, form = parts.values, parts.scale, dtype_name(parts.dtype)
+            if PACKED_KERNEL in ctx.kernels:
+                values = ("pack_8bit_experts", values)
+        elif isinstance(parts, Mxfp4Parts):
+            values, scale, form = parts.codes, parts.scale, "mxfp4"
+            if PACKED_KERNEL in ctx.kernels:
+                values, scale = ("pack_mxfp4_codes_cpu", values), ("pack_mxfp4_scales_cpu", scale)
+            elif platform_of(ctx.device).runs_triton_kernels:
+                values, scale = ("pack_mxfp4_codes", values), ("pack_mxfp4_scales", scale)
+        else:
+            raise CannotQuantizeError("there is no kernel of experts with scales per group of inputs")
+        name = f"{weight}.{form}"
         return (ctx.defined_weight(gm, f"{name}.values", values, near=node), ctx.defined_weight(gm, f"{name}.scale", scale, near=node))
 
 
-def _cpu_unsupported_reason(quantized: ExpertsExpression, in_features: int, ctx: PassContext) -> str | None:
-    if quantized.format == MXFP4:
+def _cpu_unsupported_reason(parts: Parts, in_features: int, ctx: PassContext) -> str | None:
+    if not isinstance(parts, ScaledParts):
         return packed_mxfp4_unsupported_reason(device=ctx.device, dtype=ctx.dtype)
-    per_block = len(expression_spec(quantized.scale, ctx.weights.sources, torch.device("cpu")).shape) == 3
     return packed_8bit_unsupported_reason(
-        device=ctx.device, dtype=ctx.dtype, weight_dtype=getattr(torch, quantized.format), per_block=per_block, in_features=in_features
+        device=ctx.device, dtype=ctx.dtype, weight_dtype=parts.dtype, per_block=parts.per_block, in_features=in_features
     )
 
 
-def _stored_activations(weight: Node, ctx: PassContext) -> tuple[torch.dtype | None, Activations]:
+def _stored(weight: str | None, ctx: PassContext) -> list[StoredWeight]:
+    """How the checkpoint holds the parameters of a weight, of those that it holds in another form."""
+    names = [] if weight is None else ctx.weights.parameters(ctx.weights[weight].expression)
+    return [ctx.weights.stored[name] for name in names if name in ctx.weights.stored]
+
+
+def _stored_activations(weight: str | None, ctx: PassContext) -> tuple[torch.dtype | None, Activations]:
     """The dtype of a checkpoint's weight, and the activations that it is made for."""
-    name = weight_of(weight)
-    parameter = None if name is None else parameter_of_experts(ctx.weights[name].expression)
-    stored = ctx.quantized_weights.get(str(parameter[1])) if isinstance(parameter, tuple) else None
-    return (stored.dtype, stored.activations) if isinstance(stored, QuantizedWeight) else (None, "none")
-
-
-def _is_of_experts(stored: StoredWeight) -> bool:
-    if isinstance(stored, ArrangedWeight):
-        return str(stored.value[0]).startswith(PACKED)
-    return isinstance(stored, Mxfp4Weight) or (isinstance(stored, QuantizedWeight) and len(stored.scale_shape) == 3)
+    parts = [one.parts for one in _stored(weight, ctx)]
+    return next(((one.dtype, one.activations) for one in parts if isinstance(one, ScaledParts)), (None, "none"))

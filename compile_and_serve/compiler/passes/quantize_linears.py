@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,36 +35,14 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.quantized_expressions import (
-    CannotQuantizeError,
-    GroupedExpression,
-    QuantizedExpression,
-    Scales,
-    grouped_expression,
-    leaves,
-    parameter_of,
-    quantized_expression,
-)
-from compile_and_serve.compiler.weights.transforms import Expression
+from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, Scales, quantized_parts, stored_parts
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
-from compile_and_serve.custom_ops.quantization import (
-    Activations,
-    GroupedWeight,
-    QuantizedWeight,
-    StoredWeight,
-    block_scales,
-    dequantize_weight,
-    quantize_weight,
-    row_scales,
-)
-from compile_and_serve.custom_ops.quantized.group_linear import (
-    GROUP_EMBEDDING,
-    GROUP_LINEAR,
-    group_embedding_unsupported_reason,
-    group_linear_unsupported_reason,
-)
+from compile_and_serve.custom_ops.quantization import Activations, block_scales, dequantize_weight, dtype_name, quantize_weight, row_scales
+from compile_and_serve.custom_ops.quantized.group_linear import GROUP_EMBEDDING, GROUP_LINEAR, group_embedding_unsupported_reason
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR, quantized_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.round_activations import ROUND_ACTIVATIONS
+from compile_and_serve.custom_ops.stored_weight import GroupedParts, Parts, ScaledParts, StoredWeight
+from compile_and_serve.custom_ops.weight_functions import Expression, Text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +53,11 @@ class Scheme:
     scales: Scales
     activations: Activations
     exclude: tuple[str, ...]
+
+    def round_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight of a linear or of experts after quantizing and dequantizing it."""
+        scale = (row_scales if self.scales == "row" else block_scales)(weight, self.dtype)
+        return dequantize_weight(quantize_weight(weight, scale, self.dtype), scale, weight.dtype)
 
 
 _ROUTERS = ("*.mlp.gate", "*.router", "*.router.layer")  # of mixtures of experts: they decide between close scores
@@ -96,16 +80,12 @@ def slow_reason(
 
     stored: the checkpoint's quantized weights. dtype: of the activations.
     """
-    kinds = {(one.dtype, one.per_block) for one in stored.values() if isinstance(one, QuantizedWeight)}
-    groups = {(one.group_size, one.table) for one in stored.values() if isinstance(one, GroupedWeight)}
+    parts = {one.parts.layout: one.parts for one in stored.values() if one.parts is not None}
+    reasons = [one.slow_reason(device, dtype) for one in parts.values()]
     if quantization is not None:
         scheme = SCHEMES[quantization]
-        kinds.add((scheme.dtype, scheme.scales == "block"))
-    reasons = [
-        quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block)
-        for weight_dtype, per_block in sorted(kinds, key=str)
-    ]
-    reasons += [group_linear_unsupported_reason(device=device, dtype=dtype, group_size=size, table=table) for size, table in sorted(groups)]
+        per_block = scheme.scales == "block"
+        reasons.append(quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=scheme.dtype, per_block=per_block))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -125,13 +105,10 @@ class QuantizeLinears(BasePass):
 
     def round_weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """The weight after quantizing and dequantizing it."""
-        if self.scheme is None or weight_OI.dim() != 2:
-            return weight_OI
-        scale = (row_scales if self.scheme.scales == "row" else block_scales)(weight_OI, self.scheme.dtype)
-        return dequantize_weight(quantize_weight(weight_OI, scale, self.scheme.dtype), scale, weight_OI.dtype)
+        return weight_OI if self.scheme is None or weight_OI.dim() != 2 else self.scheme.round_weight(weight_OI)
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        if self.scheme is None and not ctx.quantized_weights:
+        if self.scheme is None and not ctx.weights.stored:
             return PassResult(matched=0)
         matched, near_misses, seen = 0, [], set[str]()
         for node in gm.graph.find_nodes(op="call_function", target=F.embedding):
@@ -144,7 +121,7 @@ class QuantizeLinears(BasePass):
             if weight is None:
                 near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter"))
                 continue
-            parameters = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
+            parameters = ctx.weights.parameters(ctx.weights[weight].expression)
             modules = [_modules(parameter, ctx) for parameter in parameters]
             seen |= {module for names in modules for module in names}
             wanted = [self._wants(names, parameter, ctx) for names, parameter in zip(modules, parameters, strict=True)]
@@ -153,8 +130,7 @@ class QuantizeLinears(BasePass):
             try:
                 if not all(wanted):
                     raise CannotQuantizeError("only a part of the merged weight is to be quantized")
-                is_grouped = self.scheme is None and isinstance(ctx.quantized_weights[parameters[0]], GroupedWeight)
-                (self._use_groups if is_grouped else self._quantize)(gm, node, weight, ctx)
+                self._quantize(gm, node, weight, ctx)
                 matched += 1
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
@@ -165,7 +141,7 @@ class QuantizeLinears(BasePass):
 
     def _wants(self, modules: tuple[str, ...], parameter: str, ctx: PassContext) -> bool:
         if self.scheme is None:
-            return parameter in ctx.quantized_weights
+            return parameter in ctx.weights.stored and ctx.weights.stored[parameter].is_quantized
         return not any(fnmatchcase(module, pattern) for module in modules for pattern in self.exclude)
 
     def _check_exclusions(self, modules: set[str]) -> None:
@@ -181,52 +157,58 @@ class QuantizeLinears(BasePass):
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         if tensor_of(x).dim() != 2:
             raise CannotQuantizeError("its input is not [tokens, features]")
-        quantized = self._expression(weight, ctx)
-        name = f"{weight}.{str(quantized.dtype).removeprefix('torch.')}"
-        packed_value = ("pack_quantized_weight", quantized.values, quantized.scale)
-        packed = ctx.defined_weight(gm, f"{name}.packed", packed_value, near=weight_node)
-        scale = ctx.defined_weight(gm, f"{name}.scale", quantized.scale, near=weight_node)
-        input_scale = None
-        if quantized.input_scale is not None:
-            input_scale = ctx.defined_weight(gm, f"{name}.input_scale", quantized.input_scale, near=weight_node)
-        out_features = tensor_of(weight_node).shape[0]
-        args = (x, packed, scale, out_features, None, 1e-6, bias, False, None, quantized.activations, input_scale)
-        with gm.graph.inserting_before(node):
-            replacement = ctx.call(gm, QUANTIZED_LINEAR, *args, origin=node)
+        parts = self._parts(weight, ctx)
+        if isinstance(parts, ScaledParts):
+            replacement = self._scaled(gm, node, x, weight_node, parts, bias, ctx)
+        elif isinstance(parts, GroupedParts):
+            replacement = self._grouped(gm, node, x, weight_node, parts, bias, ctx)
+        else:
+            raise CannotQuantizeError("there is no kernel of linears for the form in which the checkpoint holds it")
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
 
-    def _use_groups(self, gm: GraphModule, node: Node, weight: str, ctx: PassContext) -> None:
-        x, weight_node = arguments(node)[:2]
-        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        if tensor_of(x).dim() != 2:
-            raise CannotQuantizeError("its input is not [tokens, features]")
-        grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
+    def _parts(self, weight: str, ctx: PassContext) -> Parts:
+        expression = ctx.weights[weight].expression
+        if self.scheme is None:
+            return stored_parts(expression, ctx.weights)
+        return quantized_parts(expression, ctx.weights, self.scheme.dtype, self.scheme.scales, self.scheme.activations)
+
+    def _scaled(self, gm: GraphModule, node: Node, x: Node, weight_node: Node, parts: ScaledParts, bias: Any, ctx: PassContext) -> Node:
+        name = f"{weight_of(weight_node)}.{dtype_name(parts.dtype)}"
+        packed_value = ("pack_quantized_weight", parts.values, parts.scale)
+        packed = ctx.defined_weight(gm, f"{name}.packed", packed_value, near=weight_node)
+        scale = ctx.defined_weight(gm, f"{name}.scale", parts.scale, near=weight_node)
+        input_scale = None
+        if parts.input_scale is not None:
+            input_scale = ctx.defined_weight(gm, f"{name}.input_scale", parts.input_scale, near=weight_node)
+        out_features = tensor_of(weight_node).shape[0]
+        args = (x, packed, scale, out_features, None, 1e-6, bias, False, None, parts.activations, input_scale)
+        with gm.graph.inserting_before(node):
+            return ctx.call(gm, QUANTIZED_LINEAR, *args, origin=node)
+
+    def _grouped(self, gm: GraphModule, node: Node, x: Node, weight_node: Node, parts: GroupedParts, bias: Any, ctx: PassContext) -> Node:
         out_features, in_features = tensor_of(weight_node).shape
-        reason = group_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size, table=grouped.table)
-        if reason is not None:  # a product with the dequantized weight is faster than the torch reference
-            raise CannotQuantizeError(reason)
-        columns = grouped.width or in_features
-        packed, scale, offset = self._group_weights(gm, weight, weight_node, grouped, columns, ctx)
-        bits, size, order, mask = grouped.bits, grouped.group_size, None, None
-        if grouped.width is not None:
-            real = ("real_columns", grouped.input_order, in_features)
+        if (reason := parts.slow_reason(ctx.device, ctx.dtype)) is not None:
+            raise CannotQuantizeError(reason)  # a product with the dequantized weight is faster than the torch reference
+        weight, order, mask = weight_of(weight_node), None, None
+        packed, scale, offset = self._group_weights(gm, weight_node, parts, parts.width or in_features, ctx)
+        if parts.width is not None:
+            real = ("real_columns", parts.input_order, in_features)
             order = ctx.defined_weight(gm, f"{weight}.input_order", real, near=weight_node)
-            is_column = ("is_column", grouped.input_order, in_features)
+            is_column = ("is_column", parts.input_order, in_features)
             mask = ctx.defined_weight(gm, f"{weight}.input_mask", is_column, near=weight_node)
-        elif grouped.input_order is not None:
-            order = ctx.defined_weight(gm, f"{weight}.input_order", grouped.input_order, near=weight_node)
+        elif parts.input_order is not None:
+            order = ctx.defined_weight(gm, f"{weight}.input_order", parts.input_order, near=weight_node)
         with gm.graph.inserting_before(node):
             if order is not None:
                 x = ctx.call(gm, torch.index_select, x, 1, order, origin=node)
             if mask is not None:
                 x = ctx.call(gm, torch.mul, x, mask, origin=node)
-            if grouped.activations is not None:
-                x = ctx.call(gm, ROUND_ACTIVATIONS, x, grouped.activations, origin=node)
-            args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None, grouped.table)
-            replacement = ctx.call(gm, GROUP_LINEAR, *args, origin=node)
-        node.replace_all_uses_with(replacement)
-        gm.graph.erase_node(node)
+            if parts.activations is not None:
+                x = ctx.call(gm, ROUND_ACTIVATIONS, x, parts.activations, origin=node)
+            others = (None, 1e-6, bias, False, None, parts.table)
+            args = (x, packed, scale, offset, out_features, parts.bits, parts.group_size, *others)
+            return ctx.call(gm, GROUP_LINEAR, *args, origin=node)
 
     def _embed(self, gm: GraphModule, node: Node, ctx: PassContext) -> int:
         """Replace an embedding over a group-quantized weight where there is a kernel. → sites"""
@@ -234,51 +216,36 @@ class QuantizeLinears(BasePass):
         weight = weight_of(weight_node)
         if self.scheme is not None or weight is None or any(other not in (None, False, 2.0) for other in others):
             return 0
-        names = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
-        if not isinstance(ctx.quantized_weights.get(names[0]), GroupedWeight) or tensor_of(ids).dim() != 1:
+        stored = [ctx.weights.stored.get(name) for name in ctx.weights.parameters(ctx.weights[weight].expression)]
+        if stored[0] is None or not isinstance(stored[0].parts, GroupedParts) or tensor_of(ids).dim() != 1:
             return 0
-        grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
-        reason = group_embedding_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size)
+        parts = stored_parts(ctx.weights[weight].expression, ctx.weights)
+        assert isinstance(parts, GroupedParts)
+        reason = group_embedding_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=parts.group_size)
         if reason is not None:
             raise CannotQuantizeError(reason)
         rows, columns = tensor_of(weight_node).shape
-        parts = self._group_weights(gm, weight, weight_node, grouped, columns, ctx)
+        args = (ids, *self._group_weights(gm, weight_node, parts, columns, ctx), rows, columns, parts.bits, parts.group_size, ctx.dtype)
         with gm.graph.inserting_before(node):
-            replacement = ctx.call(
-                gm, GROUP_EMBEDDING, ids, *parts, rows, columns, grouped.bits, grouped.group_size, ctx.dtype, origin=node
-            )
+            replacement = ctx.call(gm, GROUP_EMBEDDING, *args, origin=node)
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
         return 1
 
     def _group_weights(
-        self, gm: GraphModule, weight: str, near: Node, grouped: GroupedExpression, in_features: int, ctx: PassContext
+        self, gm: GraphModule, weight_node: Node, parts: GroupedParts, in_features: int, ctx: PassContext
     ) -> tuple[Node, Node, Node | None]:
         """The packed codes, scales and offsets of a weight."""
-        bits, size, name = grouped.bits, grouped.group_size, f"{weight}.{grouped.bits}bits"
-        suffix = f".{grouped.table}" if grouped.table else ""
+        name = f"{weight_of(weight_node)}.{parts.bits}bits"
 
         def scales(of: str, values: Expression) -> Node:
-            packing = (f"pack_group_scales{suffix}", values, in_features, size)
-            return ctx.defined_weight(gm, f"{name}.{of}", packing, near=near)
+            packing = ("pack_group_scales", values, in_features, parts.group_size, Text(parts.table))
+            return ctx.defined_weight(gm, f"{name}.{of}", packing, near=weight_node)
 
-        packing = (f"pack_group_codes{suffix}", grouped.codes, bits, size)
-        packed = ctx.defined_weight(gm, f"{name}.packed", packing, near=near)
-        offset = None if grouped.offset is None else scales("offset", grouped.offset)
-        return packed, scales("scale", grouped.scale), offset
-
-    def _expression(self, weight: str, ctx: PassContext) -> QuantizedExpression:
-        expression, sources = ctx.weights[weight].expression, ctx.weights.sources
-        if self.scheme is None:
-            return quantized_expression(expression, sources, ctx.quantized_weights)
-        return quantized_expression(
-            expression,
-            sources,
-            ctx.quantized_weights,
-            dtype=self.scheme.dtype,
-            scales=self.scheme.scales,
-            activations=self.scheme.activations,
-        )
+        packing = ("pack_group_codes", parts.codes, parts.bits, parts.group_size, Text(parts.table))
+        packed = ctx.defined_weight(gm, f"{name}.packed", packing, near=weight_node)
+        offset = None if parts.offset is None else scales("offset", parts.offset)
+        return packed, scales("scale", parts.scale), offset
 
 
 def _modules(parameter: str, ctx: PassContext) -> tuple[str, ...]:

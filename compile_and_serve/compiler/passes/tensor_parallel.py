@@ -36,14 +36,15 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.transforms import depends_on_rank, weight_function
+from compile_and_serve.compiler.weights.transforms import depends_on_rank
 from compile_and_serve.custom_ops.collectives.collectives import ALL_GATHER, ALL_REDUCE, TENSOR
 from compile_and_serve.custom_ops.library import COLUMNS, EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, ROWS, Sharding
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 LARGEST_SIZE = 64  # in proposals of error messages
 
 
-@weight_function(ROWS, by_rank=True, selects=0)
+@weight_function(ROWS, by_rank=True, selects="rows")
 def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> torch.Tensor:
     """A rank's part of `parts` equal parts along dimension 0. size / parts consecutive ranks have the same part.
 
@@ -55,14 +56,14 @@ def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> tor
     return F.pad(shard, (0, 0) * (weight.dim() - 1) + (0, missing)) if missing else shard
 
 
-@weight_function(COLUMNS, by_rank=True, selects=1)
+@weight_function(COLUMNS, by_rank=True, selects="columns")
 def shard_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's part along dimension 1. [O, I] → [O, I / size]"""
     columns = weight.shape[1] // size
     return weight[:, rank * columns : (rank + 1) * columns]
 
 
-@weight_function(EXPERT_ROWS, by_rank=True)
+@weight_function(EXPERT_ROWS, by_rank=True, selects="rows")
 def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's gate and up: [X, 2F, …] → [X, 2F / size, …]"""
     halves = weight.unflatten(1, (2, -1))
@@ -70,7 +71,7 @@ def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Te
     return halves[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
 
 
-@weight_function(EXPERT_COLUMNS, by_rank=True)
+@weight_function(EXPERT_COLUMNS, by_rank=True, selects="columns")
 def shard_expert_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's down: [X, D, F] → [X, D, F / size]"""
     columns = weight.shape[2] // size

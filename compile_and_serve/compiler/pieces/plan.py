@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler.compat import OpOverload
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint
 from compile_and_serve.compiler.pieces.splitter import Piece, SplitOp, Stage
-from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable, WeightTransform
+from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform
+from compile_and_serve.custom_ops.weight_functions import TensorSpec, expression_from_json, expression_to_json
 
 REF = "$"  # prefix of an op argument that names a value
 WEIGHT = "weight."  # prefix of a value that is a weight
@@ -96,8 +97,9 @@ class ExecutionPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dump; `from_json` is the inverse."""
         data = asdict(self)
-        for transform in data["transforms"]:
-            transform["spec"]["dtype"] = str(transform["spec"]["dtype"]).removeprefix("torch.")
+        for transform, plain in zip(self.transforms, data["transforms"], strict=True):
+            plain["expression"] = expression_to_json(transform.expression)
+            plain["spec"]["dtype"] = str(transform.spec.dtype).removeprefix("torch.")
         return data
 
     @classmethod
@@ -110,7 +112,7 @@ class ExecutionPlan:
         )
         transforms = tuple(
             WeightTransform(
-                expression=_tuples(t["expression"]),
+                expression=expression_from_json(t["expression"]),
                 target=t["target"],
                 spec=TensorSpec(shape=tuple(t["spec"]["shape"]), dtype=getattr(torch, t["spec"]["dtype"])),
             )
@@ -179,7 +181,3 @@ def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) 
     graphs.setdefault(key, stage.gm)
     inputs, outputs = (tuple(names[node] for node in nodes) for nodes in (stage.inputs, stage.outputs))
     return PieceStep(piece=key, inputs=inputs, outputs=outputs)
-
-
-def _tuples(expression: Any) -> Any:
-    return expression if isinstance(expression, str | int) else tuple(_tuples(item) for item in expression)

@@ -33,6 +33,7 @@ from compile_and_serve.compiler.pieces.plan_function import plan_source
 from compile_and_serve.compiler.pieces.splitter import Piece, split
 from compile_and_serve.compiler.reports.dump_format import BYTECODE, COMPILED, FORWARD, REPORT, SCHEMA, SPLIT
 from compile_and_serve.compiler.reports.graph_text import GraphText, SymbolNames, source_of, target_name
+from compile_and_serve.custom_ops.weight_functions import expression_to_json
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,11 @@ class Dump:
             self.report["split"].append({"piece": piece, "count": counts[piece], "file": file})
         steps = [step.op if isinstance(step, OpStep) else f"piece {plan.pieces.index(step.piece)}" for step in plan.steps]
         weights = {
-            t.target: {"expression": t.expression, "dtype": str(t.spec.dtype).removeprefix("torch."), "shape": t.spec.shape}
+            t.target: {
+                "expression": expression_to_json(t.expression),
+                "dtype": str(t.spec.dtype).removeprefix("torch."),
+                "shape": t.spec.shape,
+            }
             for t in plan.transforms
         }
         self.report |= {"steps": steps, "weights": weights, "weight_bytes": _weight_bytes(plan)}

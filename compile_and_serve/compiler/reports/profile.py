@@ -24,7 +24,6 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, PlanStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.rewrite.graph_pass import op_arguments
-from compile_and_serve.compiler.weights.transforms import TensorSpec
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
@@ -32,6 +31,7 @@ from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.moe.expert_load import counting_experts
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
+from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 CONTEXT, PAGE_TOKENS = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share

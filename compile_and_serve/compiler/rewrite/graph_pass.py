@@ -14,10 +14,10 @@ from torch.fx.node import map_arg
 from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
-from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTable, evaluate_spec, expression_spec
+from compile_and_serve.compiler.weights.transforms import WeightTable, evaluate_spec, expression_spec
 from compile_and_serve.custom_ops.library import OpKind, op_info
-from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import StateGroup, StepInput
+from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec
 
 if TYPE_CHECKING:
     from compile_and_serve.compiler.model import ModelSource
@@ -78,7 +78,6 @@ class PassContext:
     kernels: names of the `cas` ops with a kernel for this device and dtype, `FLOAT32_NORM_WEIGHT` and `GELU_LINEAR`.
     tuner: measures whether a fusion is faster; None: every fusion is made.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
-    quantized_weights: the checkpoint's quantized parameters.
     declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.
     """
 
@@ -90,7 +89,6 @@ class PassContext:
     tuner: FusionTuner | None = None
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
-    quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, tensor_of
-from compile_and_serve.compiler.weights.transforms import weight_function
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 
 @dataclass(frozen=True, slots=True)

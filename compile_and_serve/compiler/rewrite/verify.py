@@ -42,8 +42,8 @@ from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_e
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.quantization import LARGEST
-from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
+from compile_and_serve.custom_ops.weight_functions import Expression
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ TOLERANCE = 1e-8  # relative, of float64 results that differ in the order of the
 CACHED, NEW = (11, 0), (1, 6)  # tokens of the two sequences: one decodes behind a filled cache, one begins
 LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
+_STD = 0.05  # of random weights
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
 
@@ -152,45 +153,28 @@ class RandomWeights:
 
     def __init__(self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int, rounding: Rounding | None = None) -> None:
         self._weights, self._buffers, self._rounding = weights, buffers, rounding
+        self._examples = {tensor.name: tensor for one in weights.stored.values() if one.is_quantized for tensor in one.tensors}
         largest = max((_numel(spec.shape) for spec in weights.sources.values()), default=1)
         self._slack = 4099
         size = min(largest, LARGEST_POOL) + self._slack
-        self._pool = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.05
+        self._pool = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * _STD
 
     def value(self, name: str, rank: int) -> torch.Tensor:
         """The value of weight `name` on a rank, float64 where it is floating."""
         transform = self._weights[name]
-        value = transform.fn(*(self.source(source) for source in transform.sources), rank=rank)
+        values: dict[Expression, torch.Tensor] = {source: self.source(source) for source in transform.sources}
+        value = evaluate_expression(_with_float64(transform.expression), values, rank)
         return value if value.dtype in LARGEST else _widen(value)
 
     def source(self, name: str) -> torch.Tensor:
-        """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1, scales of quantized weights
-        around a hundredth."""
+        """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1."""
         if name in self._buffers:
             return _widen(self._buffers[name].cpu())
+        if name in self._examples:
+            example = self._examples[name].example(_STD, torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            return example if example.dtype in LARGEST else _widen(example)
         spec = self._weights.sources[name]
-        if spec.dtype in (torch.int32, torch.uint8):  # packed codes: random bits
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if name.endswith("g_idx"):
-                # The same order for all weights of this size, because merged weights must agree.
-                inputs = torch.randperm(spec.shape[0], generator=generator.manual_seed(spec.shape[0]))
-                return (inputs * self._num_groups(name) // spec.shape[0]).to(spec.dtype)
-            if QUANT_STATE in name:
-                return padded_state(b'{"nested_offset": 0.03}')
-            exponents_of_mxfp4 = spec.dtype == torch.uint8 and name.endswith("weight_scale")
-            if exponents_of_mxfp4 or name.endswith("_proj_scales"):
-                return torch.randint(117, 123, spec.shape, generator=generator, dtype=spec.dtype)
-            limits = torch.iinfo(spec.dtype)
-            # Float16 numbers among bytes must be finite and small.
-            largest = 0x30 if spec.dtype == torch.uint8 else limits.max
-            return torch.randint(limits.min, largest, spec.shape, generator=generator, dtype=spec.dtype)
         value = self._random(name, spec.shape)
-        if spec.dtype in LARGEST:
-            return (value * 200).round().clamp(-100, 100).to(spec.dtype)  # 10 on average
-        if name.endswith("weight_global_scale"):  # it divides
-            return 100 + value.abs()
-        if name in self._weights.scales:
-            return 0.01 * (1 + 4 * value.abs())
         if len(spec.shape) == 1:
             return 1 + 4 * value
         return value if self._rounding is None or len(spec.shape) not in (2, 3) else self._rounded(name, value)
@@ -205,14 +189,6 @@ class RandomWeights:
         rounded = torch.empty(value.numel(), dtype=value.dtype)
         rounded[order.flatten()] = self._rounding(evaluate_expression(expression, {name: value}, 0)).flatten()
         return rounded.view(value.shape)
-
-    def _num_groups(self, name: str) -> int:
-        """Number of groups of the weight whose inputs' groups are tensor `name`: scales are [G, O] (GPTQ) or [O, G]."""
-        owner = name.rpartition(".")[0]
-        sources = self._weights.sources
-        if f"{owner}.scales" in sources:
-            return sources[f"{owner}.scales"].shape[0]
-        return sources[f"{owner}.weight_scale"].shape[1]
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         offset = zlib.crc32(name.encode()) % self._slack
@@ -438,6 +414,14 @@ def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
 def _is_cast(node: Node) -> bool:
     values = [n.meta.get("example_value") for n in (node, *node.all_input_nodes[:1])]
     return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) == 2
+
+
+def _with_float64(expression: Expression) -> Expression:
+    """The expression with float64 in place of the dtypes that it computes in."""
+    if isinstance(expression, tuple):
+        return tuple(_with_float64(part) for part in expression)
+    is_wide = isinstance(expression, torch.dtype) and expression.is_floating_point and expression not in LARGEST
+    return torch.float64 if is_wide else expression
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

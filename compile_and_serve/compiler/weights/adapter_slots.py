@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 
-from compile_and_serve.compiler.weights.transforms import Expression, WeightTransform, evaluate, weight_function
+from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
 from compile_and_serve.custom_ops.lora.limits import COLUMNS
-from compile_and_serve.custom_ops.quantization import dtype_name
+from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 A, B = ".lora_a", ".lora_b"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OF_PART = 4  # constants of B for each merged linear
 
 
@@ -35,19 +33,16 @@ def _as_it_is(slots: torch.Tensor, *_: int) -> torch.Tensor:
     return slots
 
 
-def _zeros(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Slots of A. sizes: its three dimensions, then what `LinearSite` says, which does not matter here."""
-    return torch.zeros(sizes[:3], dtype=dtype)
+@weight_function("adapter_slots")
+def _zeros(*sizes: Any) -> torch.Tensor:
+    """Slots of A. sizes: its three dimensions, then what `LinearSite` says, which does not matter here, and the dtype."""
+    return torch.zeros(sizes[:3], dtype=sizes[-1])
 
 
-def _zero_blocks(num_slots: int, rank: int, out_features: int, *_: int, dtype: torch.dtype) -> torch.Tensor:
-    """Slots of B."""
-    return torch.zeros(num_slots, -(-out_features // COLUMNS), rank, COLUMNS, dtype=dtype)
-
-
-for _dtype in DTYPES:
-    weight_function(f"adapter_slots_{dtype_name(_dtype)}")(partial(_zeros, dtype=_dtype))
-    weight_function(f"adapter_blocks_{dtype_name(_dtype)}")(partial(_zero_blocks, dtype=_dtype))
+@weight_function("adapter_blocks")
+def _zero_blocks(num_slots: int, rank: int, out_features: int, *others: Any) -> torch.Tensor:
+    """Slots of B. others: as of `_zeros`."""
+    return torch.zeros(num_slots, -(-out_features // COLUMNS), rank, COLUMNS, dtype=others[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +68,8 @@ def slot_weights(
     return SlotWeights(
         a=name + A,
         b=name + B,
-        of_a=(f"adapter_slots_{dtype_name(dtype)}", num_slots, len(parts) * rank, in_features, columns.pop()),
-        of_b=(f"adapter_blocks_{dtype_name(dtype)}", num_slots, rank, sum(out_features for _, out_features, *_ in parts), *constants),
+        of_a=("adapter_slots", num_slots, len(parts) * rank, in_features, columns.pop(), dtype),
+        of_b=("adapter_blocks", num_slots, rank, sum(out_features for _, out_features, *_ in parts), *constants, dtype),
     )
 
 

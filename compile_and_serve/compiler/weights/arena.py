@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from compile_and_serve.compiler.weights.transforms import TensorSpec
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 log = logging.getLogger(__name__)
 

@@ -12,28 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from compile_and_serve.compiler.weights.adapter_slots import DTYPES, fill_columns, is_sharded
-from compile_and_serve.compiler.weights.transforms import Expression, WeightTransform, evaluate, weight_function
-from compile_and_serve.custom_ops.quantization import dtype_name
+from compile_and_serve.compiler.weights.adapter_slots import fill_columns, is_sharded
+from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
+from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 ROWS, BLOCKS, IDENTITY = ".embedding_lora_a", ".embedding_lora_b", ".embedding_lora_identity"
 
 
-def _zero_rows(num_slots: int, num_rows: int, rank: int, *_: int, dtype: torch.dtype) -> torch.Tensor:
+@weight_function("adapter_rows")
+def _zero_rows(num_slots: int, num_rows: int, rank: int, vocab_size: int, shards: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(num_slots, num_rows, rank, dtype=dtype)
 
 
-def _identities(num_slots: int, rank: int, *, dtype: torch.dtype) -> torch.Tensor:
+@weight_function("adapter_identities")
+def _identities(num_slots: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.eye(rank, dtype=dtype).repeat(num_slots, 1, 1)
-
-
-for _dtype in DTYPES:
-    weight_function(f"adapter_rows_{dtype_name(_dtype)}")(partial(_zero_rows, dtype=_dtype))
-    weight_function(f"adapter_identities_{dtype_name(_dtype)}")(partial(_identities, dtype=_dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +45,11 @@ def embedding_slots(
     module: str, num_slots: int, rank: int, shape: Sequence[int], vocab_size: int, base: Expression, dtype: torch.dtype
 ) -> EmbeddingSlots:
     """shape: of the embedding's weight here, [V, D]; base: its expression; vocab_size: tokens of all ranks together."""
-    name, size = dtype_name(dtype), base[-1] if is_sharded(base, "shard_rows") else 0
+    size = base[-1] if is_sharded(base, "shard_rows") else 0
     return EmbeddingSlots(
-        rows=(module + ROWS, (f"adapter_rows_{name}", num_slots, shape[0], rank, vocab_size, size)),
-        blocks=(module + BLOCKS, (f"adapter_blocks_{name}", num_slots, rank, shape[1])),
-        identities=(module + IDENTITY, (f"adapter_identities_{name}", num_slots, rank)),
+        rows=(module + ROWS, ("adapter_rows", num_slots, shape[0], rank, vocab_size, size, dtype)),
+        blocks=(module + BLOCKS, ("adapter_blocks", num_slots, rank, shape[1], dtype)),
+        identities=(module + IDENTITY, ("adapter_identities", num_slots, rank, dtype)),
     )
 
 

@@ -11,31 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from compile_and_serve.compiler.weights.adapter_slots import DTYPES, is_sharded
-from compile_and_serve.compiler.weights.expert_expressions import COLUMNS as BY_COLUMNS
-from compile_and_serve.compiler.weights.expert_expressions import ROWS as BY_ROWS
-from compile_and_serve.compiler.weights.transforms import Expression, WeightTransform, evaluate, weight_function
+from compile_and_serve.compiler.weights.adapter_slots import is_sharded
+from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
+from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS
 from compile_and_serve.custom_ops.lora.limits import COLUMNS
-from compile_and_serve.custom_ops.quantization import dtype_name
+from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 A, B = ".experts_lora_a", ".experts_lora_b"
 
 
-def _zeros_a(num_slots: int, num_experts: int, rows: int, inputs: int, *_: int, dtype: torch.dtype) -> torch.Tensor:
+@weight_function("expert_adapters_a")
+def _zeros_a(num_slots: int, num_experts: int, rows: int, inputs: int, by_columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(num_slots, num_experts, rows, inputs, dtype=dtype)
 
 
-def _zeros_b(num_slots: int, num_experts: int, rank: int, outputs: int, *_: int, dtype: torch.dtype) -> torch.Tensor:
+@weight_function("expert_adapters_b")
+def _zeros_b(num_slots: int, num_experts: int, rank: int, outputs: int, by_rows: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(num_slots, num_experts, -(-outputs // COLUMNS), rank, COLUMNS, dtype=dtype)
-
-
-for _dtype in DTYPES:
-    weight_function(f"expert_adapters_a_{dtype_name(_dtype)}")(partial(_zeros_a, dtype=_dtype))
-    weight_function(f"expert_adapters_b_{dtype_name(_dtype)}")(partial(_zeros_b, dtype=_dtype))
 
 
 def expert_slots(
@@ -43,11 +38,10 @@ def expert_slots(
 ) -> tuple[tuple[str, Expression], tuple[str, Expression]]:
     """Names and expressions of A [S, X, P * R, I] and B [S, X, C, R, N] of a stacked weight [X, O, I] with the expression `base`."""
     num_experts, outputs, inputs = shape
-    name = dtype_name(dtype)
-    columns, rows = (base[-1] if is_sharded(base, how) else 0 for how in (BY_COLUMNS, BY_ROWS))
+    columns, rows = (base[-1] if is_sharded(base, how) else 0 for how in (EXPERT_COLUMNS, EXPERT_ROWS))
     return (
-        (parameter + A, (f"expert_adapters_a_{name}", num_slots, num_experts, parts * rank, inputs, columns)),
-        (parameter + B, (f"expert_adapters_b_{name}", num_slots, num_experts, rank, outputs, rows)),
+        (parameter + A, ("expert_adapters_a", num_slots, num_experts, parts * rank, inputs, columns, dtype)),
+        (parameter + B, ("expert_adapters_b", num_slots, num_experts, rank, outputs, rows, dtype)),
     )
 
 
@@ -91,7 +85,7 @@ class ExpertSite:
         else:
             a_XRI, b_XOR, experts = a[None], b[None], slice(expert, expert + 1)
         if self.by_columns:
-            a_XRI = evaluate((BY_COLUMNS, "a", self.by_columns), {"a": a_XRI}, rank)
+            a_XRI = evaluate((EXPERT_COLUMNS, "a", self.by_columns), {"a": a_XRI}, rank)
         whole = self.out_features // self.parts
         largest_rank, own_rank = slot_a.shape[1] // self.parts, a_XRI.shape[1]
         for part in range(first_row // whole, (first_row + b_XOR.shape[1]) // whole):
@@ -117,8 +111,8 @@ def expert_sites(transforms: Sequence[WeightTransform]) -> list[ExpertSite]:
         of_b = of[parameter + B]
         assert isinstance(of_a, tuple)
         assert isinstance(of_b, tuple)
-        _, _, num_experts, rows, inputs, by_columns = of_a
-        _, _, _, rank, outputs, by_rows = of_b
+        _, _, num_experts, rows, inputs, by_columns, _ = of_a
+        _, _, _, rank, outputs, by_rows, _ = of_b
         sites.append(
             ExpertSite(
                 module=parameter,

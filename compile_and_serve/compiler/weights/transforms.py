@@ -1,7 +1,7 @@
 """`WeightTransform`: how a weight of a compiled model is computed from the checkpoint.
 
 A transform is data, so that artifacts can store it: an expression over checkpoint tensors, whose functions are registered by name
-(`weight_function`). For example, `merge_linears` creates `cat(q, k, v)`, and `fuse_linears` wraps it into
+(`custom_ops/weight_functions.py`). For example, `merge_linears` creates `cat(q, k, v)`, and `fuse_linears` wraps it into
 `pack_linear_weight(cat(q, k, v))`. `tensor_parallel` creates `shard_rows(q, 2, 2)`: the expression is the same on all ranks, and a
 function that is registered with `by_rank` receives the rank when the weights are loaded.
 Quantized weights: `compiler/weights/quantized_expressions.py`.
@@ -18,54 +18,13 @@ from typing import Any, TypeGuard
 import torch
 
 from compile_and_serve.compiler.compat import FakeTensorMode
-
-Expression = str | int | tuple[Any, ...]  # the name of a source, a constant, or (function name, *expressions)
-
-# Registries, filled when modules are imported.
-_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
-_BY_RANK: set[str] = set()
-_SELECTS: dict[str, int] = {}
+from compile_and_serve.custom_ops.stored_weight import StoredWeight
+from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS, Constant, Expression, TensorSpec, Text, weight_function
 
 
-def weight_function(
-    name: str, *, by_rank: bool = False, selects: int | None = None
-) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Register a function of tensors and integers under a name, for expressions. Artifacts use the name: change it with the result.
-
-    by_rank: the function takes a keyword `rank` and selects the part of one tensor that this rank needs. The shape and dtype of
-        the result do not depend on the rank.
-    selects: the dimension along which the function concatenates tensors or takes slices, and does nothing else. It must treat any
-        sizes of the other dimensions alike, so that it can be applied to the scales of a quantized weight, too.
-    """
-
-    def register(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        assert name not in _FUNCTIONS, f"weight function {name} is registered twice"
-        _FUNCTIONS[name] = fn
-        if by_rank:
-            _BY_RANK.add(name)
-        if selects is not None:
-            _SELECTS[name] = selects
-        return fn
-
-    return register
-
-
-def selected_dimension(function: str) -> int | None:
-    """The dimension along which a weight function only concatenates or slices; None if it computes."""
-    return _SELECTS.get(function)
-
-
-@weight_function("cat", selects=0)
+@weight_function("cat", selects="rows")
 def _cat(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.cat(tensors)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,16 +79,20 @@ def depends_on_rank(expression: Expression) -> bool:
     """Whether an expression's value differs from rank to rank."""
     if not isinstance(expression, tuple):
         return False
-    return expression[0] in _BY_RANK or any(depends_on_rank(argument) for argument in expression[1:])
+    return _is_by_rank(expression[0]) or any(depends_on_rank(argument) for argument in expression[1:])
 
 
 def is_selection(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
     """Whether the expression is a rank's selection from one source."""
-    return isinstance(expression, tuple) and expression[0] in _BY_RANK and isinstance(expression[1], str)
+    return isinstance(expression, tuple) and _is_by_rank(expression[0]) and isinstance(expression[1], str)
+
+
+def _is_by_rank(function: str) -> bool:
+    return WEIGHT_FUNCTIONS[function].by_rank
 
 
 def _inputs(expression: Expression) -> Sequence[Expression]:
-    if isinstance(expression, int):
+    if isinstance(expression, Constant):
         return []
     if isinstance(expression, str) or is_selection(expression):
         return [expression]
@@ -137,24 +100,30 @@ def _inputs(expression: Expression) -> Sequence[Expression]:
 
 
 def _evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], rank: int) -> Any:
-    if isinstance(expression, int):
-        return expression
+    if isinstance(expression, Constant):
+        return expression.text if isinstance(expression, Text) else expression
     if isinstance(expression, str) or expression in values:
         return values[expression]
     function, *arguments = expression
-    evaluated = [_evaluate(argument, values, rank) for argument in arguments]
-    return _FUNCTIONS[function](*evaluated, **({"rank": rank} if function in _BY_RANK else {}))
+    return _call(function, [_evaluate(argument, values, rank) for argument in arguments], rank)
+
+
+def _call(name: str, arguments: Sequence[Any], rank: int) -> torch.Tensor:
+    function = WEIGHT_FUNCTIONS[name]
+    return function.call(*arguments, **({"rank": rank} if function.by_rank else {}))
 
 
 @cache
-def evaluate_spec(function: str, arguments: tuple[TensorSpec | int, ...], device: torch.device) -> TensorSpec:
+def evaluate_spec(function: str, arguments: tuple[TensorSpec | Constant, ...], device: torch.device) -> TensorSpec:
     """The spec of a weight function's result on `device`. No memory is allocated."""
     with FakeTensorMode():
         values = [
-            argument if isinstance(argument, int) else torch.empty(argument.shape, dtype=argument.dtype, device=device)
+            torch.empty(argument.shape, dtype=argument.dtype, device=device)
+            if isinstance(argument, TensorSpec)
+            else _evaluate(argument, {}, 0)
             for argument in arguments
         ]
-        out = _FUNCTIONS[function](*values, **({"rank": 0} if function in _BY_RANK else {}))
+        out = _call(function, values, 0)
     return TensorSpec(shape=tuple(out.shape), dtype=out.dtype)
 
 
@@ -162,41 +131,58 @@ def expression_spec(expression: Expression, sources: Mapping[str, TensorSpec], d
     """The spec of an expression's value on `device`. No memory is allocated."""
     if isinstance(expression, str):
         return sources[expression]
-    assert not isinstance(expression, int), "a constant has no spec"
+    assert isinstance(expression, tuple), "a constant has no spec"
     function, *arguments = expression
-    specs = tuple(a if isinstance(a, int) else expression_spec(a, sources, device) for a in arguments)
+    specs = tuple(a if isinstance(a, Constant) else expression_spec(a, sources, device) for a in arguments)
     return evaluate_spec(function, specs, device)
+
+
+def checkpoint_specs(specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredWeight]) -> dict[str, TensorSpec]:
+    """The tensors that a checkpoint must hold: the parameters, and for those that it holds in another form their tensors."""
+    sources = {name: spec for name, spec in specs.items() if name not in stored}
+    return sources | {t.name: TensorSpec(shape=t.shape, dtype=t.dtype) for one in stored.values() for t in one.tensors}
 
 
 class WeightTable:
     """The weights of a graph while passes rewrite it, each with its transform.
 
-    specs: the parameters. sources: the checkpoint's tensors, if they differ from the parameters. expressions: of the parameters
-    that are not tensors of the checkpoint. aliases: further names of a parameter, such as an output head tied to the embedding.
+    specs: the parameters. stored: how the checkpoint holds those that it holds in another form. aliases: further names of a parameter,
+    such as an output head tied to the embedding. sources: the checkpoint's tensors.
     """
 
     def __init__(
         self,
         specs: Mapping[str, TensorSpec],
         *,
-        sources: Mapping[str, TensorSpec] | None = None,
-        expressions: Mapping[str, Expression] | None = None,
+        stored: Mapping[str, StoredWeight] | None = None,
         aliases: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        self.sources = dict(specs if sources is None else sources)
-        self.scales = self.sources.keys() - specs.keys()  # the checkpoint's tensors that are not parameters
+        self.stored = {name: one for name, one in (stored or {}).items() if name in specs}
+        self.sources = checkpoint_specs(specs, self.stored)
         self.aliases = dict(aliases or {})
-        self.expressions = dict(expressions or {})
+        self.expressions: dict[str, Expression] = {name: one.plain(specs[name].dtype) for name, one in self.stored.items()}
+        self._parameter_of = {expression: name for name, expression in self.expressions.items()}
         self._transforms = {
             name: WeightTransform(expression=self.expressions.get(name, name), target=name, spec=spec) for name, spec in specs.items()
         }
+
+    def parameter_of(self, expression: Expression) -> str | None:
+        """The parameter that an expression is; None if it is made of parameters."""
+        return expression if isinstance(expression, str) else self._parameter_of.get(expression)
+
+    def parameters(self, expression: Expression) -> list[str]:
+        """The parameters that an expression is made of, in order."""
+        parameter = self.parameter_of(expression)
+        if parameter is not None or not isinstance(expression, tuple):
+            return [] if parameter is None else [parameter]
+        return [name for argument in expression[1:] for name in self.parameters(argument)]
 
     def __getitem__(self, name: str) -> WeightTransform:
         return self._transforms[name]
 
     def derive(self, target: str, function: str, *weights: str | int, spec: TensorSpec) -> None:
         """Define weight `target` = function(*weights). The weights may be derived themselves; integers are constants."""
-        self.define(target, self._call(function, weights), spec=spec)
+        self.define(target, self._expression(function, weights), spec=spec)
 
     def define(self, target: str, expression: Expression, *, spec: TensorSpec) -> None:
         """Define weight `target` as an expression over the checkpoint's tensors."""
@@ -206,11 +192,11 @@ class WeightTable:
 
     def replace(self, target: str, function: str, *constants: int, spec: TensorSpec) -> None:
         """Redefine weight `target` as function(its present value, *constants). Weights that were derived from it do not change."""
-        expression = self._call(function, (target, *constants))
+        expression = self._expression(function, (target, *constants))
         self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)
 
-    def _call(self, function: str, arguments: Sequence[str | int]) -> Expression:
-        assert function in _FUNCTIONS, f"unknown weight function {function}"
+    def _expression(self, function: str, arguments: Sequence[str | int]) -> Expression:
+        assert function in WEIGHT_FUNCTIONS, f"unknown weight function {function}"
         return (function, *(self._transforms[a].expression if isinstance(a, str) else a for a in arguments))
 
     def checkpoint(self) -> Callable[[], None]:

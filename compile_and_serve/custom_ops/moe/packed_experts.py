@@ -20,6 +20,7 @@ from compile_and_serve.custom_ops.quantized.group_layout import CPU_INPUTS, pack
 from compile_and_serve.custom_ops.quantized.group_linear import group_linear, group_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, unpack_mxfp4_codes
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear, quantized_linear_unsupported_reason
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 _INPUTS = 4  # adjacent inputs of the 8-bit layout: others would be padded
 
@@ -38,16 +39,19 @@ def packed_mxfp4_unsupported_reason(*, device: torch.device, dtype: torch.dtype)
     return group_linear_unsupported_reason(device=device, dtype=dtype, group_size=MX_BLOCK, table="e2m1")
 
 
+@weight_function("pack_8bit_experts")
 def pack_8bit_experts(values_XOI: torch.Tensor) -> torch.Tensor:
     """int8 or float8_e4m3fn [X, O, I] → [X, ceil(O / 16), I / 4, 64]"""
     return torch.stack([pack_weight_cpu(values_OI) for values_OI in values_XOI])
 
 
+@weight_function("pack_mxfp4_codes_cpu")
 def pack_mxfp4_codes_cpu(codes_XOGH: torch.Tensor) -> torch.Tensor:
     """A checkpoint's codes, uint8 [X, O, G, 16] → uint8 [X, ceil(O / 16), G, 256]"""
     return torch.stack([pack_codes_cpu(unpack_mxfp4_codes(codes_OGH), 4) for codes_OGH in codes_XOGH])
 
 
+@weight_function("pack_mxfp4_scales_cpu")
 def pack_mxfp4_scales_cpu(scales_XOG: torch.Tensor) -> torch.Tensor:
     """A checkpoint's scales, uint8 [X, O, G], as numbers → float32 [X, ceil(O / 16), G, 16]"""
     exponents = scales_XOG.to(torch.int32) - 127

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.quantized.mxfp4 import E2M1_VALUES
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 TILE_OUTPUTS = 64  # outputs per tile of the Triton layout
 TILE_WORDS = 32  # int16 elements per output of a tile
@@ -54,6 +55,7 @@ TABLES: Mapping[str, tuple[float, ...]] = {
 }
 
 
+@weight_function("dequantize_groups")
 def dequantize_groups(
     codes_OI: torch.Tensor,
     scale_OG: torch.Tensor,
@@ -75,7 +77,7 @@ def dequantize_groups(
     def over_inputs(values_OG: torch.Tensor) -> torch.Tensor:
         values_OG = values_OG.to(math_dtype)
         if input_groups_I is not None:
-            return values_OG[:, input_groups_I]
+            return values_OG[:, input_groups_I.long()]
         return values_OG.repeat_interleave(group_size, 1)[:, :in_features]
 
     scale = over_inputs(scale_OG)
@@ -95,6 +97,7 @@ def padded_width(in_features: int, groups: int) -> int:
     return (in_features + min(groups, in_features) * (PADDED_GROUP - 1)) // PADDED_GROUP * PADDED_GROUP
 
 
+@weight_function("padded_order")
 def padded_order(input_groups_I: torch.Tensor, groups: int, width: int) -> torch.Tensor:
     """The inputs in the order of their groups, each group filled up to a multiple of `PADDED_GROUP` with the index I.
 
@@ -110,21 +113,25 @@ def padded_order(input_groups_I: torch.Tensor, groups: int, width: int) -> torch
     return torch.full((width,), in_features, device=device).scatter(0, positions_I, order_I)
 
 
+@weight_function("padded_columns")
 def padded_columns(codes_OI: torch.Tensor, order_P: torch.Tensor) -> torch.Tensor:
     """Columns in a `padded_order`; of padding, zeros. [O, I] → [O, P]"""
     return F.pad(codes_OI, (0, 1))[:, order_P]
 
 
+@weight_function("real_columns")
 def real_columns(order_P: torch.Tensor, in_features: int) -> torch.Tensor:
     """A `padded_order` without indices past the last input."""
     return order_P.clamp_max(in_features - 1)
 
 
+@weight_function("is_column")
 def is_column(order_P: torch.Tensor, in_features: int) -> torch.Tensor:
     """False for the padding of a `padded_order`. → bool [P]"""
     return order_P < in_features
 
 
+@weight_function("padded_scales")
 def padded_scales(scale_OG: torch.Tensor, input_groups_I: torch.Tensor, order_P: torch.Tensor) -> torch.Tensor:
     """Scales or offsets of the groups of a `padded_order`. [O, G] → [O, P / PADDED_GROUP]"""
     groups = F.pad(input_groups_I.long(), (0, 1))[order_P[::PADDED_GROUP]]

@@ -31,6 +31,7 @@ from compile_and_serve.custom_ops.quantized.group_layout import (
     unpack_codes,
     unpack_scales,
 )
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def layout_unsupported_reason(device: torch.device, group_size: int, table: str 
     return quantized_cpu_kernels_status()
 
 
+@weight_function("pack_group_codes")
 def pack_group_codes(codes_OI: torch.Tensor, bits: int, group_size: int, table: str = "") -> torch.Tensor:
     """Codes in the layout of `group_linear` on their device; the same tensor where that is the plain layout. uint8 [O, I] → see there"""
     if layout_unsupported_reason(codes_OI.device, group_size, table) is not None:
@@ -76,6 +78,7 @@ def pack_group_codes(codes_OI: torch.Tensor, bits: int, group_size: int, table: 
     return pack_codes_cpu(codes_OI, bits)
 
 
+@weight_function("pack_group_scales")
 def pack_group_scales(scale_OG: torch.Tensor, in_features: int, group_size: int, table: str = "") -> torch.Tensor:
     """Scales or offsets in the layout of `group_linear` on their device. The C++ kernels take float16, float32 and uint8."""
     if layout_unsupported_reason(scale_OG.device, group_size, table) is not None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compile_and_serve.custom_ops.weight_functions import weight_function
+
 MX_BLOCK = 32  # inputs that share a scale
 PARTS = 4  # codes in a word of the Triton layout
 BLOCK_COLUMNS = MX_BLOCK * PARTS
@@ -29,6 +31,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_MAGNITUDES, *(-one for one in _MAGNITUDES))  # of each code
 
 
+@weight_function("dequantize_mxfp4")
 def dequantize_mxfp4(codes_XOGH: torch.Tensor, scales_XOG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """e2m1 · 2^(scale − 127), with one rounding to `dtype`. uint8 [X, O, G, 16], uint8 [X, O, G] → [X, O, I]"""
     math_dtype = torch.promote_types(dtype, torch.float32)
@@ -43,16 +46,19 @@ def unpack_mxfp4_codes(codes: torch.Tensor) -> torch.Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-3)
 
 
+@weight_function("deinterleave_rows")
 def deinterleave_rows(weight: torch.Tensor) -> torch.Tensor:
     """Gate and up rows that alternate → gate rows before up rows. [X, 2F, …] → the same shape"""
     return weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
+@weight_function("swap_inputs_and_outputs")
 def swap_inputs_and_outputs(weight_XIO: torch.Tensor) -> torch.Tensor:
     """[X, I, O] → [X, O, I]"""
     return weight_XIO.transpose(1, 2)
 
 
+@weight_function("pack_mxfp4_codes")
 def pack_mxfp4_codes(codes_XOGH: torch.Tensor) -> torch.Tensor:
     """A checkpoint's codes in the Triton layout, padded with zeros. uint8 [X, O, G, 16] → int16 [X, O, B · 32], in memory [X, B, O, 32]"""
     blocks = -(-codes_XOGH.shape[2] // PARTS)
@@ -69,6 +75,7 @@ def pack_mxfp4_codes(codes_XOGH: torch.Tensor) -> torch.Tensor:
     return words.transpose(1, 2).contiguous().view(*words.shape[:2], -1)
 
 
+@weight_function("pack_mxfp4_scales")
 def pack_mxfp4_scales(scales_XOG: torch.Tensor) -> torch.Tensor:
     """A checkpoint's scales in the Triton layout. uint8 [X, O, G] → int32 [X, B, O]"""
     if type(scales_XOG) is torch.Tensor and scales_XOG.numel() and int(scales_XOG.max()) > LARGEST_SCALE:

@@ -27,6 +27,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, Quantized, dtype_name, expand_scale, quantize_activations
 from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
 from compile_and_serve.custom_ops.quantized.cpu_layout import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
+from compile_and_serve.custom_ops.weight_functions import weight_function
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def cuda_unsupported_reason(device: torch.device, weight_dtype: torch.dtype) -> 
     return None
 
 
+@weight_function("pack_quantized_weight")
 def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight in the layout of `quantized_linear` on its device; the same tensor where that is the plain layout.
 

@@ -21,7 +21,7 @@ from compile_and_serve.models.drafters.drafter_spec import EMBEDDING, HEAD, Draf
 from compile_and_serve.models.drafters.hidden_states import num_layers_of, reads_hidden_states, with_hidden_states
 from compile_and_serve.models.families.deepseek_moe import DeepseekMoe, DeepseekMoeLayer, DeepseekMoeModelConfig
 from compile_and_serve.models.layers import RotaryEmbedding
-from compile_and_serve.models.quantization_config import with_stored_weights
+from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.registry import ARCHITECTURES, deepseek_moe_spec
 from compile_and_serve.models.spec import ModelSpec
 

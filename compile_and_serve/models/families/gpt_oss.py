@@ -16,14 +16,15 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.custom_ops.quantization import ArrangedWeight, Mxfp4Weight, StoredWeight
-from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK
 from compile_and_serve.custom_ops.step import KV_CACHES, ScoreFeature
+from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
+from compile_and_serve.custom_ops.weight_functions import Expression
 from compile_and_serve.models.config import ModelConfigError, WindowedConfig
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
 from compile_and_serve.models.families.mistral import WindowedForCausalLM
 from compile_and_serve.models.families.moe import MoeConfig
 from compile_and_serve.models.layers import apply_rope
+from compile_and_serve.models.quantization.mxfp4 import mxfp4_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,37 +121,16 @@ def stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, St
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, "mxfp4"):
         raise ModelConfigError(f"The checkpoint is quantized with {method!r}, but gpt-oss is supported with 'mxfp4' only.")
-    is_mxfp4 = method == "mxfp4"
     stored: dict[str, StoredWeight] = {}
     for name, parameter in module.named_parameters():
         leaf = name.rpartition(".experts.")[2]
         is_gate_up, shape = leaf.startswith("gate_up_proj"), tuple(parameter.shape)
-        if leaf == "gate_up_proj_bias":
-            value: Any = ("deinterleave_rows", name)
-            stored[name] = ArrangedWeight(value=value, tensors=((name, shape, parameter.dtype),))
-        elif leaf in ("gate_up_proj", "down_proj") and is_mxfp4:
-            stored[name] = _mxfp4_weight(name, shape, is_gate_up)
-        elif leaf in ("gate_up_proj", "down_proj"):
-            value = ("swap_inputs_and_outputs", name)
-            stored[name] = ArrangedWeight(
-                value=("deinterleave_rows", value) if is_gate_up else value,
-                tensors=((name, (shape[0], shape[2], shape[1]), parameter.dtype),),
-            )
+        if leaf in ("gate_up_proj", "down_proj") and method == "mxfp4":
+            stored[name] = mxfp4_experts(name, shape, rows_alternate=is_gate_up)
+        elif leaf in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
+            value: Expression = name
+            if leaf != "gate_up_proj_bias":
+                value, shape = ("swap_inputs_and_outputs", name), (shape[0], shape[2], shape[1])
+            tensor = StoredTensor(name=name, shape=shape, dtype=parameter.dtype)
+            stored[name] = ArrangedWeight(value=("deinterleave_rows", value) if is_gate_up else value, tensors=(tensor,))
     return stored
-
-
-def _mxfp4_weight(name: str, shape: tuple[int, ...], is_gate_up: bool) -> Mxfp4Weight:
-    num_experts, outputs, inputs = shape
-    if inputs % MX_BLOCK:
-        raise ModelConfigError(
-            f"{name} has {inputs} inputs, but MXFP4 needs a multiple of {MX_BLOCK}: check the sizes in the model's config."
-        )
-    codes, scales = f"{name}_blocks", f"{name}_scales"
-    return Mxfp4Weight(
-        codes=("deinterleave_rows", codes) if is_gate_up else codes,
-        scales=("deinterleave_rows", scales) if is_gate_up else scales,
-        tensors=(
-            (codes, (num_experts, outputs, inputs // MX_BLOCK, MX_BLOCK // 2), torch.uint8),
-            (scales, (num_experts, outputs, inputs // MX_BLOCK), torch.uint8),
-        ),
-    )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.moe.experts import experts
-from compile_and_serve.custom_ops.quantization import ArrangedWeight, StoredWeight
+from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
 from compile_and_serve.models.transformers.attention import attention_forward
 
 
@@ -76,7 +76,8 @@ def arranged_experts(model: nn.Module, dtype: torch.dtype) -> dict[str, StoredWe
             continue
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             name = f"{path}.{leaf}"
-            stored[name] = ArrangedWeight(value=("swap_inputs_and_outputs", name), tensors=((name, tuple(parameter.shape), dtype),))
+            tensor = StoredTensor(name=name, shape=tuple(parameter.shape), dtype=dtype)
+            stored[name] = ArrangedWeight(value=("swap_inputs_and_outputs", name), tensors=(tensor,))
             setattr(module, leaf, nn.Parameter(parameter.transpose(1, 2).contiguous(), requires_grad=False))
     return stored
 

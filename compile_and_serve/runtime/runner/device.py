@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.models.cache_scales import checkpoint_cache_dtype
+from compile_and_serve.models.quantization.stored_weights import checkpoint_cache_dtype
 from compile_and_serve.runtime.config import EngineConfig, KVCacheDtype
 
 logger = logging.getLogger(__name__)

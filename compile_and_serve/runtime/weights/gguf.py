@@ -1,6 +1,6 @@
 """GGUF files: their metadata, and their weights under Hugging Face's config keys and tensor names.
 
-Weights are dequantized, or keep the file's blocks where the model takes them (`models/quantization_config.py`).
+Weights are dequantized, or keep the file's blocks where the model takes them (`models/quantization/gguf.py`).
 This file parses the header. That takes tens of milliseconds for a vocabulary of 50 000 tokens, and finds a truncated file
 before any tensor is read. The package `gguf` dequantizes. ggml's docs/gguf.md specifies the format.
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
+from compile_and_serve.models.quantization.gguf import GGUF_FORMATS
 from compile_and_serve.runtime.weights.errors import WeightError
 
 MAGIC = b"GGUF"

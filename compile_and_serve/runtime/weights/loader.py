@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 
-from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
-from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, Mxfp4Weight, QuantizedWeight
-from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
+from compile_and_serve.compiler.weights.transforms import WeightTransform, select, source_of
+from compile_and_serve.custom_ops.quantization import LARGEST
+from compile_and_serve.custom_ops.stored_weight import StoredTensor
+from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec
 from compile_and_serve.models.cache_scales import CACHE_SCALES, UnfoldableScalesError, cache_scale_names, weight_factors
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint
@@ -85,15 +87,15 @@ def load_weights(
     sources = {name: tensor for name, tensor in compiled.source_specs.items() if name not in spec.buffers}
     if load_format == "dummy":
         std = float(spec.config.get("initializer_range", 0.02))
-        tensors = dummy_tensors(sources, device=device, seed=seed, std=std, quantized=spec.quantized_weights)
+        tensors = dummy_tensors(sources, device=device, seed=seed, std=std, stored=spec.quantized_weights)
     else:
         tensors, unexpected = _checked_stream(sources, spec, path, checkpoint, fold_cache_scales)
         tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
         # A float32 parameter beside others (a router's bias) keeps its values.
-        quantized = _quantized_names(spec)
-        dtypes = {n: one.dtype for n, one in sources.items() if n in quantized or one.dtype == torch.float32}
+        stored = _stored_tensors(spec)
+        dtypes = {n: one.dtype for n, one in sources.items() if n in stored or one.dtype == torch.float32}
         sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype, dtypes=dtypes)
         for name, tensor in tensors:
             num_tensors += 1
@@ -108,17 +110,9 @@ def load_weights(
     )
 
 
-def _quantized_names(spec: ModelSpec) -> set[str]:
-    """Names of the quantized weights and their scales."""
-    names: set[str] = set()
-    for name, stored in spec.quantized_weights.items():
-        if isinstance(stored, QuantizedWeight):
-            names |= {one for one in (name, stored.scale, stored.input_scale, *stored.unused) if one is not None}
-            continue
-        names |= {tensor for tensor, _, _ in stored.tensors}
-        if isinstance(stored, GroupedWeight):
-            names |= set(stored.unused)
-    return names
+def _stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors of quantized weights, by name."""
+    return {tensor.name: tensor for one in spec.quantized_weights.values() if one.is_quantized for tensor in one.tensors}
 
 
 def _checked_stream(
@@ -129,7 +123,9 @@ def _checked_stream(
     """
     packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
     checkpoint = checkpoint or open_checkpoint(path, packed)
-    known_scales = _quantized_names(spec) - spec.quantized_weights.keys()
+    stored = _stored_tensors(spec)
+    unused = {name for one in spec.quantized_weights.values() for name in one.unused}
+    scales = stored.keys() - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
     part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint
     unexpected: list[str] = []
@@ -139,21 +135,21 @@ def _checked_stream(
             part_names.setdefault(part.parameter, set()).add(name)
             wanted[name] = name
             expected = (part.num_rows, *specs[part.parameter].shape[2:])
-            if not (part.parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
+            if not (part.parameter in scales and _without_ones(shape) == _without_ones(expected)):
                 _check_shape(name, shape, expected, path)
             continue
         parameter = spec.weight_map.get(name, name)
         if parameter is None:
             continue
         if parameter not in specs:
-            if parameter not in known_scales:  # this compilation does not use the scale
+            if parameter not in unused and parameter not in scales:  # this compilation does not use the scale
                 unexpected.append(name)
             continue
         wanted[name] = parameter
         expected = tuple(specs[parameter].shape)
-        if QUANT_STATE in name and len(shape) == 1 and shape <= expected:  # a text, which the stream pads
+        if parameter in stored and stored[parameter].padding is not None and len(shape) == 1 and shape <= expected:
             continue
-        if not (parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
+        if not (parameter in scales and _without_ones(shape) == _without_ones(expected)):
             _check_shape(name, shape, expected, path)
     missing = sorted(specs.keys() - wanted.values() - part_names.keys(), key=list(specs).index)
     missing += [n for n, part in spec.parts.items() if n not in part_names.get(part.parameter, (n,))]
@@ -171,34 +167,22 @@ def _checked_stream(
     if others:
         logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
-    grouped = {
-        tensor
-        for stored in spec.quantized_weights.values()
-        if isinstance(stored, GroupedWeight | Mxfp4Weight)
-        for tensor, _, _ in stored.tensors
-    }
-
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):
-            if name in spec.parts and wanted[name] == name:
-                expected_dtype = specs[spec.parts[name].parameter].dtype
-                if tensor.dtype != expected_dtype and (tensor.dtype in LARGEST or expected_dtype in LARGEST):
-                    raise WeightError(
-                        f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected_dtype}: use the "
-                        "config.json with the quantization_config that belongs to these weights."
-                    )
-                yield name, tensor
-                continue
-            expected = specs[wanted[name]]
+            is_part = name in spec.parts and wanted[name] == name
+            expected = specs[spec.parts[name].parameter if is_part else wanted[name]]
             if tensor.dtype != expected.dtype and (tensor.dtype in LARGEST or expected.dtype in LARGEST):
                 raise WeightError(
                     f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected.dtype}: use the "
                     "config.json with the quantization_config that belongs to these weights."
                 )
-            if QUANT_STATE in name:
-                tensor = padded_state(bytes(tensor.tolist()))
-            if wanted[name] in grouped:
-                _check_grouped(name, tensor, expected.dtype, path)
+            if is_part:
+                yield name, tensor
+                continue
+            if (known := stored.get(wanted[name])) is not None:
+                if known.padding is not None:
+                    tensor = F.pad(tensor, (0, known.shape[0] - len(tensor)), value=known.padding)
+                _check_exact(name, tensor, expected.dtype, path)
             if (factor := factors.get(wanted[name])) is not None:
                 tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
             yield wanted[name], tensor.view(expected.shape)
@@ -243,6 +227,7 @@ def _joined(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The stream with parts joined into their parameters, on `device` in `dtype`. A parameter is yielded when its last part arrives."""
     joining: dict[str, torch.Tensor] = {}
+    stored = _stored_tensors(spec)
     left = Counter(part.parameter for part in spec.parts.values())
     for name, tensor in tensors:
         part = spec.parts.get(name)
@@ -251,8 +236,8 @@ def _joined(
             continue
         parameter = part.parameter
         if parameter not in joining:
-            kept = specs[parameter].dtype
-            kept = kept if kept in LARGEST or kept in (torch.float32, torch.int32) else dtype
+            own = specs[parameter].dtype
+            kept = own if parameter in stored or own == torch.float32 else dtype
             joining[parameter] = torch.empty(specs[parameter].shape, dtype=kept, device=device)
         rows = joining[parameter][part.index, part.first_row : part.first_row + part.num_rows]
         rows.copy_(tensor.view(rows.shape))
@@ -261,8 +246,8 @@ def _joined(
             yield parameter, joining.pop(parameter)
 
 
-def _check_grouped(name: str, tensor: torch.Tensor, dtype: torch.dtype, path: Path) -> None:
-    """Raise `WeightError` if a tensor of a group-quantized weight would lose values as `dtype`."""
+def _check_exact(name: str, tensor: torch.Tensor, dtype: torch.dtype, path: Path) -> None:
+    """Raise `WeightError` if a tensor of a quantized weight would lose values as `dtype`."""
     if tensor.dtype == dtype:
         return
     is_exact = tensor.is_floating_point() and dtype.is_floating_point and bool((tensor.to(dtype) == tensor).all())

@@ -21,8 +21,9 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     allreduce_add_rms_norm,
     allreduce_add_rms_norm_quantize,
 )
-from compile_and_serve.custom_ops.quantization import QuantizedWeight, quantize_activations
+from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
+from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
 from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
 from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
 from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT
@@ -48,7 +49,7 @@ def calls(gm: GraphModule, target: Any) -> list[Node]:
 
 def test_who_may_have_sites_is_known_before_the_model_is_compiled() -> None:
     def stored(dtype: torch.dtype, activations: Any, *, per_block: bool = False) -> dict[str, QuantizedWeight]:
-        return {"w": QuantizedWeight(dtype=dtype, scale="s", scale_shape=(1,), activations=activations, per_block=per_block)}
+        return {"w": scaled_weight("w", (8, 8), dtype, scale="s", scale_of="block" if per_block else "tensor", activations=activations)}
 
     float8, plain = torch.float8_e4m3fn, CompileConfig()
     assert may_quantize(CompileConfig(quantization="fp8"), {})

@@ -97,8 +97,8 @@ def test_a_merged_weight_is_its_parts_each_quantized_alone() -> None:
     _, ctx, _ = run(quantization="int8")
     prefix = "model.layers.1.self_attn"
     sources = tuple(f"{prefix}.{part}_proj.weight" for part in "qkv")
-    scales = tuple(("row_scales.int8", source) for source in sources)
-    values = tuple(("quantize.int8", source, scale) for source, scale in zip(sources, scales, strict=True))
+    scales = tuple(("row_scales", source, torch.int8) for source in sources)
+    values = tuple(("quantize", source, scale, torch.int8) for source, scale in zip(sources, scales, strict=True))
     name = f"{prefix}.q_proj+k_proj+v_proj.weight.int8"
     assert ctx.weights[f"{name}.scale"].expression == ("cat", *scales)
     packed = ("pack_quantized_weight", ("cat", *values), ("cat", *scales))
@@ -246,7 +246,7 @@ def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> Non
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + head)
     _check_verified(records)
     down = ctx.weights[f"model.layers.0.mlp.down_proj.weight.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}.scale"]
-    scales = (f"{SCHEMES[scheme].scales}_scales.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}", down.sources[0])
+    scales = (f"{SCHEMES[scheme].scales}_scales", down.sources[0], SCHEMES[scheme].dtype)
     assert down.expression == (("shard_columns", scales, 2) if scheme == "fp8-block" else scales)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, fi
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason, tensor_of
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
-from compile_and_serve.compiler.weights import transforms as weights
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.tiny_models import capture_spec, tiny_spec
@@ -72,7 +73,6 @@ def rewrite(
         kernels=kernels,
         tensor_parallel_size=config.tensor_parallel_size,
         tp_plan=plan(dict(spec.tp_plan)),
-        quantized_weights=spec.quantized_weights,
         declared={ADAPTER_INDEX.name: ADAPTER_INDEX} if config.max_loras else {},
     )
     verifier = PassVerifier(spec.buffers) if verify else None
@@ -135,7 +135,7 @@ def test_quantized_shards_have_the_values_of_the_whole(quantization: Any) -> Non
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + (quantization == "int8-weight-only"))
     dtype = "float8_e4m3fn" if quantization == "fp8" else "int8"
     weight = ctx.weights[f"model.layers.0.self_attn.o_proj.weight.{dtype}.scale"]
-    assert weight.expression == (f"row_scales.{dtype}", "model.layers.0.self_attn.o_proj.weight")  # of whole rows
+    assert weight.expression == ("row_scales", "model.layers.0.self_attn.o_proj.weight", getattr(torch, dtype))  # of whole rows
     assert weight.spec.shape == (64,)
     rows = ("shard_rows", "model.layers.0.mlp.gate_proj.weight", 4, 4)  # nothing else of it is read
     merged = ctx.weights[f"model.layers.0.mlp.gate_proj+up_proj.weight.{dtype}.packed"]
@@ -292,7 +292,7 @@ def test_the_pass_cannot_be_left_out() -> None:
 def test_a_wrong_shard_fails_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank takes the first columns: the ranks' sum is wrong, and no unsharded graph is left to fall back to."""
     wrong = lambda weight, size, *, rank: shard_columns(weight, size, rank=0)  # noqa: E731
-    monkeypatch.setitem(weights._FUNCTIONS, "shard_columns", wrong)
+    monkeypatch.setitem(WEIGHT_FUNCTIONS, "shard_columns", replace(WEIGHT_FUNCTIONS["shard_columns"], call=wrong))
     with pytest.raises(PassError, match="tensor_parallel cannot be left out here: failed its verification, relative error"):
         run(2)
 

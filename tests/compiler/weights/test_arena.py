@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.compiler.weights.arena import ALIGNMENT, WeightArena
-from compile_and_serve.compiler.weights.transforms import TensorSpec
+from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 
 def test_tensors_are_aligned_and_do_not_overlap() -> None:

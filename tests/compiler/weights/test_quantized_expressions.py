@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from compile_and_serve.compiler.weights.quantized_expressions import (
-    CannotQuantizeError,
-    checkpoint_specs,
-    leaves,
-    parameter_of,
-    plain_expressions,
-    quantized_expression,
-)
-from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, weight_function
-from compile_and_serve.custom_ops.quantization import QuantizedWeight, block_scales, dequantize_weight, quantize_weight, row_scales
+from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, quantized_parts, stored_parts
+from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform
+from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
+from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, ScaledParts, scaled_weight
+from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec, weight_function
 
 SPEC = TensorSpec(shape=(256, 384), dtype=torch.bfloat16)
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 
 
-@weight_function("test_first_rows", selects=0)
+@weight_function("test_first_rows", selects="rows")
 def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[: tensor.shape[0] // 2]
 
 
-@weight_function("test_last_columns", selects=1)
+@weight_function("test_last_columns", selects="columns")
 def _last_columns(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:, tensor.shape[1] * 2 // 3 :]
 
@@ -55,7 +52,7 @@ def value(expression: Expression, tensors: dict[str, torch.Tensor]) -> torch.Ten
 )
 def test_merged_and_sharded(expression: Expression, scales: str, dtype: torch.dtype) -> None:
     tensors = {name: torch.randn(SPEC.shape).bfloat16() * (1 + torch.arange(256)[:, None]) for name in "ab"}
-    made = quantized_expression(expression, {"a": SPEC, "b": SPEC}, {}, dtype=dtype, scales=scales)  # type: ignore[arg-type]
+    made = quantized_parts(expression, WeightTable({"a": SPEC, "b": SPEC}), dtype, scales)  # type: ignore[arg-type]
     values, scale = value(made.values, tensors), value(made.scale, tensors)
     make_scales = row_scales if scales == "row" else block_scales
     rounded = {}
@@ -70,22 +67,23 @@ def test_merged_and_sharded(expression: Expression, scales: str, dtype: torch.dt
 def test_quantized_tensors_of_the_checkpoint_are_not_changed(kind: str, dtype: torch.dtype) -> None:
     shape = {"tensor": (1,), "row": (256, 1), "block": (2, 3)}[kind]
     quantized = {
-        name: QuantizedWeight(
-            dtype=dtype,
+        name: scaled_weight(
+            name,
+            SPEC.shape,
+            dtype,
             scale=f"{name}_scale",
-            scale_shape=shape,
-            per_block=kind == "block",
+            scale_of=kind,  # type: ignore[arg-type]
             activations="static",
             input_scale=f"{name}_input",
         )
         for name in "ab"
     }
-    specs = {"a": SPEC, "b": SPEC, "c": SPEC}
-    sources = checkpoint_specs(specs, quantized)
+    weights = WeightTable({"a": SPEC, "b": SPEC, "c": SPEC}, stored=quantized)
+    sources = weights.sources
     assert sources["a"] == TensorSpec(shape=SPEC.shape, dtype=dtype)
     assert sources["b_scale"] == TensorSpec(shape=shape, dtype=torch.float32)
     assert sources["c"] == SPEC
-    plain = plain_expressions(specs, quantized)
+    plain = {name: weights[name].expression for name in "abc"}
     assert plain["c"] == "c"
     tensors = {name: (torch.randn(256, 384) * 20).to(dtype) for name in "ab"}
     tensors |= {f"{name}_scale": torch.rand(shape) + 0.1 for name in "ab"}
@@ -97,8 +95,9 @@ def test_quantized_tensors_of_the_checkpoint_are_not_changed(kind: str, dtype: t
     assert torch.equal(value(plain["a"], tensors), expected)
 
     merged = ("cat", plain["a"], plain["b"])
-    assert [parameter_of(leaf, quantized) for leaf in leaves(merged)] == ["a", "b"]
-    made = quantized_expression(merged, sources, quantized)
+    assert weights.parameters(merged) == ["a", "b"]
+    made = stored_parts(merged, weights)
+    assert isinstance(made, ScaledParts)
     assert (made.dtype, made.activations) == (dtype, "static")
     assert made.values == ("cat", "a", "b")
     back = dequantize_weight(value(made.values, tensors), value(made.scale, tensors), torch.bfloat16)
@@ -108,17 +107,16 @@ def test_quantized_tensors_of_the_checkpoint_are_not_changed(kind: str, dtype: t
 
 
 def test_expressions_that_cannot_be_quantized() -> None:
-    stored = QuantizedWeight(dtype=torch.int8, scale="a_scale", scale_shape=(1,), activations="dynamic")
-    other = QuantizedWeight(dtype=torch.float8_e4m3fn, scale="b_scale", scale_shape=(1,), activations="dynamic")
-    specs = {"a": SPEC, "b": SPEC, "c": SPEC}
-    for quantized, expression, dtype, reason in [
+    stored = scaled_weight("a", SPEC.shape, torch.int8, scale="a_scale", scale_of="tensor", activations="dynamic")
+    other = scaled_weight("b", SPEC.shape, torch.float8_e4m3fn, scale="b_scale", scale_of="tensor", activations="dynamic")
+    cases: list[tuple[dict[str, QuantizedWeight], tuple[Any, ...], torch.dtype | None, str]] = [
         ({}, ("test_doubled", "a"), torch.int8, "computed by test_doubled"),
         ({"a": stored}, ("cat", "a", "c"), None, "only a part of the merged weight is quantized"),
         ({"a": stored, "b": other}, ("cat", "a", "b"), None, "different formats"),
         ({}, ("test_last_columns", ("test_last_columns", "a")), torch.int8, "a part of the weight has 43 columns"),
-    ]:
-        sources = checkpoint_specs(specs, quantized)
-        plain = plain_expressions(specs, quantized)
-        here: Expression = tuple(plain.get(part, part) if isinstance(part, str) else part for part in expression)
+    ]
+    for quantized, expression, dtype, reason in cases:
+        weights = WeightTable({"a": SPEC, "b": SPEC, "c": SPEC}, stored=quantized)
+        here: Expression = tuple(weights.expressions.get(part, part) if isinstance(part, str) else part for part in expression)
         with pytest.raises(CannotQuantizeError, match=reason):
-            quantized_expression(here, sources, quantized, dtype=dtype, scales="block")
+            stored_parts(here, weights) if dtype is None else quantized_parts(here, weights, dtype, "block")

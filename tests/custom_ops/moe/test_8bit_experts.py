@@ -7,7 +7,7 @@ import torch
 
 from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts, triton_experts, triton_gemv_experts
 from compile_and_serve.custom_ops.moe.experts import experts
-from compile_and_serve.custom_ops.quantization import dequantize_experts, expert_block_scales, expert_row_scales, quantize_experts
+from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from tests.custom_ops.moe.test_experts import TOLERANCE, by_loops, relative_error, routing
 
 X, K = 4, 2
@@ -18,12 +18,12 @@ def case(
 ) -> tuple[triton_experts.Operands, torch.Tensor]:
     """Operands, and the definition in float64. Blocks are not full, and gate and up share one."""
     hidden, features = (160, 136) if per_block else (48, 40)
-    scales = expert_block_scales if per_block else expert_row_scales
+    scales = block_scales if per_block else row_scales
     x, ids, weights = (torch.randn(num_tokens, hidden).to(dtype), routing(kind, num_tokens, X, K), torch.rand(num_tokens, K))
     matrices = [torch.randn(X, 2 * features, hidden) * 0.2, torch.randn(X, hidden, features) * 0.2]
-    quantized = [(quantize_experts(w, scales(w, weight_dtype), weight_dtype), scales(w, weight_dtype)) for w in matrices]
+    quantized = [(quantize_weight(w, scales(w, weight_dtype), weight_dtype), scales(w, weight_dtype)) for w in matrices]
     biases = [torch.randn(X, 2 * features).to(dtype), torch.randn(X, hidden).to(dtype)]
-    plain = [dequantize_experts(*one, torch.float64) for one in quantized]
+    plain = [dequantize_weight(*one, torch.float64) for one in quantized]
     expected = by_loops([x, ids, weights, *plain, *biases], "clamped_swiglu", 1.5)
     (gate_up, gate_up_scale), (down, down_scale) = quantized
     operands = triton_experts.Operands(

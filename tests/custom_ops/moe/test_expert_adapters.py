@@ -9,7 +9,7 @@ from compile_and_serve.compiler.weights.expert_slots import ExpertSite
 from compile_and_serve.custom_ops.moe import adapted_cuda_experts, triton_experts
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
-from compile_and_serve.custom_ops.quantization import expert_row_scales, quantize_experts
+from compile_and_serve.custom_ops.quantization import quantize_weight, row_scales
 from tests.custom_ops.moe.test_experts import FEATURES, TOLERANCE, D, X, by_loops, operands, relative_error
 
 RANK, SLOTS = 4, 2
@@ -84,8 +84,8 @@ def test_tokens_without_an_adapter_have_the_plain_result() -> None:
 def test_quantized_experts_keep_their_scales() -> None:
     args = operands(5, "even", torch.float16, biased=False)
     adapters, _ = adapters_of(torch.tensor([1, 0, 2, 1, 2], dtype=torch.int32), torch.float16)
-    scales = [expert_row_scales(w, torch.float8_e4m3fn) for w in args[3:5]]  # type: ignore[arg-type]
-    values = [quantize_experts(w, s, torch.float8_e4m3fn) for w, s in zip(args[3:5], scales, strict=True)]  # type: ignore[arg-type]
+    scales = [row_scales(w, torch.float8_e4m3fn) for w in args[3:5]]  # type: ignore[arg-type]
+    values = [quantize_weight(w, s, torch.float8_e4m3fn) for w, s in zip(args[3:5], scales, strict=True)]  # type: ignore[arg-type]
     quantized = [*args[:3], *values]
     expected = experts(*quantized, gate_up_scale=scales[0], down_scale=scales[1], adapters=adapters)  # type: ignore[arg-type]
     ours = triton_experts.Operands(*quantized, gate_up_scale=scales[0], down_scale=scales[1])  # type: ignore[arg-type]

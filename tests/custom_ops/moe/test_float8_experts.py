@@ -16,11 +16,11 @@ from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.packed_experts import pack_8bit_experts
 from compile_and_serve.custom_ops.quantization import (
     BLOCK,
-    dequantize_experts,
-    expert_block_scales,
-    expert_row_scales,
+    block_scales,
+    dequantize_weight,
     quantize_activations,
-    quantize_experts,
+    quantize_weight,
+    row_scales,
 )
 from tests.custom_ops.moe.test_expert_adapters import SLOTS, adapters_of
 from tests.custom_ops.moe.test_experts import relative_error, routing
@@ -61,10 +61,10 @@ def case(
     hidden, features = sizes or ((160, 136) if per_block else (48, 40))
     x, residual = torch.randn(num_tokens, hidden).to(dtype), torch.randn(num_tokens, hidden).to(dtype)
     ids, weights, norm = routing(kind, num_tokens, X, K), torch.rand(num_tokens, K), torch.randn(hidden).to(dtype)
-    scales = expert_block_scales if per_block else expert_row_scales
+    scales = block_scales if per_block else row_scales
     matrices = [torch.randn(X, 2 * features, hidden) * 0.2, torch.randn(X, hidden, features) * 0.2]
-    quantized = [(quantize_experts(w, scales(w, FLOAT8), FLOAT8), scales(w, FLOAT8)) for w in matrices]
-    plain = [dequantize_experts(*one, torch.float64) for one in quantized]
+    quantized = [(quantize_weight(w, scales(w, FLOAT8), FLOAT8), scales(w, FLOAT8)) for w in matrices]
+    plain = [dequantize_weight(*one, torch.float64) for one in quantized]
     biases = [torch.randn(X, 2 * features).to(dtype), torch.randn(X, hidden).to(dtype)]
     (gate_up, gate_up_scale), (down, down_scale) = quantized
     operands = triton_experts.Operands(

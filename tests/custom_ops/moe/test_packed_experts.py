@@ -17,7 +17,7 @@ from compile_and_serve.custom_ops.moe.packed_experts import (
     packed_8bit_unsupported_reason,
     packed_inputs,
 )
-from compile_and_serve.custom_ops.quantization import dequantize_experts, expert_row_scales, quantize_experts
+from compile_and_serve.custom_ops.quantization import dequantize_weight, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4
 from tests.custom_ops.moe.test_experts import TOLERANCE, by_loops, relative_error, routing
 from tests.custom_ops.moe.test_mxfp4_experts import bits
@@ -34,9 +34,9 @@ def packed_weight(outputs: int, inputs: int, dtype: torch.dtype | None) -> tuple
         plain = dequantize_mxfp4(codes, scales, torch.float64)
         return pack_mxfp4_codes_cpu(codes), pack_mxfp4_scales_cpu(scales), plain
     weight = torch.randn(X, outputs, inputs) * 0.2
-    scale = expert_row_scales(weight, dtype)
-    values = quantize_experts(weight, scale, dtype)
-    return pack_8bit_experts(values), scale, dequantize_experts(values, scale, torch.float64)
+    scale = row_scales(weight, dtype)
+    values = quantize_weight(weight, scale, dtype)
+    return pack_8bit_experts(values), scale, dequantize_weight(values, scale, torch.float64)
 
 
 @pytest.mark.parametrize("form", FORMATS)

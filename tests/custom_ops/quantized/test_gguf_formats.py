@@ -8,8 +8,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
 from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
+from compile_and_serve.models.quantization.gguf import GGUF_FORMATS
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
           "IQ4_NL": (0,)}  # fmt: skip

@@ -100,7 +100,7 @@ def test_float8_blocks_have_the_values_of_the_dequantized_weights(tmp_path: Path
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     quantized, dequantized = (loaded(folder) for folder in write_quantized(plain, tmp_path / "fp8", config))
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    assert quantized.quantized_weights[name].scale_shape == (6, 2, 1)  # type: ignore[union-attr]
+    assert quantized.quantized_weights[name].tensors[1].shape == (6, 2, 1)
     values = dict(quantized.module.named_parameters())
     for name, parameter in dequantized.module.named_parameters():
         assert torch.equal(values[name], parameter), name

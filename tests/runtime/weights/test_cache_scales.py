@@ -17,8 +17,9 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.models.cache_scales import UnfoldableScalesError, checkpoint_cache_dtype, weight_factors
+from compile_and_serve.models.cache_scales import UnfoldableScalesError, weight_factors
 from compile_and_serve.models.families import llama, qwen3
+from compile_and_serve.models.quantization.stored_weights import checkpoint_cache_dtype
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.weights import load_weights, read_config
@@ -31,6 +32,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, step, tiny_spec
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
+CT = {"quant_method": "compressed-tensors"}
 TOKENS = [5, 6, 7, 8, 200, 41]
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 K_SCALE, V_SCALE = 0.05, 0.003  # used as 2^-4 and 2^-8
@@ -216,21 +218,22 @@ def test_what_is_not_used_is_said(plain: Callable[[str], Path], tmp_path: Path, 
 
 def test_configs() -> None:
     for quantization, expected in (
-        ({"kv_cache_scheme": SCHEME}, "fp8"),
-        ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "fp8"),
-        ({"kv_cache_scheme": SCHEME | {"strategy": "token"}}, None),
-        ({"kv_cache_scheme": SCHEME | {"dynamic": True}}, None),
-        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, "int8"),
-        ({"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "attn_head"}}, "int8"),
-        ({"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "token", "dynamic": True}}, "int8"),
-        ({"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "channel"}}, None),
-        ({"kv_cache_scheme": SCHEME | {"type": "int", "num_bits": 4}}, None),
-        ({"kv_cache_scheme": None}, None),
-        ({"kv_cache_quant_algo": "FP8"}, "fp8"),
-        ({"kv_cache_quant_algo": "INT8"}, "int8"),
-        ({"kv_cache_quant_algo": "NVFP4"}, None),
-        ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "fp8"),
-        ({"export": "fp8"}, None),
+        ({"quant_method": "hqq", "kv_cache_scheme": SCHEME}, None),
+        (CT | {"kv_cache_scheme": SCHEME}, "fp8"),
+        (CT | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "fp8"),
+        (CT | {"kv_cache_scheme": SCHEME | {"strategy": "token"}}, None),
+        (CT | {"kv_cache_scheme": SCHEME | {"dynamic": True}}, None),
+        (CT | {"kv_cache_scheme": SCHEME | {"type": "int"}}, "int8"),
+        (CT | {"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "attn_head"}}, "int8"),
+        (CT | {"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "token", "dynamic": True}}, "int8"),
+        (CT | {"kv_cache_scheme": SCHEME | {"type": "int", "strategy": "channel"}}, None),
+        (CT | {"kv_cache_scheme": SCHEME | {"type": "int", "num_bits": 4}}, None),
+        (CT | {"kv_cache_scheme": None}, None),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}, "int8"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, None),
+        ({"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "fp8"),
+        ({"quant_method": "quark", "export": "fp8"}, None),
         (None, None),
     ):
         assert checkpoint_cache_dtype({"quantization_config": quantization}) == expected

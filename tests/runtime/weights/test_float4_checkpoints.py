@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
-from compile_and_serve.models import config_fields
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.quantization import config_fields
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
 from tests.support.float4_checkpoints import float4_linear

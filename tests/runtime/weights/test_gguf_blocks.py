@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
-from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
 from compile_and_serve.custom_ops.quantized.group_linear import layout_unsupported_reason
+from compile_and_serve.models.quantization.gguf import GGUF_FORMATS
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import iter_tensors, load_weights, read_config
 from tests.custom_ops.quantized.test_gguf_formats import random_rows

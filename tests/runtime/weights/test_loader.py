@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import compile_and_serve.compiler.passes  # noqa: F401 (registers the functions of shards)
-from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
+from compile_and_serve.compiler.weights.transforms import WeightTransform
+from compile_and_serve.custom_ops.weight_functions import TensorSpec
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights import LoadReport, WeightError, load_weights, loader, read_config
@@ -299,7 +300,7 @@ def config_without_architecture(folder: Path) -> None:
         (index_names_absent_shard, "names model-00002-of-00002.safetensors, which is not in"),
         (index_names_absent_tensor, "lacks model.elsewhere.weight, although model.safetensors.index.json lists it there"),
         (index_is_not_json, 'must be a JSON object with a "weight_map"'),
-        (quantized, "quant_method 'hqq' is not supported: use a checkpoint in the format compressed-tensors"),
+        (quantized, "quant_method 'hqq' is not supported: use a checkpoint in the format auto-round, awq"),
         (no_config, "has no config.json"),
         (config_is_not_json, "config.json is not valid JSON"),
         (config_is_a_list, "must hold a JSON object, got a list"),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.stored_weight import ScaledParts
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import load_weights, read_config
@@ -66,8 +66,8 @@ def test_formats(name: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
 
     spec = build_model(read_config(folder), dtype=torch.float32)
     stored = spec.quantized_weights["model.layers.0.mlp.up_proj.weight"]
-    assert isinstance(stored, QuantizedWeight)
-    assert stored.activations == activations
+    assert isinstance(stored.parts, ScaledParts)
+    assert stored.parts.activations == activations
     options = {"device": torch.device("cpu"), "dtype": torch.float32}
     model = compile_model(spec, CompileConfig(mode="eager"), kernels=frozenset(), **options)  # type: ignore[arg-type]
     report = load_weights(model, spec, folder, load_format="auto", seed=0, **options)  # type: ignore[arg-type]

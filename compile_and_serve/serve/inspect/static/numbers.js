@@ -98,7 +98,8 @@ function factTable(caption, facts) {
 function percent(share) { return `${number(share * 100, 2)} %`; }
 function itemSize(dtype) { return { float64: 8, int64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2 }[dtype] || 1; }
 function expression(value) {
-  return Array.isArray(value) ? `${value[0]}(${value.slice(1).map(expression).join(", ")})` : `${value}`;
+  if (Array.isArray(value)) return `${value[0]}(${value.slice(1).map(expression).join(", ")})`;
+  return `${value?.dtype ?? value?.text ?? value}`;
 }
 
 /** Achieved FLOP/s over FLOPs per byte, both logarithmic, with the device's measured limits. */

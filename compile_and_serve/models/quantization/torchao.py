@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
-from compile_and_serve.models.config_fields import is_ignored, require
+from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
+from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.config_fields import is_ignored, require
+from compile_and_serve.models.spec import ModelSpec
 
 _INT8, _FLOAT8 = (
     ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"),
@@ -32,8 +33,9 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def torchao_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, QuantizedWeight]:
-    """The weights of torchao's float8 and int8 configs. Raises `ModelConfigError` for other configs, naming the field."""
+@register_checkpoint_format("torchao")
+def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
+    """Parameter name → how the checkpoint stores it. Raises `ModelConfigError` for other configs, naming the field."""
     require("include_input_output_embeddings", config.get("include_input_output_embeddings") or False, (False,))
     quant_type = config.get("quant_type")
     scheme = quant_type.get("default") or {} if isinstance(quant_type, dict) else {"_type": quant_type}
@@ -51,21 +53,18 @@ def torchao_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear])
     skipped = config.get("modules_to_not_convert")
     skipped = ["lm_head"] if skipped is None else skipped
     return {
-        f"{name}.weight": QuantizedWeight(
-            dtype=torch.int8 if kind in _INT8 else torch.float8_e4m3fn,
+        f"{name}.weight": scaled_weight(
+            f"{name}._weight_qdata",
+            linear.weight.shape,
+            torch.int8 if kind in _INT8 else torch.float8_e4m3fn,
             scale=f"{name}._weight_scale",
-            scale_shape=(linear.weight.shape[0], 1) if granularity == "PerRow" else (1,),
+            scale_of="row" if granularity == "PerRow" else "tensor",
             activations="dynamic" if "DynamicActivation" in str(kind) else "none",
             unused=(f"{name}._weight_zero_point",),
         )
-        for name, linear in linears.items()
+        for name, linear in linears_of(spec).items()
         if not is_ignored(name, skipped)
     }
-
-
-def renamed_weights(quantized: Mapping[str, QuantizedWeight]) -> dict[str, str]:
-    """Name of a weight's values in the checkpoint → the parameter's."""
-    return {f"{name.removesuffix('weight')}_weight_qdata": name for name in quantized}
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Decodes GGUF's quantized blocks to codes, scales and offsets per group of inputs, exactly.
+"""`gguf`: blocks of a .gguf file, whose config the loader derives from its tensors. Embeddings are quantized, too.
+
+Blocks are decoded to codes, scales and offsets per group of inputs, exactly.
 
 Shape legend: O rows (out features), B bytes of a row, I columns (in features), G groups of 32 columns (Q6_K: 16).
 
@@ -10,8 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+
+from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, random_bits
+from compile_and_serve.custom_ops.weight_functions import Text, weight_function
+from compile_and_serve.models.quantization.checkpoint_format import register_checkpoint_format
+from compile_and_serve.models.spec import ModelSpec
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -131,3 +140,38 @@ GGUF_FORMATS: Mapping[str, GgufFormat] = {
     "Q6_K": GgufFormat(block_inputs=256, block_bytes=210, bits=8, codes=_q6_k, scale=_q6_k_scale, group_size=16),
     "IQ4_NL": GgufFormat(block_inputs=32, block_bytes=18, bits=8, codes=_iq4_nl, scale=_scale_first),
 }
+
+
+@register_checkpoint_format("gguf", may_be_requantized=True)
+def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
+    """Parameter name → its blocks, for the linears and embeddings of a .gguf file."""
+    kinds = config.get("tensors") or {}
+    owners = [child for child in spec.module.modules() if isinstance(child, nn.Linear | nn.Embedding)]
+    parameters = {id(owner.weight) for owner in owners}
+    found: dict[str, QuantizedWeight] = {}
+    for name, parameter in spec.module.named_parameters():
+        if id(parameter) not in parameters or name not in kinds:
+            continue
+        form, kind = GGUF_FORMATS[kinds[name]], Text(kinds[name])
+        if parameter.shape[1] % form.block_inputs:
+            continue
+        num_bytes = parameter.shape[1] // form.block_inputs * form.block_bytes
+        parts = GroupedParts(
+            bits=form.bits,
+            group_size=form.group_size,
+            codes=("gguf_part", name, kind, Text("codes")),
+            scale=("gguf_part", name, kind, Text("scale")),
+            offset=None if form.offset is None else ("gguf_part", name, kind, Text("offset")),
+        )
+        # The blocks have float16 scales among their bytes, which stay finite and small.
+        blocks = StoredTensor(name=name, shape=(parameter.shape[0], num_bytes), dtype=torch.uint8, fill=random_bits(0x30))
+        found[name] = QuantizedWeight(parts=parts, tensors=(blocks,))
+    return found
+
+
+@weight_function("gguf_part")
+def _part(rows_OB: torch.Tensor, kind: str, part: str) -> torch.Tensor:
+    """The "codes", "scale" or "offset" of blocks."""
+    form = GGUF_FORMATS[kind]
+    decoded: torch.Tensor = getattr(form, part)(form.blocks(rows_OB))
+    return decoded.contiguous()

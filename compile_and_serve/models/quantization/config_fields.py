@@ -52,3 +52,15 @@ def tell_once(sentence: str) -> None:
     if sentence not in _told:
         _told.add(sentence)
         log.info(sentence)
+
+
+def tell_about_activations(what: str, bits: Any) -> None:
+    """Log once that activations are not quantized."""
+    tell_once(
+        f"{what} weights are decoded in the kernels; activations stay in the model's dtype, although the checkpoint is for {bits} bits."
+    )
+
+
+def unsupported(what: str, expected: str) -> ModelConfigError:
+    """The error for a scheme that kernels do not run."""
+    return ModelConfigError(f"The checkpoint is quantized with {what}, which is not supported: expected {expected}.")
