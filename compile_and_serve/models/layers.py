@@ -128,14 +128,14 @@ def rotate_half(x_TXE: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x_TXE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair (i, i + E/2) of every head by its position's angle (RoFormer, arXiv:2104.09864; half-split layout)."""
+    """Rotate each pair (i, i + E/2) of every head by its position's angle (RoFormer, arXiv:2104.09864; half-split layout).
+
+    cos and sin of fewer dimensions rotate the first ones of every head; the others stay as they are.
+    """
+    size = cos_TE.shape[-1]
+    if size < x_TXE.shape[-1]:
+        return torch.cat((apply_rope(x_TXE[..., :size], cos_TE, sin_TE), x_TXE[..., size:]), dim=-1)
     return x_TXE * cos_TE[:, None] + rotate_half(x_TXE) * sin_TE[:, None]
-
-
-def apply_partial_rope(x_TXE: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
-    """As `apply_rope`, for the first R dimensions of every head; the others stay as they are."""
-    size = cos_TR.shape[-1]
-    return torch.cat((apply_rope(x_TXE[..., :size], cos_TR, sin_TR), x_TXE[..., size:]), dim=-1)
 
 
 class GatedMlp(nn.Module):

@@ -15,8 +15,9 @@ from torch import nn
 
 from compile_and_serve.custom_ops.step import CLASS_LOGITS, HIDDEN_STATES, ROWS, StepOutput
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.families import FAMILIES
 from compile_and_serve.models.families.gemma import GemmaForCausalLM
-from compile_and_serve.models.registry import ARCHITECTURES, ModelImpl, architecture_of, build_model, is_registered
+from compile_and_serve.models.registry import ModelImpl, architecture_of, build_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 
 _GENERATES, _CLASSIFIES, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
@@ -37,25 +38,24 @@ def build_pooling_model(
 ) -> ModelSpec:
     """`build_model` for embeddings or classification. Raises `ModelConfigError` as that does.
 
-    The builder of a registered architecture makes the whole spec, `pooling` included.
+    A family whose spec has `pooling` is left as it is.
     """
     architecture = architecture_of(config)
-    if is_registered(architecture):
-        spec = build_model(config, dtype=dtype, model_impl=model_impl, requantize=requantize)
-        if spec.pooling is None:
-            raise ModelConfigError(f"{architecture} was registered as a model that generates tokens: see --runner.")
-        return spec
     family, is_classifier = architecture, architecture.endswith(_CLASSIFIES)
-    if is_classifier:
+    if architecture in FAMILIES:
+        pass
+    elif is_classifier:
         family = architecture.removesuffix(_CLASSIFIES) + _GENERATES
     elif architecture.endswith(_BARE):
         family = architecture.removesuffix(_BARE) + _GENERATES
     spec = build_model({**config, "architectures": [family]}, dtype=dtype, model_impl=model_impl, requantize=requantize)
+    if spec.pooling is not None:
+        return spec
     old_head = getattr(spec.module, "lm_head", None)
-    if model_impl == "transformers" or family not in ARCHITECTURES or not isinstance(old_head, nn.Linear):
+    if model_impl == "transformers" or family not in FAMILIES or not isinstance(old_head, nn.Linear):
         raise ModelConfigError(
             f"{architecture} cannot compute embeddings or classes: only models with a native implementation can "
-            f"({', '.join(ARCHITECTURES)}, and the same families' {_CLASSIFIES} and {_BARE})."
+            f"({', '.join(sorted(FAMILIES))}, and the same families' {_CLASSIFIES} and {_BARE})."
         )
     hidden_size = old_head.in_features
     names: dict[str, str | None] = {"lm_head.weight": None}

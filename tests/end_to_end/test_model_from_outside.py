@@ -36,7 +36,7 @@ from compile_and_serve.custom_ops.step import (
     StepOutput,
     current_metadata,
 )
-from compile_and_serve.models.registry import register_model
+from compile_and_serve.models.families import register_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step

@@ -11,7 +11,8 @@ from torch import nn
 
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.registry import ARCHITECTURES, build_model
+from compile_and_serve.models.families import FAMILIES
+from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.transformers.model import TransformersModel
 
 SIZES = {
@@ -61,7 +62,7 @@ def config_of(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[
     return {"architectures": [architecture], **SIZES, **EXPERTS.get(architecture, {}), **overrides}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_module_is_on_meta_in_the_given_dtype(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.bfloat16)
     parameters = {n: p for n, p in spec.module.named_parameters() if not n.endswith("e_score_correction_bias")}
@@ -73,7 +74,7 @@ def test_module_is_on_meta_in_the_given_dtype(architecture: str) -> None:
     assert all(b.device.type == "cpu" for b in spec.buffers.values())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_parameter_names_equal_those_of_transformers(architecture: str) -> None:
     import transformers
 
@@ -98,7 +99,7 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert spec.weight_map["lm_head.weight"] is None
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.float32)
     linears = [n for n, m in spec.module.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
@@ -113,7 +114,7 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**SIZES}, 'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM, '),
+        ({**SIZES}, 'names no architecture: expected "architectures" to be one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, '),
         (
             config_of("MambaForCausalLM"),
             "MambaForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"

@@ -20,12 +20,21 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepOutput
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
-from compile_and_serve.models.drafters.drafter_spec import EMBEDDING, HEAD, DrafterSpec, check_vocabulary, checked_target
-from compile_and_serve.models.drafters.hidden_states import hidden_input, hidden_size_of, num_layers_of, with_hidden_states
+from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
+from compile_and_serve.models.drafters.drafter_spec import (
+    EMBEDDING,
+    HEAD,
+    DrafterSpec,
+    check_vocabulary,
+    checked_target,
+    hidden_input,
+    hidden_size_of,
+    num_layers_of,
+    with_hidden_states,
+)
 from compile_and_serve.models.families.qwen3 import Qwen3ForCausalLM
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
-from compile_and_serve.models.registry import DECODER_TP_PLAN, decoder_spec, kv_cache_of, on_meta
-from compile_and_serve.models.spec import ModelSpec, full_attention
+from compile_and_serve.models.spec import ModelSpec, ShardStyle
 
 CONTEXT = "context"  # the output of `DFlashContext`
 _ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
@@ -104,17 +113,11 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
         )
     if type(mask_token) is not int or not 0 <= mask_token < decoder.vocab_size:
         raise ModelConfigError(f"mask_token_id in the drafter's dflash_config must be a token of its vocabulary, got {mask_token!r:.200}.")
-    state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
     target = with_hidden_states(checked_target(target), tuple(layer + 1 for layer in layers))
     num_features = size * len(layers)
-    spec = decoder_spec(on_meta(lambda: Qwen3ForCausalLM(decoder), dtype), decoder, config, [state], DECODER_TP_PLAN)
-    context = decoder_spec(
-        on_meta(lambda: DFlashContext(decoder, num_features), dtype),
-        decoder,
-        config,
-        [state],
-        {**DECODER_TP_PLAN, "model.fc": "replicated"},
-    )
+    spec = decoder_spec(lambda: Qwen3ForCausalLM(decoder), decoder, config, dtype)
+    plan: Mapping[str, ShardStyle] = {**DECODER_TP_PLAN, "model.fc": "replicated"}
+    context = decoder_spec(lambda: DFlashContext(decoder, num_features), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
         kind="block",
         spec=_shares_checkpoint(spec, context),

@@ -1,13 +1,22 @@
-"""`DrafterSpec`: a model that drafts tokens for another model, the target; and what every drafter asks of its target."""
+"""`DrafterSpec`: a model that drafts tokens for another model, the target; and what drafters ask of their target.
+
+Shape legend: T tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from compile_and_serve.custom_ops.step import INPUT_IDS, POSITIONS
-from compile_and_serve.models.config import ModelConfigError
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops import step
+from compile_and_serve.custom_ops.step import StepInput, StepOutput
+from compile_and_serve.models.config import ModelConfigError, positive_int
+from compile_and_serve.models.families.llama import LlamaForCausalLM
+from compile_and_serve.models.families.mistral import WindowedForCausalLM
 from compile_and_serve.models.spec import ModelSpec
 
 DrafterKind = Literal["tokens", "hidden", "heads", "block"]
@@ -58,7 +67,67 @@ def check_vocabulary(vocab_size: int, target: ModelSpec) -> None:
 def checked_target(target: ModelSpec) -> ModelSpec:
     """The target, whose steps have what every drafter reads. Raises `ModelConfigError`."""
     given = {one.name: (one.dtype, one.dims) for one in target.inputs}
-    for one in (INPUT_IDS, POSITIONS):
+    for one in (step.INPUT_IDS, step.POSITIONS):
         if given.get(one.name) != (one.dtype, one.dims):
             raise ModelConfigError(f"The model's steps have no {one.name} of one row, which a drafter reads: remove speculative_config.")
     return target
+
+
+def num_layers_of(spec: ModelSpec) -> int:
+    """Layers of a decoder that can give its hidden states. Raises `ModelConfigError` for another one."""
+    if not isinstance(spec.module, LlamaForCausalLM) or isinstance(spec.module, WindowedForCausalLM):
+        name = (spec.config.get("architectures") or ["The model"])[0]
+        raise ModelConfigError(
+            f"{name} gives no hidden states to a drafter here: use the method draft_model, ngram or suffix, or a model of the families "
+            "Llama, Qwen3, Mixtral, Qwen-MoE, OLMoE, DeepSeek or GLM-4-MoE."
+        )
+    return len(spec.module.model.layers)
+
+
+def with_hidden_states(spec: ModelSpec, taps: tuple[int, ...]) -> ModelSpec:
+    """The model with an output [T, D · taps]: the inputs of the layers of these numbers, side by side.
+
+    The number of layers stands for the output of the last norm. The module is changed in place.
+    """
+    num_layers = num_layers_of(spec)
+    assert isinstance(spec.module, LlamaForCausalLM)
+    if not taps or not all(0 <= tap <= num_layers for tap in taps) or tuple(sorted(set(taps))) != taps:
+        raise ModelConfigError(
+            f"The drafter reads the hidden states of the layers {', '.join(map(str, taps))}, but the model has {num_layers} layers: use a "
+            "drafter that was trained for this model."
+        )
+    spec.module.model.taps = taps
+    size = spec.module.model.embed_tokens.embedding_dim
+    return replace(
+        spec,
+        config={**spec.config, "hidden_state_taps": list(taps)},  # it is a part of what the module computes
+        outputs=(*spec.outputs, StepOutput(name=step.HIDDEN_STATES, dims=(step.TOKENS, size * len(taps)))),
+    )
+
+
+def hidden_size_of(target: ModelSpec) -> int:
+    num_layers_of(target)  # which names a target without hidden states
+    return positive_int(target.config, "hidden_size")
+
+
+def hidden_input(size: int, dtype: torch.dtype) -> StepInput:
+    """Hidden states [T, D]. The host has none: it fills zeros."""
+    return StepInput(
+        name=step.HIDDEN_STATES,
+        dtype=dtype,
+        dims=(step.TOKENS, size),
+        fill=lambda batch: np.zeros((len(batch.token_ids), size), dtype=np.float32),
+    )
+
+
+def reads_hidden_states(spec: ModelSpec, size: int, dtype: torch.dtype, gives: str = step.ROWS) -> ModelSpec:
+    """The spec of a head, which takes and gives hidden states. Names in its checkpoint may lack "model.". gives: of which rows."""
+    parameters = [name for name, _ in spec.module.named_parameters()]
+    short = {name.removeprefix("model."): name for name in parameters if name.startswith("model.")}
+    unused: dict[str, str | None] = dict.fromkeys(("d2t", "t2d", "fc.weight", "fc.bias"))
+    return replace(
+        spec,
+        weight_map={**unused, **short, **spec.weight_map},
+        inputs=(step.INPUT_IDS, step.POSITIONS, hidden_input(size, dtype), step.LOGITS_INDICES),
+        outputs=(StepOutput(name=step.LOGITS), StepOutput(name=step.HIDDEN_STATES, dims=(gives, size))),
+    )

@@ -9,18 +9,28 @@ reads its own output at i in place of the hidden state of token i + 1, which the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
-from compile_and_serve.models.drafters.drafter_spec import EMBEDDING, HEAD, DrafterSpec, check_vocabulary, checked_target
-from compile_and_serve.models.drafters.hidden_states import hidden_size_of, num_layers_of, reads_hidden_states, with_hidden_states
+from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
+from compile_and_serve.models.drafters.drafter_spec import (
+    EMBEDDING,
+    HEAD,
+    DrafterSpec,
+    check_vocabulary,
+    checked_target,
+    hidden_size_of,
+    num_layers_of,
+    reads_hidden_states,
+    with_hidden_states,
+)
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding
-from compile_and_serve.models.registry import DECODER_TP_PLAN, decoder_spec, kv_cache_of, on_meta
-from compile_and_serve.models.spec import ModelSpec, full_attention
+from compile_and_serve.models.spec import ModelSpec, ShardStyle
 
 
 class EagleModel(nn.Module):
@@ -33,6 +43,7 @@ class EagleModel(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.layers[0].input_layernorm = nn.Identity()
+        self.norm = nn.Identity()  # the target's output head reads the hidden states, as it reads the target's own after the last norm
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, hidden_TD: torch.Tensor, kv_caches: list[torch.Tensor]
@@ -42,28 +53,6 @@ class EagleModel(nn.Module):
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x_TD = layer(x_TD, cos_TE, sin_TE, kv_cache)
         return x_TD
-
-
-class EagleForCausalLM(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], hidden_states [T, D], kv_caches, logits_indices int64 [S]) → logits [S, V] and
-    hidden states [S, D]. The target's output head reads the hidden states, as it reads the target's own after the last norm.
-    """
-
-    def __init__(self, config: DecoderConfig, fc_bias: bool) -> None:
-        super().__init__()
-        self.model = EagleModel(config, fc_bias)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden_states: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_SD = self.model(input_ids, positions, hidden_states, kv_caches)[logits_indices]
-        return self.lm_head(hidden_SD), hidden_SD
 
 
 class Eagle3Layer(nn.Module):
@@ -106,15 +95,15 @@ class Eagle3Model(nn.Module):
         return self.midlayer(self.embed_tokens(input_ids_T), hidden_TD, cos_TE, sin_TE, kv_caches[0])
 
 
-class Eagle3ForCausalLM(nn.Module):
-    """As `EagleForCausalLM`. The hidden states have the drafter's size. V: the drafter's own vocabulary.
-    norm_before_residual: of `Eagle3Layer`.
+class EagleForCausalLM(nn.Module):
+    """forward(input_ids int64 [T], positions int64 [T], hidden_states [T, D], kv_caches, logits_indices int64 [S]) → logits [S, V] and
+    hidden states [S, D].
     """
 
-    def __init__(self, config: DecoderConfig, draft_vocab_size: int, norm_before_residual: bool) -> None:
+    def __init__(self, model: EagleModel | Eagle3Model, config: DecoderConfig, vocab_size: int) -> None:
         super().__init__()
-        self.model = Eagle3Model(config, norm_before_residual)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.model = model
+        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
 
     def forward(
         self,
@@ -139,10 +128,9 @@ def eagle(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tu
         )
     check_vocabulary(decoder.vocab_size, target)
     has_bias = any(name.endswith("fc.bias") for name in tensors)
-    state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
-    spec = decoder_spec(
-        on_meta(lambda: EagleForCausalLM(decoder, has_bias), dtype), decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"}
-    )
+    plan: Mapping[str, ShardStyle] = {**DECODER_TP_PLAN, "model.fc": "replicated"}
+    model = partial(EagleModel, decoder, has_bias)
+    spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, decoder.vocab_size), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
         kind="hidden",
         spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
@@ -172,13 +160,8 @@ def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, t
             "trained for this model."
         )
     plan = {name.replace("model.layers.*", "model.midlayer"): style for name, style in DECODER_TP_PLAN.items()}
-    spec = decoder_spec(
-        on_meta(lambda: Eagle3ForCausalLM(decoder, draft_vocab_size, norm_before_residual), dtype),
-        decoder,
-        config,
-        [full_attention([kv_cache_of(decoder)])],
-        plan,
-    )
+    model = partial(Eagle3Model, decoder, norm_before_residual)
+    spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, draft_vocab_size), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
         kind="hidden",
         spec=reads_hidden_states(spec, decoder.hidden_size, dtype),

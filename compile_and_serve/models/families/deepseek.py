@@ -16,21 +16,20 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.mla import mla_attention
 from compile_and_serve.custom_ops.step import LatentCacheSpec
 from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigError, positive_int
-from compile_and_serve.models.families.deepseek_moe import ROUTINGS, DeepseekMoeConfig
+from compile_and_serve.models.families.deepseek_moe import ROUTINGS, DeepseekMoeConfig, DeepseekMoeModelConfig, register_deepseek_moe
 from compile_and_serve.models.layers import yarn_magnitude
 
 _LATENT_EPS = 1e-6  # of the norms over latents, whatever the config's rms_norm_eps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepseekConfig:
-    """A config.json of DeepSeek's families. decoder.head_dim is the size of the part with RoPE.
+class LatentAttentionConfig:
+    """The attention of DeepSeek's families. decoder.head_dim is the size of the part with RoPE.
 
     q_rank: size of the queries' latent; None without one. scale: of the attention scores.
     """
 
     decoder: DecoderConfig
-    moe: DeepseekMoeConfig
     q_rank: int | None
     latent_size: int
     nope_size: int
@@ -38,38 +37,34 @@ class DeepseekConfig:
     scale: float
     interleaved: bool
 
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> DeepseekConfig:
-        """Read a config.json. Raises `ModelConfigError` for a missing or invalid value."""
-        rope_size = positive_int(config, "qk_rope_head_dim")
-        decoder = DecoderConfig.from_dict({**config, "head_dim": rope_size})
-        nope_size = positive_int(config, "qk_nope_head_dim")
-        is_v3 = "DeepseekV3ForCausalLM" in (config.get("architectures") or ())
-        scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
-        method: Any = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-        if (scoring, method) not in ROUTINGS:
-            known = " or ".join(f"{one!r} with {other!r}" for one, other in ROUTINGS)
-            raise UnsupportedConfigError(f"scoring_func is {scoring!r} with topk_method {method!r}: expected {known}.")
-        q_rank = config.get("q_lora_rank")
-        return cls(
-            decoder=decoder,
-            moe=DeepseekMoeConfig.read(config, decoder, (scoring, method)),
-            q_rank=None if q_rank is None else positive_int(config, "q_lora_rank"),
-            latent_size=positive_int(config, "kv_lora_rank"),
-            nope_size=nope_size,
-            value_size=positive_int(config, "v_head_dim"),
-            scale=(nope_size + rope_size) ** -0.5 * _temperature(decoder.rope) ** 2,
-            interleaved=bool(config.get("rope_interleave", True)),
-        )
 
-    @property
-    def layer_cache(self) -> LatentCacheSpec:
-        """What each layer keeps: [N, P, C + R]."""
-        return LatentCacheSpec(latent_size=self.latent_size, rope_size=self.decoder.head_dim)
-
-    def make_attention(self) -> LatentAttention:
-        """The attention of a layer."""
-        return LatentAttention(self)
+def read(config: Mapping[str, Any]) -> DeepseekMoeModelConfig:
+    """Read a config.json. Raises `ModelConfigError` for a missing or invalid value."""
+    rope_size = positive_int(config, "qk_rope_head_dim")
+    decoder = DecoderConfig.from_dict({**config, "head_dim": rope_size})
+    nope_size = positive_int(config, "qk_nope_head_dim")
+    is_v3 = "DeepseekV3ForCausalLM" in (config.get("architectures") or ())
+    scoring: Any = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
+    method: Any = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    if (scoring, method) not in ROUTINGS:
+        known = " or ".join(f"{one!r} with {other!r}" for one, other in ROUTINGS)
+        raise UnsupportedConfigError(f"scoring_func is {scoring!r} with topk_method {method!r}: expected {known}.")
+    moe = DeepseekMoeConfig.read(config, decoder, (scoring, method))
+    attention = LatentAttentionConfig(
+        decoder=decoder,
+        q_rank=None if config.get("q_lora_rank") is None else positive_int(config, "q_lora_rank"),
+        latent_size=positive_int(config, "kv_lora_rank"),
+        nope_size=nope_size,
+        value_size=positive_int(config, "v_head_dim"),
+        scale=(nope_size + rope_size) ** -0.5 * _temperature(decoder.rope) ** 2,
+        interleaved=bool(config.get("rope_interleave", True)),
+    )
+    return DeepseekMoeModelConfig(
+        decoder=decoder,
+        moe=moe,
+        layer_cache=LatentCacheSpec(latent_size=attention.latent_size, rope_size=rope_size),  # [N, P, C + R]
+        make_attention=lambda: LatentAttention(attention),
+    )
 
 
 def _temperature(rope: Mapping[str, Any]) -> float:
@@ -79,7 +74,7 @@ def _temperature(rope: Mapping[str, Any]) -> float:
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: LatentAttentionConfig) -> None:
         super().__init__()
         decoder, hidden = config.decoder, config.decoder.hidden_size
         heads, self.q_head_size = decoder.num_attention_heads, config.nope_size + decoder.head_dim
@@ -112,3 +107,7 @@ class LatentAttention(nn.Module):
             interleaved=self.interleaved,
         )
         return self.o_proj(out_THV.flatten(1))
+
+
+register_deepseek_moe("DeepseekV2ForCausalLM", read)
+register_deepseek_moe("DeepseekV3ForCausalLM", read)

@@ -1,27 +1,53 @@
 """DeepSeekMoE (arXiv:2401.06066, arXiv:2412.19437): layers with routed and shared experts, which GLM-4-MoE has too.
 
-Shape legend: T tokens of the step, D hidden size, E size of cos and sin, X experts, K experts per token.
+Shape legend: T tokens of the step, S rows whose logits are needed, D hidden size, E size of cos and sin, X experts, K experts per token,
+V vocabulary.
+
+Checkpoints have further layers for multi-token prediction after their last one (section 2.2). Each is a model of its own. At position i
+the first one reads the hidden state of token i and the embedding of token i + 1, and predicts token i + 2, as an EAGLE head does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.custom_ops.step import KVCacheSpec, LatentCacheSpec
+from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, LatentCacheSpec, StateGroup
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
+from compile_and_serve.models.decoder_spec import decoder_spec
+from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaDecoderLayer, LlamaForCausalLM
-from compile_and_serve.models.families.moe import Experts, MoeConfig
-from compile_and_serve.models.layers import GatedMlp
+from compile_and_serve.models.families.moe import MOE_TP_PLAN, Experts, MoeConfig, with_expert_parts
+from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding
+from compile_and_serve.models.spec import ModelSpec, ShardStyle
 
 Routing = tuple[Literal["softmax", "sigmoid"], Literal["greedy", "group_limited_greedy", "noaux_tc"]]
 ROUTINGS: tuple[Routing, ...] = (("softmax", "greedy"), ("softmax", "group_limited_greedy"), ("sigmoid", "noaux_tc"))
+
+
+_TP_PLAN: Mapping[str, ShardStyle] = {
+    **MOE_TP_PLAN,
+    "model.layers.*.self_attn.q_a_proj": "replicated",
+    "model.layers.*.self_attn.q_b_proj": "colwise",
+    "model.layers.*.self_attn.kv_a_proj_with_mqa": "replicated",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.mlp.shared_experts.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_experts.up_proj": "colwise",
+    "model.layers.*.mlp.shared_experts.down_proj": "rowwise",
+}
+_MTP_TP_PLAN: Mapping[str, ShardStyle] = {
+    **_TP_PLAN,
+    "model.layers.*.embed_tokens": "vocab",
+    "model.layers.*.eh_proj": "replicated",
+    "model.layers.*.shared_head.head": "vocab",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,23 +101,18 @@ class DeepseekMoeConfig(MoeConfig):
         )
 
 
-class DeepseekMoeModelConfig(Protocol):
-    """A config.json of a family with these layers."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepseekMoeModelConfig:
+    """A config.json of a family with these layers.
 
-    @property
-    def decoder(self) -> DecoderConfig: ...
+    layer_cache: what each layer keeps. make_attention: makes the attention of a layer: forward(x [T, D], cos [T, E], sin [T, E], the
+    layer's cache) → [T, D].
+    """
 
-    @property
-    def moe(self) -> DeepseekMoeConfig: ...
-
-    @property
-    def layer_cache(self) -> KVCacheSpec | LatentCacheSpec:
-        """What each layer keeps."""
-        ...
-
-    def make_attention(self) -> nn.Module:
-        """The attention of a layer: forward(x [T, D], cos [T, E], sin [T, E], the layer's cache) → [T, D]."""
-        ...
+    decoder: DecoderConfig
+    moe: DeepseekMoeConfig
+    layer_cache: KVCacheSpec | LatentCacheSpec
+    make_attention: Callable[[], nn.Module]
 
 
 class Router(nn.Module):
@@ -161,3 +182,100 @@ class DeepseekMoeForCausalLM(LlamaForCausalLM):
                 for is_sparse in moe.sparse_layers
             ),
         )
+
+
+class SharedHead(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x_SD))
+
+
+class MtpLayer(DeepseekMoeLayer):
+    """A layer of the family, with experts, and what comes before and after it."""
+
+    def __init__(self, config: DeepseekMoeModelConfig) -> None:
+        decoder = config.decoder
+        super().__init__(decoder, config.make_attention(), DeepseekMoe(decoder, config.moe))
+        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.enorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.hnorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * decoder.hidden_size, decoder.hidden_size, bias=False)
+        self.shared_head = SharedHead(decoder)
+
+    def joined(self, input_ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """The layer's input. [T, D]"""
+        return self.eh_proj(torch.cat((self.enorm(self.embed_tokens(input_ids_T)), self.hnorm(hidden_TD)), dim=-1))
+
+
+class MtpModel(nn.Module):
+    """The layer under the name that it has in the checkpoint."""
+
+    def __init__(self, config: DeepseekMoeModelConfig, number: int) -> None:
+        super().__init__()
+        self.rotary_emb = RotaryEmbedding(config.decoder)
+        self.layers = nn.ModuleDict({str(number): MtpLayer(config)})
+
+
+class MtpForCausalLM(nn.Module):
+    """forward(input_ids int64 [T], positions int64 [T], hidden_states [T, D], kv_caches, logits_indices int64 [S]) → logits [S, V] and
+    hidden states [S, D].
+
+    number: of the layer in the checkpoint. is_only: there is no other one, which would read the hidden states of all tokens, [T, D].
+    """
+
+    def __init__(self, config: DeepseekMoeModelConfig, number: int, *, is_only: bool) -> None:
+        super().__init__()
+        self.model = MtpModel(config, number)
+        self.is_only = is_only
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (layer,) = self.model.layers.values()
+        assert isinstance(layer, MtpLayer)
+        x_TD = layer.joined(input_ids, hidden_states)
+        cos_TE, sin_TE = self.model.rotary_emb(positions, x_TD.dtype)
+        hidden_TD = layer(x_TD, cos_TE, sin_TE, kv_caches[0])
+        hidden_SD = hidden_TD[logits_indices]
+        return layer.shared_head(hidden_SD), hidden_SD if self.is_only else hidden_TD
+
+
+def register_deepseek_moe(architecture: str, read: Callable[[Mapping[str, Any]], DeepseekMoeModelConfig]) -> None:
+    """Register an architecture with these layers. read: reads a config.json; raises `ModelConfigError`."""
+
+    def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+        parsed = read(config)
+        return _spec(DeepseekMoeForCausalLM, parsed, config, dtype, parsed.decoder.num_hidden_layers, _TP_PLAN)
+
+    def build_mtp_layer(config: Mapping[str, Any], dtype: torch.dtype, number: int, is_only: bool) -> ModelSpec:
+        parsed = read(config)
+        moe = replace(parsed.moe, sparse_layers=tuple(i == number for i in range(number + 1)))
+        make = partial(MtpForCausalLM, number=number, is_only=is_only)
+        return _spec(make, replace(parsed, moe=moe), config, dtype, 1, _MTP_TP_PLAN)
+
+    register_model(architecture, build, features=("full attention", "experts"), build_mtp_layer=build_mtp_layer)
+
+
+def _spec(
+    make: Callable[[DeepseekMoeModelConfig], nn.Module],
+    parsed: DeepseekMoeModelConfig,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    num_layers: int,
+    tp_plan: Mapping[str, ShardStyle],
+) -> ModelSpec:
+    state = StateGroup(name=KV_CACHES, layers=(parsed.layer_cache,) * num_layers)
+    spec = decoder_spec(lambda: make(parsed), parsed.decoder, config, dtype, state=[state], tp_plan=tp_plan)
+    for name, parameter in spec.module.named_parameters():
+        if name.endswith("e_score_correction_bias"):  # it decides between close scores
+            parameter.data = parameter.data.float()
+    return with_expert_parts(spec, parsed.moe)

@@ -20,7 +20,10 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, ScoreFeature
 from compile_and_serve.models.config import UnsupportedConfigError, WindowedConfig
+from compile_and_serve.models.decoder_spec import decoder_spec
+from compile_and_serve.models.families import register_model
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
+from compile_and_serve.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +35,6 @@ class GemmaConfig:
     has_qk_norm: bool
     attention_cap: float = 0.0
     logits_cap: float = 0.0
-
-    @property
-    def scores(self) -> frozenset[ScoreFeature]:
-        return frozenset(["soft_cap"]) if self.attention_cap else frozenset()
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GemmaConfig:
@@ -179,3 +178,13 @@ class GemmaForCausalLM(nn.Module):
     ) -> torch.Tensor:
         logits = self.lm_head(self.model(input_ids, positions, kv_caches, window_caches, logits_indices))
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+    gemma = GemmaConfig.from_dict(config)
+    scores = frozenset[ScoreFeature](["soft_cap"] if gemma.attention_cap else [])
+    return decoder_spec(lambda: GemmaForCausalLM(gemma), gemma.decoder, config, dtype, scores=scores)
+
+
+for _architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+    register_model(_architecture, build, features=("full attention", "sliding windows"))

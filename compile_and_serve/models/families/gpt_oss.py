@@ -7,24 +7,28 @@ E head size, X experts, F intermediate size of an expert. Views use -1 for head 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.step import KV_CACHES, ScoreFeature
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
 from compile_and_serve.custom_ops.weight_functions import Expression
 from compile_and_serve.models.config import ModelConfigError, WindowedConfig
+from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
+from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
 from compile_and_serve.models.families.mistral import WindowedForCausalLM
 from compile_and_serve.models.families.moe import MoeConfig
-from compile_and_serve.models.layers import apply_rope
 from compile_and_serve.models.quantization.mxfp4 import mxfp4_experts
+from compile_and_serve.models.spec import ModelSpec, ShardStyle
+
+_TP_PLAN: Mapping[str, ShardStyle] = {**DECODER_TP_PLAN, "model.layers.*.mlp.router": "replicated", "model.layers.*.mlp.experts": "experts"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,6 @@ class GptOssConfig:
     decoder: WindowedConfig
     moe: MoeConfig
     limit: float
-    scores: frozenset[ScoreFeature] = frozenset(["sinks"])
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GptOssConfig:
@@ -55,14 +58,6 @@ class GptOssAttention(LlamaAttention):
     def __init__(self, config: WindowedConfig, group: str = KV_CACHES) -> None:
         super().__init__(config, group)
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
-
-    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        q_THE = self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
-        k_TKE = self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
-        v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
-        q_THE, k_TKE = apply_rope(q_THE, cos_TE, sin_TE), apply_rope(k_TKE, cos_TE, sin_TE)
-        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale, self.group, sinks_H=self.sinks)
-        return self.o_proj(out_THE.flatten(1))
 
 
 class GptOssExperts(nn.Module):
@@ -105,15 +100,16 @@ class GptOssMlp(nn.Module):
         return self.experts(x_TD, ids_TK, weights_TK)
 
 
-class GptOssForCausalLM(WindowedForCausalLM):
-    """As `WindowedForCausalLM`."""
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+    parsed = GptOssConfig.from_dict(config)
+    decoder, scores = parsed.decoder, frozenset[ScoreFeature](["sinks"])
+    make_layer = lambda group: LlamaDecoderLayer(decoder, GptOssAttention(decoder, group), GptOssMlp(parsed))  # noqa: E731
+    make = partial(WindowedForCausalLM, decoder, make_layer)
+    spec = decoder_spec(make, decoder, config, dtype, scores=scores, tp_plan=_TP_PLAN)
+    return replace(spec, quantized_weights=_stored_weights(config, spec.module))
 
-    def __init__(self, config: GptOssConfig) -> None:
-        decoder = config.decoder
-        super().__init__(decoder, lambda group: LlamaDecoderLayer(decoder, GptOssAttention(decoder, group), GptOssMlp(config)))
 
-
-def stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, StoredWeight]:
+def _stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, StoredWeight]:
     """How a checkpoint holds the experts: gate and up rows alternate, and unquantized matrices are [inputs, outputs].
 
     Raises `ModelConfigError` for another quantization than MXFP4, and for sizes that are not whole blocks of it.
@@ -134,3 +130,6 @@ def stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, St
             tensor = StoredTensor(name=name, shape=shape, dtype=parameter.dtype)
             stored[name] = ArrangedWeight(value=("deinterleave_rows", value) if is_gate_up else value, tensors=(tensor,))
     return stored
+
+
+register_model("GptOssForCausalLM", build, features=("full attention", "sliding windows", "experts"))

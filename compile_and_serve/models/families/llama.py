@@ -6,7 +6,8 @@ E head size, V vocabulary. Views use -1 for head counts, so that sharded project
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +15,17 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.step import KV_CACHES
 from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.decoder_spec import decoder_spec
+from compile_and_serve.models.families import register_model
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rope
+from compile_and_serve.models.spec import ModelSpec
 
 
 class LlamaAttention(nn.Module):
-    """group: the state group of the layer's cache. input_size: features of the input; None: D."""
+    """group: the state group of the layer's cache. input_size: features of the input; None: D.
+
+    Related families set q_norm and k_norm, which each query and key head passes before RoPE, and sinks [H], a score of each query head.
+    """
 
     def __init__(self, config: DecoderConfig, group: str = KV_CACHES, input_size: int | None = None) -> None:
         super().__init__()
@@ -30,13 +37,18 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(input_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        self.sinks: nn.Parameter | None = None
 
     def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q_THE = self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         k_TKE = self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THE, k_TKE = self.q_norm(q_THE), self.k_norm(k_TKE)
         q_THE, k_TKE = apply_rope(q_THE, cos_TE, sin_TE), apply_rope(k_TKE, cos_TE, sin_TE)
-        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale, self.group)
+        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale, self.group, sinks_H=self.sinks)
         return self.o_proj(out_THE.flatten(1))
 
 
@@ -106,3 +118,11 @@ class LlamaForCausalLM(nn.Module):
         rows_SD, tapped = self.model(input_ids, positions, kv_caches, logits_indices)
         logits_SV = self.lm_head(rows_SD)
         return (logits_SV, torch.cat(tapped, dim=-1)) if tapped else logits_SV
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+    decoder = DecoderConfig.from_dict(config)
+    return decoder_spec(lambda: LlamaForCausalLM(decoder), decoder, config, dtype)
+
+
+register_model("LlamaForCausalLM", build)

@@ -1,7 +1,6 @@
-"""Decoders with mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE. They differ in attention and routing.
+"""Llama's block with a mixture of experts, which Mixtral, Qwen-MoE and OLMoE share. They differ in attention and routing.
 
-Shape legend: T tokens of the step, D hidden size, H query heads, K key/value heads in attention and experts per token in the MLP,
-E head size, X experts. Views use -1 for head counts, so that sharded projections need no change here.
+Shape legend: T tokens of the step, D hidden size, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,13 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.custom_ops.step import KV_CACHES
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
-from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
-from compile_and_serve.models.layers import GatedMlp, apply_rope
+from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
+from compile_and_serve.models.families.llama import LlamaDecoderLayer, LlamaForCausalLM
+from compile_and_serve.models.layers import GatedMlp
+from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart
+
+MakeAttention = Callable[[DecoderConfig], nn.Module]
+
+MOE_TP_PLAN: Mapping[str, ShardStyle] = {
+    **DECODER_TP_PLAN,
+    "model.layers.*.mlp.gate": "replicated",
+    "model.layers.*.mlp.experts": "experts",
+    "model.layers.*.mlp.shared_expert_gate": "replicated",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +38,7 @@ class MoeConfig:
     """The experts of a config.json.
 
     top_k: experts of a token. shared_intermediate_size: of the shared expert, 0 without one. renormalize: whether a token's weights add
-    up to 1. sparse_layers: which layers have experts; the others have one MLP. clip_qkv: limit of attention's inputs (OLMoE).
+    up to 1. sparse_layers: which layers have experts; the others have one MLP.
     """
 
     hidden_size: int
@@ -37,7 +48,6 @@ class MoeConfig:
     shared_intermediate_size: int = 0
     renormalize: bool = True
     sparse_layers: tuple[bool, ...]
-    clip_qkv: float | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MoeConfig:
@@ -46,51 +56,16 @@ class MoeConfig:
         top_k = positive_int(config, "num_experts_per_tok")
         if top_k > num_experts:
             raise ModelConfigError(f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}.")
-        is_mixtral = config.get("model_type") == "mixtral"
-        if is_mixtral and config.get("sliding_window") is not None:
-            raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
         step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-        clip_qkv = config.get("clip_qkv")
         return cls(
             hidden_size=positive_int(config, "hidden_size"),
             num_experts=num_experts,
             top_k=top_k,
             intermediate_size=positive_int(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"),
             shared_intermediate_size=int(config.get("shared_expert_intermediate_size") or 0),
-            renormalize=is_mixtral or bool(config.get("norm_topk_prob", False)),
+            renormalize=bool(config.get("norm_topk_prob", False)),
             sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(positive_int(config, "num_hidden_layers"))),
-            clip_qkv=None if clip_qkv is None else float(clip_qkv),
         )
-
-
-class Qwen2Attention(LlamaAttention):
-    """Llama's attention with biases of the queries, keys and values only."""
-
-    def __init__(self, config: DecoderConfig, group: str = KV_CACHES) -> None:
-        super().__init__(config, group)
-        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size)
-
-
-class OlmoeAttention(LlamaAttention):
-    """Llama's attention with an RMSNorm over all queries together, and one over all keys."""
-
-    def __init__(self, config: DecoderConfig, clip_qkv: float | None) -> None:
-        super().__init__(config)
-        self.q_norm = nn.RMSNorm(config.num_attention_heads * self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.num_key_value_heads * self.head_dim, eps=config.rms_norm_eps)
-        self.clip_qkv = clip_qkv
-
-    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.q_norm(self.q_proj(x_TD)), self.k_norm(self.k_proj(x_TD)), self.v_proj(x_TD)
-        if self.clip_qkv is not None:
-            q, k, v = (value.clamp(-self.clip_qkv, self.clip_qkv) for value in (q, k, v))
-        q_THE, k_TKE, v_TKE = (value.view(x_TD.shape[0], -1, self.head_dim) for value in (q, k, v))
-        q_THE, k_TKE = apply_rope(q_THE, cos_TE, sin_TE), apply_rope(k_TKE, cos_TE, sin_TE)
-        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale)
-        return self.o_proj(out_THE.flatten(1))
 
 
 class Experts(nn.Module):
@@ -136,9 +111,58 @@ class SharedMoeMlp(MoeMlp):
 class MoeForCausalLM(LlamaForCausalLM):
     """As `LlamaForCausalLM`. make_attention: makes the attention of a layer."""
 
-    def __init__(self, config: DecoderConfig, moe: MoeConfig, make_attention: Callable[[], nn.Module]) -> None:
+    def __init__(self, config: DecoderConfig, moe: MoeConfig, make_attention: MakeAttention) -> None:
         moe_mlp = SharedMoeMlp if moe.shared_intermediate_size else MoeMlp
-        super().__init__(
-            config,
-            (LlamaDecoderLayer(config, make_attention(), moe_mlp(config, moe) if is_sparse else None) for is_sparse in moe.sparse_layers),
-        )
+        mlps = (moe_mlp(config, moe) if is_sparse else None for is_sparse in moe.sparse_layers)
+        super().__init__(config, (LlamaDecoderLayer(config, make_attention(config), mlp) for mlp in mlps))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """How a family's checkpoints name the linears of expert e: `model.layers.0.{block}.experts.{e}.{gate}.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    block: str = "mlp"
+
+
+def moe_spec(
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    make_attention: MakeAttention,
+    *,
+    always_renormalize: bool = False,
+    names: ExpertNames = ExpertNames(),
+) -> ModelSpec:
+    """The spec of `MoeForCausalLM`. always_renormalize: whatever the config says. Raises `ModelConfigError`."""
+    decoder, moe = DecoderConfig.from_dict(config), MoeConfig.from_dict(config)
+    if always_renormalize:
+        moe = replace(moe, renormalize=True)
+    spec = decoder_spec(lambda: MoeForCausalLM(decoder, moe, make_attention), decoder, config, dtype, tp_plan=MOE_TP_PLAN)
+    return with_expert_parts(spec, moe, names)
+
+
+def with_expert_parts(spec: ModelSpec, moe: MoeConfig, names: ExpertNames = ExpertNames()) -> ModelSpec:
+    """The spec of a model whose checkpoints hold each linear of each expert as a tensor of its own."""
+    parts: dict[str, TensorPart] = {}
+    renamed: dict[str, str | None] = {}
+    for layer, is_sparse in enumerate(moe.sparse_layers):
+        if not is_sparse:
+            continue
+        theirs, ours = f"model.layers.{layer}.{names.block}", f"model.layers.{layer}.mlp"
+        for expert in range(moe.num_experts):
+            for leaf, parameter, first_row in (
+                (names.gate, "gate_up_proj", 0),
+                (names.up, "gate_up_proj", moe.intermediate_size),
+                (names.down, "down_proj", 0),
+            ):
+                parts[f"{theirs}.experts.{expert}.{leaf}.weight"] = TensorPart(
+                    parameter=f"{ours}.experts.{parameter}",
+                    index=expert,
+                    first_row=first_row,
+                    num_rows=moe.hidden_size if leaf == names.down else moe.intermediate_size,
+                )
+        if theirs != ours:
+            renamed[f"{theirs}.gate.weight"] = f"{ours}.gate.weight"
+    return replace(spec, parts=parts, weight_map={**spec.weight_map, **renamed})

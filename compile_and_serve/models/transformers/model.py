@@ -87,7 +87,7 @@ class TransformersModel(nn.Module):
         return self._forward(input_ids=input_ids[None], **options).logits[0][logits_indices]
 
 
-def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelSpec:
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     """Build the class that a config.json names on the meta device, with its parameters in `dtype`.
 
     Raises `ModelConfigError` if transformers lacks the class, or if the class needs more than softmax attention over earlier tokens.

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
-
-if TYPE_CHECKING:
-    from compile_and_serve.models.registry import Family
 
 
 def models_command() -> None:
     """List the supported architectures and their features."""
-    from compile_and_serve.models.registry import ARCHITECTURES  # imports torch
+    from compile_and_serve.models.families import FAMILIES  # imports torch
 
-    width = max(map(len, ARCHITECTURES))
-    for architecture, family in sorted(ARCHITECTURES.items()):
-        typer.echo(f"{architecture:{width}}  {', '.join(_features(family))}")
+    width = max(map(len, FAMILIES))
+    for architecture, family in sorted(FAMILIES.items()):
+        typer.echo(f"{architecture:{width}}  {', '.join(family.features)}")
     typer.echo("Other decoders run in the transformers package's implementation, if their attention is recognized.")
-
-
-def _features(family: Family) -> list[str]:
-    windows = ["sliding windows"] if family.windowed is not None else []
-    experts = ["experts"] if family.experts is not None else []
-    return ["full attention", *windows, *experts]

@@ -18,7 +18,7 @@ from torch import nn
 
 from compile_and_serve import LLM, PoolingParams
 from compile_and_serve.custom_ops.step import ROWS, StepOutput
-from compile_and_serve.models import registry
+from compile_and_serve.models.families import FAMILIES, register_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 from tests.runtime.pooling.test_embeddings import PROMPTS, embed
 
@@ -50,12 +50,13 @@ def build(config: Any, dtype: torch.dtype) -> ModelSpec:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setitem(registry._BUILDERS, ARCHITECTURE, build)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    register_model(ARCHITECTURE, build)
     torch.manual_seed(0)
     save_file(BagOfTokens().state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [ARCHITECTURE]}))
-    return tmp_path
+    yield tmp_path
+    del FAMILIES[ARCHITECTURE]
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -18,7 +18,7 @@ from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.models.cache_scales import UnfoldableScalesError, weight_factors
-from compile_and_serve.models.families import llama, qwen3
+from compile_and_serve.models.families import llama
 from compile_and_serve.models.quantization.stored_weights import checkpoint_cache_dtype
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
@@ -109,8 +109,7 @@ def scaled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: A
 
 def reference(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        for module in (llama, qwen3):
-            patch.setattr(module, "attention", scaled_attention)
+        patch.setattr(llama, "attention", scaled_attention)
         return logits(load(folder, dtype=dtype, fold=False))
 
 
