@@ -103,8 +103,8 @@ def logits(model: Model) -> torch.Tensor:
     return step(model, TOKENS, 0, caches(model.spec, FP8))  # type: ignore[attr-defined]
 
 
-def scaled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
-    return attention(q * 2**-4, k * 2**4, v * 2**8, *args) * 2**-8
+def scaled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    return attention(q * 2**-4, k * 2**4, v * 2**8, *args, **options) * 2**-8
 
 
 def reference(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
