@@ -96,7 +96,8 @@ class Generation:
         """Abort all unfinished sequences. May be called at any time and more than once."""
         if self._timer is not None:
             self._timer.cancel()
-        self._engine.release(self)
+        if self._unfinished:
+            self._engine.release(self)
 
     def _expire(self, limit: float) -> None:
         """End the unfinished sequences with an error, because the request's deadline has passed."""
