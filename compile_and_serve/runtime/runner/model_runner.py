@@ -1,4 +1,4 @@
-"""Prepares a step's inputs, runs the model on them, samples.
+"""`ModelRunner`: prepares a step's inputs, runs the model on them, samples.
 
 Shape legend: T tokens of the step (with padding), S sequences, L rows of logits, V vocabulary, R batch slots.
 
@@ -11,34 +11,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepResult
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepOf, StepResult
 from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
-from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.compiler.model import Outputs
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device
+from compile_and_serve.runtime.runner.base_batch import BatchLayout, HeldRequest
+from compile_and_serve.runtime.runner.base_runner import BaseRunner, StepRunner
+from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device, begin_step, end_step
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores
 from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.runner.drafted_sequences import DraftedSequences
-from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
+from compile_and_serve.runtime.runner.input_batch import InputBatch
 from compile_and_serve.runtime.runner.ngram_runner import NgramRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptResult
-from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
 from compile_and_serve.runtime.structured.masks import GrammarSequence, MaskedRows, TokenMasks
 from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
@@ -48,84 +51,60 @@ logger = logging.getLogger(__name__)
 NOT_TAKEN_IN = "The engine failed on this request's sampling options; its log has the details."
 
 
-class StepRunner(Protocol):
-    """Runs steps of a model: `PlainRunner` or `CudaGraphRunner`."""
+class ModelRunner(BaseRunner):
+    """Runs the steps of a model that generates.
 
-    @property
-    def max_padded_size(self) -> int:
-        """The largest number of tokens that `padded_size` answers; 0 where it pads nothing."""
-        ...
+    captures_due: steps after which the capture of a graph was due, since the start. steps_on_device: those whose inputs the device made of the
+    step before's, since the start.
+    """
 
-    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
-        """The number of tokens to pad a step to; None: no padding. A decode step is padded with whole sequences of length 0."""
-        ...
-
-    def run(self, step: Step, *, with_sampling: bool = True) -> StepResult: ...
-
-
-class ModelRunner:
-    """Holds the running requests' state beside the model; the scheduler's counterpart on the device's side."""
+    batch_type = InputBatch
+    batch: InputBatch
 
     def __init__(
         self,
         config: EngineConfig,
         spec: ModelSpec,
         steps: StepRunner,
-        backends: Mapping[str, Any],
+        backends: Mapping[str, AttentionBackend],
         device: torch.device,
         dtype: torch.dtype,
         num_pages: int,
         *,
-        max_model_len: int | None = None,
-        plain_steps: StepRunner | None = None,
         drafted_steps: CudaGraphRunner | None = None,
         drafter: CompiledDrafter | None = None,
         drafter_graphs: WorkGraphs | None = None,
+        **options: Any,
     ) -> None:
-        """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
-        config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. drafted_steps: runs those
-        whose sequences all have the same number of drafts, None: they are not padded to it. drafter: makes these.
-        drafter_graphs: where it is captured.
+        """drafted_steps: runs the steps whose sequences all have the same number of drafts; None: they are not padded to it. drafter: makes
+        these. drafter_graphs: where it is captured. options: and the others, of `BaseRunner`.
         """
-        scheduler = config.scheduler
-        self.spec = spec
-        self.steps = steps
-        self.plain_steps = plain_steps or steps
         self._drafted_steps = drafted_steps
-        self._steps_of_layout = steps  # what runs the batch's present layout
         self._drafted_graph_steps: list[DecodeStep] = []  # graphs read and write tensors that only these steps hold
         self._drafted_len = 1 + (0 if config.speculative is None else config.speculative.num_tokens)
         # Decodes of one step that have a graph with drafts.
         self._max_drafted_seqs = 0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len
-        self.backends = dict(backends)
-        self.device = device
-        self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
-        self.max_num_tokens = max(scheduler.token_budget, scheduler.max_num_seqs)
-        self.layout = PageLayout.of(spec.state, config.cache.block_size, dtype)
-        num_slots = scheduler.max_num_seqs
-        self.state = allocate_state(spec.state, self.layout, num_pages, num_slots, dtype=dtype, device=device)
-        self.padded_tokens = 0  # since the start
-        self.captures_due = 0  # steps after which the capture of a graph was due, since the start
-        self.steps_on_device = 0  # whose inputs the device made of the step before's, since the start
-        self.batch = InputBatch(
-            spec.inputs,
-            spec.state,
-            self.layout.tokens_per_page,
-            num_slots=num_slots,
-            max_num_tokens=self.max_num_tokens,
-            max_padded_size=max(one.max_padded_size for one in (steps, self.plain_steps, drafted_steps) if one is not None),
-            max_model_len=self.max_model_len,
-            device=device,
-            max_drafts=0 if config.speculative is None else config.speculative.num_tokens,
+        super().__init__(
+            config,
+            spec,
+            steps,
+            backends,
+            device,
+            dtype,
+            num_pages,
+            other_steps=() if drafted_steps is None else (drafted_steps,),
+            max_drafts=self._drafted_len - 1,
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=self._max_drafted_seqs,
+            **options,
         )
+        self.captures_due = self.steps_on_device = 0
         self.drafter: DeviceDrafts | None = None
-        speculative, is_asynchronous = config.speculative, platform_of(device).is_asynchronous
+        speculative, platform, num_slots = config.speculative, self.platform, self.batch.num_slots
         if drafter is not None:
             hidden_dtype = model_dtype(config, device)
             self.drafter = DraftRunner(drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs)
-        elif speculative is not None and speculative.drafts_on_device(is_asynchronous=is_asynchronous):
+        elif speculative is not None and speculative.drafts_on_device(is_asynchronous=platform.is_asynchronous):
             self.drafter = NgramRunner(
                 self.batch,
                 device,
@@ -147,12 +126,9 @@ class ModelRunner:
         self._structured_step: PendingStep | None = None  # the last one with structured output
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
-        self._last_step: Step | None = None
-        self._last_key = (-1, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows
         self._sampled_inputs = [one.name for one in spec.inputs if one.advance == "sampled"]
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.num_ranks == 1
-        platform = self.platform = platform_of(device)
         self._shares_memory = platform.shares_host_memory
         if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.
@@ -163,7 +139,6 @@ class ModelRunner:
             self._num_launched = 0
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
-        """Take in what the scheduler says and start the step."""
         batch, sampler = self.batch, self.sampler
         self._take_in(scheduled)
         plan = self._plan
@@ -279,6 +254,26 @@ class ModelRunner:
             verdicts=device["verdicts"][: size * q],
         )
 
+    def run_dummy(self, step: Step) -> Outputs:
+        outputs = super().run_dummy(step)
+        if self.drafter is not None:
+            self.drafter.follow(step, None, outputs, None)
+        return outputs
+
+    def compile_output_kernels(self, dtype: torch.dtype) -> None:
+        if not self.platform.runs_triton_kernels:
+            return
+        padding = self.decode_step(1)
+        begin_step(padding)
+        end_step({LOGITS: torch.zeros(1, self.sampler.vocab_size, dtype=dtype, device=self.device)}, padding)
+        self.sampler.warm_up(dtype)
+
+    def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
+        graphs.bind(self.decode_step, prompt_step, self.drafted_step, self.drafter_work)
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(padded_tokens=self.padded_tokens, captures_due=self.captures_due, steps_on_device=self.steps_on_device)
+
     def drafter_work(self, size: int) -> Iterator[Work]:
         """What the drafter does for `size` decodes: what graphs are captured of."""
         assert self.drafter is not None
@@ -360,64 +355,19 @@ class ModelRunner:
                 self._errors[layout.sampled_ids[index]] = rows.sequence.error
         return (lambda logits_SV: masks.apply(logits_SV, count)) if count else None
 
-    def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True) -> StepResult:
-        batch, device = self.batch, buffers.device
-        num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
-        if layout.uses_optional is None:  # the same for all steps of these sequences
-            layout.uses_optional = buffers.uses_optional(tokens)
-            self._steps_of_layout = self._steps_for(layout)
-        steps = self._steps_of_layout
-        q = layout.query_len
-        size = steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
-        seqs, rows = num_seqs, layout.num_logits
-        if layout.is_decode_only and rows == num_tokens and size <= batch.num_slots * q and size % q == 0:
-            seqs, rows = size // q, size
-            if seqs > num_seqs:
-                buffers.pad_sequences(num_seqs, seqs, q, batch.num_slots)
-        elif size > num_tokens:
-            buffers.pad_slot_mapping(num_tokens, size)
-        self.padded_tokens += size - num_tokens
-        buffers.fill(tokens, size, rows)
-        buffers.upload()
-        for table in batch.tables.values():
-            table.commit()
-        key = (layout.version, size, rows)
-        if self._last_step is not None and self._last_key == key:
-            step = self._last_step  # the same sequences in the same memory: only their lengths are new
-            buffers.update(step, layout.max_seq_len)
-        else:
-            step = self._step_in(
-                buffers,
-                size,
-                seqs,
-                rows,
-                num_tokens=num_tokens,
-                num_seqs=num_seqs,
-                max_query_len=layout.max_query_len,
-                max_seq_len=layout.max_seq_len,
-                uses_optional=layout.uses_optional,
-            )
-            self._last_step, self._last_key = step, key
+    def _steps_for(self, layout: BatchLayout) -> StepRunner:
+        is_drafted = layout.is_decode_only and layout.has_drafts and not layout.uses_optional
+        return (self._drafted_steps if is_drafted else None) or super()._steps_for(layout)
+
+    def _fill_from_device(self, step: Step, layout: BatchLayout, buffers: StepBuffers) -> None:
         if not self._shares_memory and layout.num_decodes and not layout.has_drafts:
-            slots = device["slots"][: layout.num_decodes]
+            slots = buffers.device["slots"][: layout.num_decodes]
             for name in self._sampled_inputs:
-                torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
+                torch.index_select(self.batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
         if self.drafted.are_on_device and layout.has_drafts and not self.drafted.runs_ahead:
             assert self.drafter is not None
             self.drafter.put_drafts(step, layout)
         self.steps_on_device += self.drafted.runs_ahead
-        for name, backend in self.backends.items():
-            backend.plan(step.metadata[name])
-        return steps.run(step, with_sampling=with_sampling)
-
-    def _steps_for(self, layout: BatchLayout) -> StepRunner:
-        if layout.uses_optional:
-            return self.steps
-        drafted_steps = self._drafted_steps if layout.is_decode_only and layout.has_drafts else None
-        return drafted_steps or self.plain_steps
-
-    def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **facts: Any) -> Step:
-        return buffers.step(size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **facts)
 
     def _run_again(self, layout: BatchLayout) -> StepResult:
         """The step before once more, on the inputs that the device makes from what it left."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from compile_and_serve.custom_ops.platform import Event
 from compile_and_serve.runtime.messages import TokenLogprobs
-from compile_and_serve.runtime.runner.input_batch import BatchLayout, PromptRows
+from compile_and_serve.runtime.runner.base_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
 from compile_and_serve.runtime.sampling.sampler import SamplingPlan
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, ModelRunnerOutput

@@ -17,13 +17,25 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.platform import Event
-from compile_and_serve.runtime.pooling_params import Pooled
-from compile_and_serve.runtime.runner.input_batch import PooledRows
-from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.pooling_params import Pooled, RowPooling
+from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout, HeldRequest
+from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput
 
 NOT_FINITE = "The model computed hidden states that are not finite (NaN or infinity) for this request."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PooledRows:
+    """The next `count` rows of a step's output are this pooling request's. is_last: its prompt ends in the step."""
+
+    request_id: str
+    slot: int
+    pooling: RowPooling
+    count: int
+    num_prompt_tokens: int
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +75,46 @@ class PendingPooling(PendingStep):
         )
 
 
-class PoolingRunner(ModelRunner):
-    """A `ModelRunner` whose requests all pool."""
+class PoolingBatch(BaseBatch):
+    """Requests that all pool. pooled_rows: of the step prepared last."""
+
+    pooled_rows: list[PooledRows]
+
+    def _choose_rows(
+        self, layout: BatchLayout, rows: Sequence[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
+    ) -> list[np.ndarray]:
+        """The tokens of each sequence whose rows its pooling needs."""
+        indices, self.pooled_rows = [], []
+        for row, request in enumerate(rows):
+            first, last = int(starts[row]), int(starts[row + 1]) - 1
+            pooling = None if request.pooling is None else request.pooling.pooling
+            assert pooling is not None, "the engine core fills it in"
+            is_last = bool(ends_S[row] >= len(request.token_ids))
+            if pooling == "last":
+                wanted = range(last, last + 1) if is_last else range(0)
+            elif pooling == "cls":
+                wanted = range(first, first + 1) if computed_S[row] == 0 else range(0)
+            else:
+                wanted = range(first, last + 1)
+            indices.append(np.arange(wanted.start, wanted.stop, dtype=np.int64))
+            self.pooled_rows.append(
+                PooledRows(
+                    request_id=request.request_id,
+                    slot=request.slot,
+                    pooling=pooling,
+                    count=len(wanted),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    is_last=is_last,
+                )
+            )
+        return indices
+
+
+class PoolingRunner(BaseRunner):
+    """Runs the steps of a model that pools."""
+
+    batch_type = PoolingBatch
+    batch: PoolingBatch
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -76,7 +126,6 @@ class PoolingRunner(ModelRunner):
         self._chunks: dict[str, list[torch.Tensor]] = {}  # of the requests that want all rows
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
-        """Take in what the scheduler says and start the step."""
         batch = self.batch
         for request_id in scheduled.finished_request_ids:
             batch.remove(request_id)
@@ -86,9 +135,9 @@ class PoolingRunner(ModelRunner):
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
         layout, buffers, tokens = batch.prepare(scheduled)
-        assert tokens is not None, "only a step of decodes is made on the device"
+        assert tokens is not None, "a step of prompts comes from the host"
         outputs = self._run(layout, buffers, tokens, with_sampling=False).outputs
-        results = self._pool(outputs[self._output], layout.pooled_rows)
+        results = self._pool(outputs[self._output], batch.pooled_rows)
         return PendingPooling(scheduled.step, results, self.platform.record_event())
 
     def _pool(self, rows_LD: torch.Tensor, wanted: Sequence[PooledRows]) -> list[_Result]:

@@ -21,7 +21,7 @@ from compile_and_serve.custom_ops.step import LOGITS, Step
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
-from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.state_memory import GIB
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -30,12 +30,12 @@ CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the ne
 
 
 class WarmUp:
-    """Warms up one `ModelRunner`: call `run` once, and `idle` until it returns False. All ranks make the same calls of the model.
+    """Warms up one runner: call `run` once, and `idle` until it returns False. All ranks make the same calls of the model.
 
     logits_dtype: of the model's logits. is_alone: whether there is only one rank.
     """
 
-    def __init__(self, runner: ModelRunner, graphs: GraphRunners | None, logits_dtype: torch.dtype, *, is_alone: bool) -> None:
+    def __init__(self, runner: BaseRunner, graphs: GraphRunners | None, logits_dtype: torch.dtype, *, is_alone: bool) -> None:
         self.runner = runner
         self._graphs = graphs
         self._logits_dtype = logits_dtype
@@ -57,7 +57,7 @@ class WarmUp:
         self._to_measure = [count for count in reversed(unmeasured) if count > most_decodes]
         if self._to_measure and graphs is not None:
             graphs.capture_pieces_up_to(most_decodes)
-        warm_up_sampler(runner, self._logits_dtype)
+        runner.compile_output_kernels(self._logits_dtype)
         if graphs is None:
             return ""
         graphs.capture(CAPTURED_AT_START)  # the others in idle moments, or when steps make them due
@@ -105,7 +105,7 @@ class WarmUp:
         run_made_up_step(self.runner, num_tokens, max(1, min(num_tokens - 1, self.runner.batch.num_slots)))
 
 
-def compile_kernels(runner: ModelRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:
+def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:
     """Compile the Triton kernels of the steps before serving, many at once instead of each when it is first launched.
 
     known_as: identifies the runner's kernels; where they were compiled at an earlier start, nothing is done. None: always compile.
@@ -122,7 +122,7 @@ def compile_kernels(runner: ModelRunner, logits_dtype: torch.dtype, *, threads: 
         run_made_up_step(runner, min(8, tokens), 1)
         for count in token_ranges(seqs):
             run_made_up_step(runner, count, count)
-        warm_up_sampler(runner, logits_dtype)
+        runner.compile_output_kernels(logits_dtype)
 
     return compile_ahead(
         steps,
@@ -133,19 +133,19 @@ def compile_kernels(runner: ModelRunner, logits_dtype: torch.dtype, *, threads: 
     )
 
 
-def largest_step_size(runner: ModelRunner) -> tuple[int, int]:
+def largest_step_size(runner: BaseRunner) -> tuple[int, int]:
     """The most tokens of a step, and the most sequences that they may belong to."""
     max_num_seqs = runner.batch.num_slots
     tokens = min(runner.max_num_tokens, max_num_seqs * runner.max_model_len)  # of all sequences at their full length
     return tokens, min(max_num_seqs, tokens)
 
 
-def run_made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:
+def run_made_up_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> None:
     """Run each of the model's plans on `made_up_step(runner, num_tokens, num_seqs)` and sample nothing."""
     _run(runner, made_up_step(runner, num_tokens, num_seqs))
 
 
-def run_mixed_step(runner: ModelRunner, num_tokens: int) -> None:
+def run_mixed_step(runner: BaseRunner, num_tokens: int) -> None:
     """Run a step as under load: two decodes, the last two tokens of a prompt, one that goes on behind cached tokens, and a new one.
 
     num_tokens: at most; MIN_MIXED_TOKENS or more.
@@ -155,7 +155,7 @@ def run_mixed_step(runner: ModelRunner, num_tokens: int) -> None:
     _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, 2), (cached, half), (0, half)]))
 
 
-def made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> Step:
+def made_up_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> Step:
     """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
     state, and is planned already.
     """
@@ -166,42 +166,18 @@ def made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> Step:
     return _make_step(runner, [(0, int(count)) for count in counts])
 
 
-def warm_up_sampler(runner: ModelRunner, logits_dtype: torch.dtype) -> None:
-    """Compile the Triton kernels around the model, above all those of sampling."""
-    if not runner.platform.runs_triton_kernels or runner.spec.pooling is not None:
-        return
-    sampler, device = runner.sampler, runner.device
-    padding = runner.decode_step(1)
-    begin_step(padding)
-    end_step({LOGITS: torch.zeros(1, sampler.vocab_size, dtype=logits_dtype, device=device)}, padding)
-    for dtype in {logits_dtype, torch.float32}:
-        logits_SV = torch.zeros(1, sampler.vocab_size, dtype=dtype, device=device)
-        for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
-            token = np.zeros(1, dtype=np.int64)
-            sampler.add(0, params, [], token, token)
-            plan = sampler.plan([0])
-            inputs = {n: torch.from_numpy(v).to(device) for n, v in sampler.inputs(plan).items()}
-            sampler.sample(logits_SV, plan, inputs)
-            sampler.remove(0)
-        words = torch.zeros(1, -(-sampler.vocab_size // 32), dtype=torch.int32, device=device)
-        mask_tokens(logits_SV, words, torch.zeros(1, dtype=torch.int32, device=device))
-
-
 def graph_memory(graphs: GraphRunners) -> str:
     """What the CUDA graphs take, for the log."""
     stats = graphs.stats
     return f"estimated {stats.estimated_bytes / GIB:.2f} GiB for all, took {stats.used_bytes / GIB:.2f} GiB"
 
 
-def _run(runner: ModelRunner, step: Step) -> None:
-    for steps in dict.fromkeys((runner.steps, runner.plain_steps)):
-        outputs = steps.run(step).outputs
-    if runner.drafter is not None:
-        runner.drafter.follow(step, None, outputs, None)
+def _run(runner: BaseRunner, step: Step) -> None:
+    runner.run_dummy(step)
     runner.platform.synchronize()
 
 
-def _make_step(runner: ModelRunner, sequences: Sequence[tuple[int, int]]) -> Step:
+def _make_step(runner: BaseRunner, sequences: Sequence[tuple[int, int]]) -> Step:
     """sequences: (cached tokens, new tokens) of each."""
     return make_step(
         runner.spec.inputs,

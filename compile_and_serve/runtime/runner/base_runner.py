@@ -1,0 +1,171 @@
+"""`BaseRunner`: what a step of any model needs. It fills the step's inputs and runs the model, or replays its graphs.
+
+A kind of model adds a subclass: its batch says which rows of output the requests need, its `launch` what is made of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import StepOf, StepResult
+from compile_and_serve.compiler.model import Outputs
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.step import Step, TokenBatch
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
+from compile_and_serve.runtime.runner.pending_step import PendingStep
+from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
+from compile_and_serve.runtime.runner.step_buffers import StepBuffers
+from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
+
+
+class StepRunner(Protocol):
+    """Runs steps of a model: `PlainRunner` or `CudaGraphRunner`."""
+
+    @property
+    def max_padded_size(self) -> int:
+        """The largest number of tokens that `padded_size` answers; 0 where it pads nothing."""
+        ...
+
+    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
+        """The number of tokens to pad a step to; None: no padding. A decode step is padded with whole sequences of length 0."""
+        ...
+
+    def run(self, step: Step, *, with_sampling: bool = True) -> StepResult: ...
+
+
+class BaseRunner(ABC):
+    """Holds the running requests' state beside the model; the scheduler's counterpart on the device's side.
+
+    layout: of the pages. state: tensors by name. padded_tokens: since the start.
+    """
+
+    batch_type: type[BaseBatch]
+    batch: BaseBatch
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        steps: StepRunner,
+        backends: Mapping[str, AttentionBackend],
+        device: torch.device,
+        dtype: torch.dtype,
+        num_pages: int,
+        *,
+        max_model_len: int | None = None,
+        plain_steps: StepRunner | None = None,
+        other_steps: Sequence[StepRunner] = (),
+        **batch_options: Any,
+    ) -> None:
+        """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
+        config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. other_steps: of the subclass,
+        as `batch_options` are those of its batch.
+        """
+        self.spec = spec
+        self.steps = steps
+        self.plain_steps = plain_steps or steps
+        self.backends = dict(backends)
+        self.device = device
+        self.platform = platform_of(device)
+        self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
+        num_slots = config.scheduler.max_num_seqs
+        self.max_num_tokens = max(config.scheduler.token_budget, num_slots)
+        self.layout = PageLayout.of(spec.state, config.cache.block_size, dtype)
+        self.state = allocate_state(spec.state, self.layout, num_pages, num_slots, dtype=dtype, device=device)
+        self.padded_tokens = 0
+        self.batch = self.batch_type(
+            spec.inputs,
+            spec.state,
+            self.layout.tokens_per_page,
+            num_slots=num_slots,
+            max_num_tokens=self.max_num_tokens,
+            max_padded_size=max(one.max_padded_size for one in (steps, self.plain_steps, *other_steps)),
+            max_model_len=self.max_model_len,
+            device=device,
+            **batch_options,
+        )
+        self._steps_of_layout = steps  # what runs the batch's present layout
+        self._last_step: Step | None = None
+        self._last_key = (-1, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows
+
+    @abstractmethod
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Take in what the scheduler says and start the step."""
+
+    def run_dummy(self, step: Step) -> Outputs:
+        """Run a step of no requests on each of the model's plans."""
+        for steps in dict.fromkeys((self.steps, self.plain_steps)):
+            outputs = steps.run(step).outputs
+        return outputs
+
+    def compile_output_kernels(self, dtype: torch.dtype) -> None:
+        """Compile the Triton kernels that read the model's outputs. dtype: of the outputs."""
+
+    def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
+        """Let graphs be captured over this runner's buffers. prompt_step: see `CudaGraphRunner.bind`."""
+        graphs.bind(None, prompt_step)
+
+    def stats(self) -> WorkerStats:
+        """Counters since the start."""
+        return WorkerStats(padded_tokens=self.padded_tokens)
+
+    def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True) -> StepResult:
+        """Run a step that `batch.prepare` laid out. with_sampling: see `CudaGraphRunner.run`."""
+        batch = self.batch
+        num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
+        if layout.uses_optional is None:  # the same for all steps of these sequences
+            layout.uses_optional = buffers.uses_optional(tokens)
+            self._steps_of_layout = self._steps_for(layout)
+        steps = self._steps_of_layout
+        q = layout.query_len
+        size = steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
+        seqs, rows = num_seqs, layout.num_logits
+        if layout.is_decode_only and rows == num_tokens and size <= batch.num_slots * q and size % q == 0:
+            seqs, rows = size // q, size
+            if seqs > num_seqs:
+                buffers.pad_sequences(num_seqs, seqs, q, batch.num_slots)
+        elif size > num_tokens:
+            buffers.pad_slot_mapping(num_tokens, size)
+        self.padded_tokens += size - num_tokens
+        buffers.fill(tokens, size, rows)
+        buffers.upload()
+        for table in batch.tables.values():
+            table.commit()
+        key = (layout.version, size, rows)
+        if self._last_step is not None and self._last_key == key:
+            step = self._last_step  # the same sequences in the same memory: only their lengths are new
+            buffers.update(step, layout.max_seq_len)
+        else:
+            step = self._step_in(
+                buffers,
+                size,
+                seqs,
+                rows,
+                num_tokens=num_tokens,
+                num_seqs=num_seqs,
+                max_query_len=layout.max_query_len,
+                max_seq_len=layout.max_seq_len,
+                uses_optional=layout.uses_optional,
+            )
+            self._last_step, self._last_key = step, key
+        self._fill_from_device(step, layout, buffers)
+        for name, backend in self.backends.items():
+            backend.plan(step.metadata[name])
+        return steps.run(step, with_sampling=with_sampling)
+
+    def _steps_for(self, layout: BatchLayout) -> StepRunner:
+        return self.steps if layout.uses_optional else self.plain_steps
+
+    def _fill_from_device(self, step: Step, layout: BatchLayout, buffers: StepBuffers) -> None:
+        """Write what only the device knows into the step's inputs."""
+
+    def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **facts: Any) -> Step:
+        return buffers.step(size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **facts)
