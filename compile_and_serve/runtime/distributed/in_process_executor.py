@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import StepHandle
@@ -11,9 +11,6 @@ from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.runner.worker import Worker
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
-
-if TYPE_CHECKING:
-    from compile_and_serve.runtime.runner.model_runner import ModelRunner
 
 
 class InProcessExecutor:
@@ -33,11 +30,6 @@ class InProcessExecutor:
         assert self._worker is not None, "the executor is shut down"
         return self._worker
 
-    @property
-    def runner(self) -> ModelRunner:
-        """The rank's model runner."""
-        return self.worker.runner
-
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Start a step. On the CPU it has run when this returns."""
         return self.worker.launch(scheduled)
@@ -48,7 +40,7 @@ class InProcessExecutor:
 
     def compile_grammar(self, grammar: str) -> Future[Any]:
         """Compile a grammar of structured output in a thread."""
-        return self.runner.grammars.compile(grammar)
+        return self.worker.compile_grammar(grammar)
 
     def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
         """Read an adapter in a thread."""

@@ -159,7 +159,7 @@ class RankProcess:
                 self._steps_begun += 1
                 results.put(worker.launch(command.scheduled), worker.stats())
             elif isinstance(command, CompileGrammar):
-                worker.runner.grammars.compile(command.grammar)
+                worker.compile_grammar(command.grammar)
             elif isinstance(command, LoadAdapter):
                 worker.adapters.load(command.adapter)
             elif isinstance(command, DropAdapter):

@@ -2,7 +2,8 @@
 
 Shape legend: R batch slots, S sequences of the step (rows of the batch), T tokens of the step, M block-table columns.
 
-A request keeps a batch slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of array operations.
+A request keeps a batch slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
+array operations.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class BatchLayout:
 
 
 class BaseBatch(ABC):
-    """`add`, `remove` and `append_blocks` as the scheduler says, then `prepare` the step. A subclass says which rows of the output it needs.
+    """`add`, `remove` and `append_blocks` as the scheduler says, then `prepare` the step. A subclass says which rows of output it needs.
 
     layout: of the step prepared last, or an empty one where its sequences are not those of the next.
     """
@@ -105,8 +106,8 @@ class BaseBatch(ABC):
         device: torch.device,
         max_sampled: int | None = None,
     ) -> None:
-        """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to. max_sampled: rows of a
-        step that are sampled; None: one of each slot's sequence.
+        """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to. max_sampled: rows
+        of a step that are sampled; None: one of each slot's sequence.
         """
         self.num_slots = num_slots
         self.max_sampled = num_slots if max_sampled is None else max_sampled
@@ -197,7 +198,7 @@ class BaseBatch(ABC):
         return layout, self._mixed_buffers, self._lay_mixed(layout, rows, counts_S)
 
     def _new_layout(
-        self, num_scheduled: Mapping[str, int], rows: Sequence[HeldRequest], slots_S: np.ndarray, counts_S: np.ndarray, **decodes: Any
+        self, num_scheduled: Mapping[str, int], rows: list[HeldRequest], slots_S: np.ndarray, counts_S: np.ndarray, **decodes: Any
     ) -> BatchLayout:
         """counts_S: tokens of each sequence in the step. decodes: further fields."""
         self._num_versions += 1
@@ -215,7 +216,7 @@ class BaseBatch(ABC):
             table.set_batch(slots_S)
         return self.layout
 
-    def _lay_mixed(self, layout: BatchLayout, rows: Sequence[HeldRequest], counts_S: np.ndarray) -> TokenBatch:
+    def _lay_mixed(self, layout: BatchLayout, rows: list[HeldRequest], counts_S: np.ndarray) -> TokenBatch:
         """Any number of tokens of each sequence, in `_mixed_buffers`."""
         buffers = self._mixed_buffers
         host = buffers.rotate()
@@ -250,12 +251,12 @@ class BaseBatch(ABC):
             step_data=layout.step_data,
         )
 
-    def _fill_decodes(self, layout: BatchLayout, starts: np.ndarray, token_ids_T: np.ndarray) -> None:
+    def _fill_decodes(self, layout: BatchLayout, starts: np.ndarray, token_ids_T: np.ndarray) -> None:  # noqa: B027 (not all have decodes)
         """Write the tokens of the leading `num_decodes` sequences. Sequence s has tokens starts[s] … starts[s + 1] - 1 of the step."""
 
     @abstractmethod
     def _choose_rows(
-        self, layout: BatchLayout, rows: Sequence[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
+        self, layout: BatchLayout, rows: list[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
     ) -> list[np.ndarray]:
         """int64: the tokens whose rows of output the requests need. computed_S, ends_S: tokens computed before and after the step."""
 

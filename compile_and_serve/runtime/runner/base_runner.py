@@ -106,7 +106,7 @@ class BaseRunner(ABC):
             outputs = steps.run(step).outputs
         return outputs
 
-    def compile_output_kernels(self, dtype: torch.dtype) -> None:
+    def compile_output_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027 (torch may do all)
         """Compile the Triton kernels that read the model's outputs. dtype: of the outputs."""
 
     def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
@@ -164,7 +164,7 @@ class BaseRunner(ABC):
     def _steps_for(self, layout: BatchLayout) -> StepRunner:
         return self.steps if layout.uses_optional else self.plain_steps
 
-    def _fill_from_device(self, step: Step, layout: BatchLayout, buffers: StepBuffers) -> None:
+    def _fill_from_device(self, step: Step, layout: BatchLayout, buffers: StepBuffers) -> None:  # noqa: B027 (the host may know all)
         """Write what only the device knows into the step's inputs."""
 
     def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **facts: Any) -> Step:

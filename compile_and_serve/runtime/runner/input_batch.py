@@ -228,7 +228,7 @@ class InputBatch(BaseBatch):
         np.maximum(token_ids_T, 0, out=token_ids_T)
 
     def _choose_rows(
-        self, layout: BatchLayout, rows: Sequence[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
+        self, layout: BatchLayout, rows: list[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
     ) -> list[np.ndarray]:
         """The rows to sample, then those that prompts' logprobs need."""
         slots_S = layout.slots_S
@@ -268,4 +268,3 @@ class InputBatch(BaseBatch):
         """Nothing is written for these tokens: they are padding."""
         for name in self.tables:
             buffers.host_slot_mapping(name)[tokens] = -1
-

@@ -54,8 +54,8 @@ NOT_TAKEN_IN = "The engine failed on this request's sampling options; its log ha
 class ModelRunner(BaseRunner):
     """Runs the steps of a model that generates.
 
-    captures_due: steps after which the capture of a graph was due, since the start. steps_on_device: those whose inputs the device made of the
-    step before's, since the start.
+    captures_due: steps after which the capture of a graph was due, since the start. steps_on_device: those whose inputs the device made of
+    the step before's, since the start.
     """
 
     batch_type = InputBatch
@@ -266,7 +266,7 @@ class ModelRunner(BaseRunner):
         padding = self.decode_step(1)
         begin_step(padding)
         end_step({LOGITS: torch.zeros(1, self.sampler.vocab_size, dtype=dtype, device=self.device)}, padding)
-        self.sampler.warm_up(dtype)
+        self.sampler.compile_kernels(dtype)
 
     def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
         graphs.bind(self.decode_step, prompt_step, self.drafted_step, self.drafter_work)

@@ -81,7 +81,7 @@ class PoolingBatch(BaseBatch):
     pooled_rows: list[PooledRows]
 
     def _choose_rows(
-        self, layout: BatchLayout, rows: Sequence[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
+        self, layout: BatchLayout, rows: list[HeldRequest], computed_S: np.ndarray, ends_S: np.ndarray, starts: np.ndarray
     ) -> list[np.ndarray]:
         """The tokens of each sequence whose rows its pooling needs."""
         indices, self.pooled_rows = [], []

@@ -16,14 +16,11 @@ from compile_and_serve.custom_ops.build.sources import PACKAGE
 from compile_and_serve.custom_ops.build.triton_launch import compile_ahead
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
 from compile_and_serve.custom_ops.made_up_step import make_step
-from compile_and_serve.custom_ops.sampling.token_masks import mask_tokens
-from compile_and_serve.custom_ops.step import LOGITS, Step
+from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.state_memory import GIB
-from compile_and_serve.runtime.sampling_params import SamplingParams
 
 MIN_MIXED_TOKENS = 8  # of `run_mixed_step`
 CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the next larger one

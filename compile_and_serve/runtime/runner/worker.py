@@ -19,9 +19,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
@@ -45,6 +47,7 @@ from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapt
 from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
+from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.decode_step import advances_on_device
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, use_threads, with_cache_dtype
@@ -108,7 +111,6 @@ class Worker:
         spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
             model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
         )
-        self._pools = spec.pooling is not None
         self._max_model_len = max_model_len(config, spec)
         drafter = build_drafter(config, spec, dtype)
         spec = spec if drafter is None else drafter.target
@@ -270,15 +272,11 @@ class Worker:
         """Counters after the last launched step. They start from 0 again when the worker wakes."""
         if self._is_asleep:
             return self._stats_before_sleep
-        if self._graphs is None:
-            return WorkerStats(padded_tokens=self.runner.padded_tokens, to_come=self._to_come())
-        return WorkerStats(
-            padded_tokens=self.runner.padded_tokens,
-            captures_due=self.runner.captures_due,
-            steps_on_device=self.runner.steps_on_device,
-            graph_replays=self._graphs.stats.replays,
-            to_come=self._to_come(),
-        )
+        stats = self.runner.stats()
+        stats.to_come = self._to_come()
+        if self._graphs is not None:
+            stats.graph_replays = self._graphs.stats.replays
+        return stats
 
     def _to_come(self) -> dict[str, int]:
         """Work that is done while the engine serves: kind → how many pieces are left."""
@@ -346,9 +344,14 @@ class Worker:
         return replace(self._pages, page_bytes=self._pages.page_bytes + added)
 
     @property
-    def runner(self) -> ModelRunner:
+    def runner(self) -> BaseRunner:
         """What runs the rank's steps."""
         return self._warm_up.runner
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        """Compile a grammar of structured output in a thread."""
+        assert isinstance(self.runner, ModelRunner), "only a model that generates follows grammars"
+        return self.runner.grammars.compile(grammar)
 
     @property
     def _warm_up(self) -> WarmUp:
@@ -413,25 +416,24 @@ class Worker:
         self._stage("all-reduce", start, how)
         return how
 
-    def _new_runner(self, num_blocks: int, *, captures: bool = True) -> ModelRunner:
+    def _new_runner(self, num_blocks: int, *, captures: bool = True) -> BaseRunner:
         graphs = self._graphs if captures else None
         runners = [PlainRunner(model) for model in self.model.plans] if graphs is None else graphs.runners
-        runner = (PoolingRunner if self._pools else ModelRunner)(
-            self._config,
-            self._spec,
-            runners[0],
-            self._backends,
-            self.device,
-            self._cache_dtype,
-            num_blocks,
-            max_model_len=self._max_model_len,
-            plain_steps=runners[-1],
-            drafted_steps=None if graphs is None else graphs.drafted,
-            drafter=self._drafter,
-            drafter_graphs=None if graphs is None else graphs.drafter,
-        )
+        common = self._config, self._spec, runners[0], self._backends, self.device, self._cache_dtype, num_blocks
+        limits: dict[str, Any] = {"max_model_len": self._max_model_len, "plain_steps": runners[-1]}
+        runner: BaseRunner
+        if self._spec.pooling is not None:
+            runner = PoolingRunner(*common, **limits)
+        else:
+            runner = ModelRunner(
+                *common,
+                drafted_steps=None if graphs is None else graphs.drafted,
+                drafter=self._drafter,
+                drafter_graphs=None if graphs is None else graphs.drafter,
+                **limits,
+            )
         if graphs is not None:
-            graphs.bind(runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step, runner.drafter_work)
+            runner.bind(graphs, lambda size: made_up_step(runner, size, 1))
         return runner
 
     def _num_blocks(self) -> int:

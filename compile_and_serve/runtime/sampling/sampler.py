@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.sampling.token_masks import mask_tokens
 from compile_and_serve.runtime.config import LogprobsMode
 from compile_and_serve.runtime.sampling.logits_processors import FOREVER, LogitsPlan, LogitsProcessors
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
@@ -121,6 +122,20 @@ class Sampler:
         """Drop the slot's request."""
         self._params[slot] = None
         self._processors.remove(slot)
+
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """Run every Triton kernel once, which compiles it. dtype: of the model's logits. No slot may be taken."""
+        token = np.zeros(1, dtype=np.int64)
+        for logits_dtype in {dtype, torch.float32}:
+            logits_SV = torch.zeros(1, self.vocab_size, dtype=logits_dtype, device=self.device)
+            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
+                self.add(0, params, [], token, token)
+                plan = self.plan([0])
+                inputs = {name: torch.from_numpy(values).to(self.device) for name, values in self.inputs(plan).items()}
+                self.sample(logits_SV, plan, inputs)
+                self.remove(0)
+            words = torch.zeros(1, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
+            mask_tokens(logits_SV, words, torch.zeros(1, dtype=torch.int32, device=self.device))
 
     def needs_history(self, slots: list[int]) -> bool:
         """Whether one of the slots has logits that depend on the tokens before, so that rows behind a guessed token cannot be sampled

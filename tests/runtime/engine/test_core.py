@@ -91,7 +91,7 @@ def test_blocks_and_slots_come_back_after_64_requests(core: EngineCore) -> None:
     assert (after.num_free_blocks, after.num_running, after.num_waiting) == (before.num_total_blocks, 0, 0)
     core.step()
     run_requests(core, [request("last", [1])])  # its step tells the runner which requests have ended
-    assert len(core.executor.runner.batch) == 1  # type: ignore[attr-defined]
+    assert len(core.executor.worker.runner.batch) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -133,7 +133,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(core: EngineCore, alone:
 
 def reference_logprobs(core: EngineCore, tokens: list[int]) -> torch.Tensor:
     """log softmax at every position of a sequence, in one pass of the plain module."""
-    spec = core.executor.runner.steps.model.spec  # type: ignore[attr-defined]
+    spec = core.executor.worker.runner.steps.model.spec  # type: ignore[attr-defined]
     return plain_logits(spec, tokens, torch.float32).log_softmax(-1)
 
 
@@ -298,7 +298,7 @@ def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:
 
 def test_shutdown_frees_the_cache(model_dir: Path) -> None:
     engine = SyncEngine(tiny_config(model_dir))
-    cache = weakref.ref(engine.core.executor.runner.state["kv_caches.0"])
+    cache = weakref.ref(engine.core.executor.worker.runner.state["kv_caches.0"])
     run_requests(engine.core, [request("a", [1, 2])])
     engine.shutdown()
     engine.shutdown()

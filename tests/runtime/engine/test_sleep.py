@@ -100,7 +100,7 @@ def test_the_memory_of_the_process_falls(tmp_path: Path) -> None:
     weights = sum(t.untyped_storage().nbytes() for t in core.executor.worker.model.weight_memory())  # type: ignore[attr-defined]
     before = answers(core, "a")
     for level in (1, 2):
-        state: Any = core.executor.runner.state  # type: ignore[attr-defined]
+        state: Any = core.executor.worker.runner.state  # type: ignore[attr-defined]
         kv_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         for tensor in state.values():
             tensor.fill_(1)  # resident

@@ -22,7 +22,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """log softmax at every position, in one pass of the plain module over a cache of that dtype. → [T, V]"""
-    spec = core.executor.runner.steps.model.spec  # type: ignore[attr-defined]
+    spec = core.executor.worker.runner.steps.model.spec  # type: ignore[attr-defined]
     return plain_logits(spec, tokens, dtype).log_softmax(-1)
 
 
@@ -37,7 +37,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(model_dir: Path, options:
     if backend == "cpu":
         require_cpu_kernels()
     core = EngineCore(tiny_config(model_dir, kv_cache_dtype=kind, attention_backend=backend, **options))
-    assert {cache.dtype for cache in core.executor.runner.state.values()} == {DTYPES[kind]}  # type: ignore[attr-defined]
+    assert {cache.dtype for cache in core.executor.worker.runner.state.values()} == {DTYPES[kind]}  # type: ignore[attr-defined]
     prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(4)}
     for _ in range(2):  # again, from cached blocks where they are kept
         outputs = run_requests(core, [request(name, p, logprobs=0, max_tokens=20) for name, p in prompts.items()])

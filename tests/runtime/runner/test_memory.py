@@ -95,7 +95,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
     [
         ("compile_and_serve.runtime.runner.worker.load_weights", "loading the weights", ["--quantization", "--tensor-parallel-size"]),
         (
-            "compile_and_serve.runtime.runner.model_runner.allocate_state",
+            "compile_and_serve.runtime.runner.base_runner.allocate_state",
             "allocating a KV cache of 0.00 GiB",
             ["--gpu-memory-utilization", "--kv-cache-memory", "--max-model-len"],
         ),

@@ -9,7 +9,8 @@ import pytest
 
 from compile_and_serve.custom_ops.step import TokenBatch
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
+from compile_and_serve.runtime.runner.base_batch import BatchLayout
+from compile_and_serve.runtime.runner.input_batch import InputBatch
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs, use_oracle
 from tests.support.engines import VOCAB_SIZE, mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
