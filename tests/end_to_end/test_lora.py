@@ -146,7 +146,7 @@ def test_many_adapters_share_few_slots_and_nothing_is_compiled(model: Path, tmp_
         assert core.adapters.num_loads == 10
         for name in ("capture", "start_piece"):  # to compile anything would fail
             monkeypatch.delattr(f"compile_and_serve.compiler.pipeline.{name}")
-        weights = core.executor.worker.model.weights
+        weights = core.executor.worker.loaded.model.weights
         addresses = {name: tensor.data_ptr() for name, tensor in weights.items()}
         together = generate(llm, [PROMPTS[0]] * 20, [*requests, *reversed(requests)])
         assert [output.outputs[0].token_ids for output in together] == [*alone, *reversed(alone)]
@@ -170,7 +170,7 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
         assert "pass_sites.apply_lora.matched" not in llm.info.compile_report
         with pytest.raises(ValueError, match="use --enable-lora"):
             generate(llm, PROMPTS[:1], [LoRARequest("a", 1, str(adapters[0]))])
-        model_of_base = llm.engine.core.executor.worker.model
+        model_of_base = llm.engine.core.executor.worker.loaded.model
     for _ in range(2):  # compiled, then from its artifact
         with make_llm(model, tmp_path, num_kv_blocks=66) as llm:
             runner = llm.engine.core.executor.worker.runner

@@ -202,7 +202,7 @@ def test_it_serves_the_tokens_of_the_plain_module(folder: Path, tmp_path: Path) 
     assert core.info.compile_report["distinct_pieces"] == 3
     core.shutdown()
     eager = EngineCore(tiny_config(folder))
-    spec = eager.executor.worker.model.spec  # type: ignore[attr-defined]
+    spec = eager.executor.worker.loaded.model.spec  # type: ignore[attr-defined]
     for one in requests:
         sequence = list(one.prompt_token_ids)
         for _ in range(30):
@@ -248,7 +248,7 @@ def test_decode_steps_are_captured(folder: Path, monkeypatch: pytest.MonkeyPatch
     plain = EngineCore(tiny_config(folder))
     expected = tokens_of(run_requests(plain, requests))
     plain.shutdown()
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.make_graph_runners", graph_runners)
     core = EngineCore(tiny_config(folder, max_num_seqs=8))
     made[0].capture()
     assert tokens_of(run_requests(core, requests)) == expected

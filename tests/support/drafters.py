@@ -102,7 +102,7 @@ def use_fake_graphs(
         made.append(GraphRunners([runner], drafted, drafter, has_draft_model=drafter is not None))
         return made[-1]
 
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.make_graph_runners", graph_runners)
     return made
 
 

@@ -62,6 +62,12 @@ def load_cpu_kernels() -> bool:
     return _cpu.get() is not None
 
 
+def build_cpu_kernels(*, quantized: bool) -> None:
+    """`load_cpu_kernels`, or `quantized_cpu_kernel_library`, in a thread: a bare machine's compilers run while we import and read."""
+    load = quantized_cpu_kernel_library if quantized else load_cpu_kernels
+    threading.Thread(target=load, name="cpu-kernels", daemon=True).start()
+
+
 def cpu_kernels_status() -> str | None:
     """None when the C++ kernels are in use, else the reason in one sentence."""
     return _cpu.reason

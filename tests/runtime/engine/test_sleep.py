@@ -97,7 +97,7 @@ def wide_model(folder: Path) -> Path:
 def test_the_memory_of_the_process_falls(tmp_path: Path) -> None:
     core = EngineCore(tiny_config(wide_model(tmp_path / "model"), max_num_seqs=8, num_kv_blocks=64 * 1024))
     cpu = platform_of(torch.device("cpu"))
-    weights = sum(t.untyped_storage().nbytes() for t in core.executor.worker.model.weight_memory())  # type: ignore[attr-defined]
+    weights = sum(t.untyped_storage().nbytes() for t in core.executor.worker.loaded.model.weight_memory())  # type: ignore[attr-defined]
     before = answers(core, "a")
     for level in (1, 2):
         state: Any = core.executor.worker.runner.state  # type: ignore[attr-defined]

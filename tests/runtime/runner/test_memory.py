@@ -93,7 +93,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
 @pytest.mark.parametrize(
     ("place", "doing", "flags"),
     [
-        ("compile_and_serve.runtime.runner.worker.load_weights", "loading the weights", ["--quantization", "--tensor-parallel-size"]),
+        ("compile_and_serve.runtime.runner.loaded_model.load_weights", "loading the weights", ["--quantization", "--tensor-parallel-size"]),
         (
             "compile_and_serve.runtime.runner.base_runner.allocate_state",
             "allocating a KV cache of 0.00 GiB",
@@ -121,7 +121,7 @@ def test_a_command_ends_as_with_any_mistake_at_start_up(tiny_llama_dir: Path, mo
     def fail(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError(CUDA_TEXT)
 
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.load_weights", fail)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.load_weights", fail)
     result = CliRunner().invoke(app, ["generate", str(tiny_llama_dir), "Hi", "--eager", "--device", "cpu"])
     assert result.exit_code == USER_ERROR
     assert "Error: Memory ran out while loading the weights: 2.00 GiB more were wanted" in result.stderr

@@ -81,7 +81,7 @@ def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker
         made.append(runner)
         return GraphRunners([runner])
 
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", fake_graphs)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.make_graph_runners", fake_graphs)
     config = tiny_config(write_tiny_model(tmp_path), max_num_seqs=33)  # 1, 2, 4, 8, 16, 24, 32 and 33
     assert warm_up.CAPTURED_AT_START < 8
     executor = InProcessExecutor(replace(config, compile=replace(config.compile, capture="all")), lambda *_: None)
@@ -101,7 +101,7 @@ def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monk
         raise Read
 
     asked = threading.Event()
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.load_cpu_kernels", asked.set)
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.read_config", read)
+    monkeypatch.setattr("compile_and_serve.custom_ops.build.cpu_kernels.load_cpu_kernels", asked.set)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.read_config", read)
     with pytest.raises(Read):
         InProcessExecutor(tiny_config(write_tiny_model(tmp_path)), lambda *_: None)

@@ -200,8 +200,8 @@ class Reference:
 
     def __init__(self, core: EngineCore) -> None:
         worker = core.executor.worker  # type: ignore[attr-defined]
-        self.compiled = worker._drafter
-        self.target = worker.model
+        self.compiled = worker.loaded.drafter
+        self.target = worker.loaded.model
 
     def pass_over(self, model: Any, tokens: np.ndarray, hidden: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Outputs at every position."""
@@ -542,7 +542,7 @@ def test_older_files_are_read_without_running_their_code(folders: dict[str, Path
     (tmp_path / "config.json").write_text(json.dumps(HEAD_CONFIGS["medusa"]))
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     core = engine({**folders, "medusa": tmp_path}, "medusa")
-    drafter = core.executor.worker._drafter  # type: ignore[attr-defined]
+    drafter = core.executor.worker.loaded.drafter  # type: ignore[attr-defined]
     assert torch.equal(drafter.model.module.medusa_head[1][1].weight, tensors["1.1.weight"])
     core.shutdown()
     torch.save({"0.0.linear.weight": print}, tmp_path / "medusa_lm_head.pt")

@@ -224,7 +224,7 @@ def test_layers_that_say_what_the_target_says_are_accepted(tmp_path: Path, monke
 def test_only_layers_that_draft_are_loaded(folders: dict[str, Path]) -> None:
     for num_tokens, num_behind in ((1, 0), (2, 1), (5, 2)):
         core = engine(folders["glm"], num_tokens)
-        assert len(core.executor.worker._drafter.behind) == num_behind  # type: ignore[attr-defined]
+        assert len(core.executor.worker.loaded.drafter.behind) == num_behind  # type: ignore[attr-defined]
         core.shutdown()
 
 

@@ -1,0 +1,308 @@
+"""`LoadedModel`: a rank's part of the model, compiled and loaded, with its drafter and adapters. It makes the runners of its steps."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from compile_and_serve.compiler import available_kernels, compile_model
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import PlainRunner
+from compile_and_serve.compiler.model import CompiledModel, Model
+from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
+from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.collectives.collectives import join_groups, rank_group
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.quantization import dtype_name
+from compile_and_serve.custom_ops.tuning.tuner import tuning_off
+from compile_and_serve.models.pooling import build_pooling_model
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
+from compile_and_serve.runtime.messages import StageCallback
+from compile_and_serve.runtime.pooling_files import does_pool
+from compile_and_serve.runtime.runner import memory
+from compile_and_serve.runtime.runner.attention_backends import backends_of_model
+from compile_and_serve.runtime.runner.base_runner import BaseRunner
+from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
+from compile_and_serve.runtime.runner.decode_step import advances_on_device
+from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, with_cache_dtype
+from compile_and_serve.runtime.runner.draft_model import CompiledDrafter, build_drafter, compile_drafter, sleeping_weights
+from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
+from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_len, pooling_info, prefix_caching_unsupported
+from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
+from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
+from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, plan_num_pages
+from compile_and_serve.runtime.runner.warm_up import compile_kernels, largest_step_size, made_up_step, run_made_up_step
+from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
+from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
+from compile_and_serve.runtime.weights import load_weights, read_config
+
+
+def join_ranks(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> None:
+    """Wait for the other ranks and form the groups; nothing where the rank is alone."""
+    if rank.size > 1:
+        assert rank.rendezvous is not None
+        start = time.perf_counter()
+        join_groups(rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device, partitions=config.rank_groups)
+        on_stage("join", time.perf_counter() - start, f"{rank.size} ranks")
+
+
+@dataclass(kw_only=True)
+class LoadedModel:
+    """spec: the rank's part, with what passes added. dtype: of activations. backends: by attention group. weights: of the drafter too.
+    facts: for the report.
+    """
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    max_model_len: int
+    spec: ModelSpec
+    model: Model
+    backends: dict[str, AttentionBackend]
+    drafter: CompiledDrafter | None
+    adapters: DeviceAdapters | None
+    weights: SleepingWeights
+    facts: dict[str, int | float | str]
+
+    @property
+    def pages(self) -> PageLayout:
+        """Of the model's state, with what the drafter keeps under each page's number."""
+        pages = PageLayout.of(self.spec.state, self.config.cache.block_size, self.cache_dtype)
+        added = 0 if self.drafter is None else self.drafter.page_bytes(pages.tokens_per_page)
+        return replace(pages, page_bytes=pages.page_bytes + added)
+
+    def num_pages(self, free_bytes: int) -> int:
+        """As `plan_num_pages`."""
+        scheduler = self.config.scheduler
+        return plan_num_pages(
+            self.config.cache,
+            self.spec.state,
+            self.pages,
+            max_model_len=self.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_step_tokens=scheduler.token_budget,
+            free_bytes=free_bytes,
+            shares_host_memory=platform_of(self.device).shares_host_memory,
+        )
+
+    def graph_runners(self, *, logs: bool) -> GraphRunners | None:
+        """As `make_graph_runners`."""
+        drafter_backends = None if self.drafter is None else self.drafter.backends
+        return make_graph_runners(self.config, self.spec, self.model.plans, self.backends, drafter_backends, self.device, logs=logs)
+
+    def new_runner(self, num_pages: int, graphs: GraphRunners | None) -> BaseRunner:
+        """A runner with a cache of its own. graphs: to capture over its buffers; None: steps run without."""
+        runners = [PlainRunner(model) for model in self.model.plans] if graphs is None else graphs.runners
+        common = self.config, self.spec, runners[0], self.backends, self.device, self.cache_dtype, num_pages
+        limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1]}
+        runner: BaseRunner
+        if self.spec.pooling is not None:
+            runner = PoolingRunner(*common, **limits)
+        else:
+            runner = ModelRunner(
+                *common,
+                drafted_steps=None if graphs is None else graphs.drafted,
+                drafter=self.drafter,
+                drafter_graphs=None if graphs is None else graphs.drafter,
+                **limits,
+            )
+        if graphs is not None:
+            runner.bind(graphs, lambda size: made_up_step(runner, size, 1))
+        return runner
+
+    def compile_kernels(self, num_sharing: int, *, is_alone: bool) -> int:
+        """Compile the Triton kernels of all steps; → how many. num_sharing: processes that share the cores. is_alone: there is one rank."""
+        artifact = self.model.report.get("artifact_key")
+        drafter = None if self.drafter is None else self.drafter.model.report.get("artifact_key")
+        kind = (self.facts["attention_backend"], self.cache_dtype, self.config.cache.block_size, self.max_model_len, drafter)
+        with memory_for("compiling kernels", self.device, memory.LARGEST_STEP):
+            return compile_kernels(
+                self.new_runner(1, None),  # nothing runs that a graph could be captured of
+                self.dtype,
+                threads=max(1, num_cores() // num_sharing),
+                # Ranks all do it or none: the model waits for all of them.
+                known_as=f"{artifact} {kind}" if artifact and is_alone else None,
+            )
+
+    def measure_memory(self, weights: int, graphs: GraphRunners | None) -> MemoryPlan:
+        """Run the largest step that there can be, on a cache of one block, and look at what it takes beside the weights' bytes."""
+        device, platform = self.device, platform_of(self.device)
+        backends = list(self.backends.values())
+        if self.drafter is not None:
+            backends += self.drafter.backends.values()
+        platform.reset_peak()
+        probe = self.new_runner(1, graphs)
+        tokens, seqs = largest_step_size(probe)
+        with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
+            with tuning_off(), ExitStack() as stack:
+                for backend in backends:
+                    stack.enter_context(backend.without_modules())
+                run_made_up_step(probe, tokens, seqs)
+            largest_step = platform.peak_bytes() - weights
+            workspaces = (backend.pending_workspace_bytes for backend in backends)
+            largest_step += max(workspaces, default=0)  # the backends share it
+            graph_bytes = 0 if graphs is None else graphs.estimate_bytes(tokens, largest_step)
+        if graphs is not None:
+            graphs.bind(None)  # its buffers are the probe's
+        del probe
+        platform.release_cached()
+        free, total, reserved = platform.memory()
+        max_num_seqs = self.config.scheduler.max_num_seqs
+        sampled_rows = max_num_seqs if self.config.speculative is None else max(max_num_seqs, self.config.max_drafted_rows)
+        return MemoryPlan(
+            total=total,
+            utilization=self.config.cache.gpu_memory_utilization,
+            others=max(0, total - free - reserved),
+            weights=weights,
+            largest_step=largest_step,
+            step_tokens=tokens,
+            # The sampler's float32 copies of the logits, and what the logits of prompts take.
+            sampling=3 * (sampled_rows + PROMPT_LOGPROB_ROWS) * self.spec.vocab_size * 4,
+            graphs=graph_bytes,
+        )
+
+    def info(self, num_pages: int, graphs: GraphRunners | None) -> WorkerInfo:
+        """What the engine is told."""
+        platform, spec = platform_of(self.device), self.spec
+        drafter = {} if self.drafter is None else flat_report({"drafter": self.drafter.model.report})
+        return WorkerInfo(
+            num_blocks=num_pages,
+            is_asynchronous=platform.is_asynchronous,
+            has_idle_tasks=platform.replays_graphs,  # captures and measurements
+            device=platform.name,
+            dtype=dtype_name(self.dtype),
+            max_model_len=self.max_model_len,
+            vocab_size=spec.vocab_size,
+            groups=[
+                PagedGroup(block_size=self.pages.tokens_per_page[group.name], window=group.window) for group in spec.state if group.paged
+            ],
+            drafts_run_ahead=graphs is not None and graphs.drafts_run_ahead and advances_on_device(spec.inputs),
+            prefix_caching_unsupported=prefix_caching_unsupported(spec),
+            adapter_targets=None if self.adapters is None else dict(self.adapters.targets),
+            compile_report=flat_report(self.model.report) | self.facts | drafter,
+            pooling=pooling_info(self.config, spec),
+        )
+
+
+def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> LoadedModel:
+    """Read the config, compile the model, load the weights. Raises the `ValueError` family as `Worker` does."""
+    tensor_rank, tensor_size = (rank_group().rank, rank_group().size) if rank.size > 1 else (0, 1)
+    start = time.perf_counter()
+    model_config = read_config(config.model.path)
+    config = with_cache_dtype(config, model_config, device)
+    dtype = model_dtype(config, device)
+    cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
+    spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
+        model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
+    )
+    max_len = max_model_len(config, spec)
+    drafter = build_drafter(config, spec, dtype)
+    spec = spec if drafter is None else drafter.target
+    backends = backends_of_model(spec, config, device, dtype)
+    backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
+    architecture = (spec.config.get("architectures") or ["?"])[0]
+    on_stage("read", time.perf_counter() - start, f"{architecture}, {dtype_name(dtype)} on {platform_of(device).name}")
+    facts: dict[str, int | float | str] = {"attention_backend": backend_names}
+    if rank.size > 1 and platform_of(device).runs_cuda_kernels:
+        facts["all_reduce"] = _choose_allreduce(config, spec, device, dtype, on_stage)
+
+    with memory_for("compiling the model", device, memory.LOADING):
+        model = compile_model(
+            spec,
+            config.compile,
+            device=device,
+            dtype=dtype,
+            kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
+            attention_backends=backends,
+            kv_cache_dtype=cache_dtype,
+            on_stage=on_stage,
+        )
+    if len(model.state) > len(spec.state):  # passes added some
+        backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)
+    spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
+
+    start = time.perf_counter()
+    with memory_for("loading the weights", device, memory.LOADING):
+        load_all = partial(
+            load_weights,
+            model,
+            spec,
+            config.model.path,
+            load_format=config.model.load_format,
+            device=device,
+            dtype=dtype,
+            seed=config.model.seed,
+            rank=tensor_rank,
+            fold_cache_scales=config.cache.dtype == "fp8" and not config.compile.max_loras,
+        )
+        loaded = load_all()
+    on_stage("load", time.perf_counter() - start, f"{loaded.num_tensors} tensors, {loaded.num_bytes / GIB:.2f} GiB")
+    compiled_drafter = None
+    if drafter is not None:
+        with memory_for("loading the drafter", device, memory.LOADING):
+            compiled_drafter = compile_drafter(config, drafter, max_len, device=device, dtype=dtype, rank=tensor_rank, on_stage=on_stage)
+            compiled_drafter.load()
+    return LoadedModel(
+        config=config,
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        max_model_len=max_len,
+        spec=replace(spec, state=tuple(group.of_rank(tensor_size) for group in spec.state)),
+        model=model,
+        backends=backends,
+        drafter=compiled_drafter,
+        adapters=_device_adapters(config, model, spec, tensor_rank, device, dtype) if config.compile.max_loras else None,
+        weights=sleeping_weights(model, compiled_drafter, load_all),
+        facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
+    )
+
+
+def _device_adapters(
+    config: EngineConfig, model: Model, spec: ModelSpec, rank: int, device: torch.device, dtype: torch.dtype
+) -> DeviceAdapters:
+    assert isinstance(model, CompiledModel)
+    sites = adapter_sites(model.plan.transforms)
+    return DeviceAdapters(
+        sites,
+        adapter_targets(sites, spec.weight_map, spec.parts),
+        model.weights,
+        config.compile.max_lora_rank,
+        device=device,
+        dtype=dtype,
+        rank=rank,
+    )
+
+
+def _choose_allreduce(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, on_stage: StageCallback) -> str:
+    """How all-reduces before a norm go on the ranks' GPUs, as a sentence."""
+    if config.parallel.disable_custom_all_reduce:
+        return "over NCCL: --disable-custom-all-reduce"
+    if "fuse_allreduce_add_rms_norm" in config.compile.disabled_passes:
+        return "over NCCL: the pass fuse_allreduce_add_rms_norm is off"
+    hidden_size = (spec.config.get("text_config") or spec.config).get("hidden_size")
+    if hidden_size is None:
+        return "over NCCL: the model's config says no hidden_size"
+    from compile_and_serve.custom_ops.collectives.allreduce_choice import choose_allreduce
+
+    start = time.perf_counter()
+    how = choose_allreduce(
+        num_features=hidden_size,
+        dtype=dtype,
+        max_rows=config.scheduler.token_budget,
+        device=device,
+        quantizes=may_quantize(config.compile, spec.quantized_weights),
+    )
+    on_stage("all-reduce", time.perf_counter() - start, how)
+    return how
