@@ -255,7 +255,7 @@ class DeviceTimes:
     """
 
     def __init__(self, executor: Any, batch: int, max_drafts: int) -> None:
-        self._runner, self._batch, self._max_drafts = executor.runner, batch, max_drafts
+        self._runner, self._batch, self._max_drafts = executor.worker.runner, batch, max_drafts
         self._parts: dict[str, list[tuple[Any, Any]]] = {"plain": [], "verify": [], "propose": [], "follow": []}
         self._num_proposed = 0  # draft tokens
         self._restore: list[tuple[Any, str]] = []
