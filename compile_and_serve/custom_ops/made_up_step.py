@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import StepLengths
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import SlotMetadata, StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step_builder import build_step
 
 
 def make_step(
@@ -53,50 +54,35 @@ def make_step(
     def upload(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    query_start_loc, lengths = upload(starts), upload(seq_lens)
-    metadata: dict[str, Any] = {}
+    lengths = StepLengths(
+        query_start_loc=upload(starts),
+        seq_lens=upload(seq_lens),
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        max_query_len=int(new.max()),
+        max_seq_len=int(seq_lens.max()),
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=seq_lens,
+    )
+    pages, slots = {}, {}
     for group in groups:
-        if not group.paged:
-            metadata[group.name] = SlotMetadata(
-                slots=_slots(group, state, num_seqs, writes_state).to(device),
-                query_start_loc=query_start_loc,
-                seq_lens=lengths,
-                num_seqs=num_seqs,
-                num_tokens=num_tokens,
-                max_query_len=int(new.max()),
-            )
-            continue
-        table_SM, slots_T = _pages(
-            group, batch, seq_lens, state, tokens_per_page[group.name], writes_state, (num_columns or {}).get(group.name)
-        )
-        backend = (backends or {}).get(group.name) or TorchAttention()
-        metadata[group.name] = AttentionMetadata(
-            backend=backend,
-            query_start_loc=query_start_loc,
-            seq_lens=lengths,
-            block_table=upload(table_SM),
-            slot_mapping=upload(slots_T),
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
-            max_query_len=int(new.max()),
-            max_seq_len=int(seq_lens.max()),
-            window=group.window,
-            chunked=group.chunked,
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=seq_lens,
-        )
-        if group.is_attention:
-            backend.plan(metadata[group.name])
-    return Step(
+        if group.paged:
+            columns = (num_columns or {}).get(group.name)
+            table_SM, slots_T = _pages(group, batch, seq_lens, state, tokens_per_page[group.name], writes_state, columns)
+            pages[group.name] = upload(table_SM), upload(slots_T)
+        else:
+            slots[group.name] = _slots(group, state, num_seqs, writes_state).to(device)
+    chosen = {name: (backends or {}).get(name) or TorchAttention() for name in pages}
+    return build_step(
+        groups,
+        lengths,
+        pages=pages,
+        backends=chosen,
+        slots=slots,
+        plans=True,
         inputs={one.name: upload(one.fill(batch)).to(one.dtype) for one in inputs},
         state=state,
-        metadata=metadata,
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        padded_tokens=num_tokens,
-        padded_seqs=num_seqs,
         num_rows=len(batch.row_indices),
-        max_query_len=int(new.max()),
     )
 
 

@@ -18,8 +18,9 @@ from compile_and_serve.runtime.config import (
     RunnerKind,
     SchedulerConfig,
 )
+from compile_and_serve.runtime.drafting.config import parse_speculative_config
+from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.pooling_params import PoolingType
-from compile_and_serve.runtime.speculation.config import parse_speculative_config
 
 
 def make_engine_config(
@@ -215,7 +216,7 @@ def make_engine_config(
         speculative=speculative,
         drafter_path=None
         if speculative is None or speculative.model is None
-        else resolve_model(speculative.model, with_pickled=speculative.method != "draft_model"),
+        else resolve_model(speculative.model, with_pickled=method_of(speculative).may_be_pickled),
         expert_metrics=expert_metrics,
     )
 

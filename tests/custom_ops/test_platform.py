@@ -14,11 +14,11 @@ from compile_and_serve.compiler import available_kernels
 from compile_and_serve.custom_ops.attention.flashinfer_modules import flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
 from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo, platform_of, register_platform
+from compile_and_serve.custom_ops.staged_arrays import StagedArrays
 from compile_and_serve.custom_ops.triton_common import num_sms
 from compile_and_serve.custom_ops.tuning.tuner import device_name
 from compile_and_serve.runtime.runner.device import resolve_dtype
 from compile_and_serve.runtime.runner.memory import DeviceMemoryError, memory_for
-from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 
 PACKAGE = Path(__file__).parents[2] / "compile_and_serve"
 ALLOWED = {

@@ -39,7 +39,7 @@ from compile_and_serve.custom_ops.step import (
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+from compile_and_serve.runtime.sampling.decode_step import begin_step, end_step
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import fill, plain_logits

@@ -14,10 +14,10 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.custom_ops.step import LOGITS, Step
+from compile_and_serve.runtime.drafting import speculator
+from compile_and_serve.runtime.drafting.payoff import Payoff
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.runner.decode_step import DecodeStep, begin_step, record_gained
-from compile_and_serve.runtime.speculation import speculator
-from compile_and_serve.runtime.speculation.payoff import Payoff
+from compile_and_serve.runtime.sampling.decode_step import DecodeStep, begin_step, record_gained
 from tests.support.fake_graphs import FakeDevice
 
 

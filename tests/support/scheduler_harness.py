@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
+from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.request import RequestStatus
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, PagedGroup, SchedulerOutput
-from compile_and_serve.runtime.speculation.speculator import Speculator
 
 BLOCK = 4
 VOCAB = 40

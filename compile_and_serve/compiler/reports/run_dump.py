@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import StepLengths
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import SlotMetadata, running
+from compile_and_serve.custom_ops.step import StateGroup, running
+from compile_and_serve.custom_ops.step_builder import build_step
 
 TOKENS, ROWS = 5, 3
 # parameter, dtype, shape (symbols as strings), name in the model, kind ("next": counts up; "pages" and "slots" of state)
@@ -44,32 +45,21 @@ def run(forward: Callable[..., Any], inputs: Sequence[Input], values: Sequence[A
     """Call a dumped `forward`; its ops see one sequence that starts at its first token."""
     sized = list(zip(values, inputs, strict=True))
     tokens = next((len(v) for v, i in sized if isinstance(v, torch.Tensor) and i[2][:1] == ["tokens"]), TOKENS)
-    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-    metadata: dict[str, Any] = {}
-    for value, (_, _, _, name, kind) in sized:
-        group = name.partition(".")[0]
-        if kind == "slots":
-            metadata[group] = SlotMetadata(
-                slots=torch.zeros(1, dtype=torch.int64),
-                query_start_loc=starts,
-                seq_lens=lengths,
-                num_seqs=1,
-                num_tokens=tokens,
-                max_query_len=tokens,
-            )
-        elif kind == "pages":
-            metadata[group] = AttentionMetadata(
-                backend=TorchAttention(),
-                query_start_loc=starts,
-                seq_lens=lengths,
-                block_table=torch.arange(len(value), dtype=torch.int32)[None],
-                slot_mapping=torch.arange(tokens),
-                num_seqs=1,
-                num_tokens=tokens,
-                max_query_len=tokens,
-                max_seq_len=tokens,
-            )
-    with running(metadata), torch.no_grad():
+    lengths = StepLengths(
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        num_seqs=1,
+        num_tokens=tokens,
+        max_query_len=tokens,
+        max_seq_len=tokens,
+    )
+    state = [(name.partition(".")[0], kind, value) for value, (_, _, _, name, kind) in sized if kind in ("slots", "pages")]
+    groups = [StateGroup(name=name, layers=(), paged=kind == "pages") for name, kind, _ in state]
+    pages = {name: (torch.arange(len(value), dtype=torch.int32)[None], torch.arange(tokens)) for name, _, value in state}
+    backends = dict.fromkeys(pages, TorchAttention())
+    slots = dict.fromkeys(pages, torch.zeros(1, dtype=torch.int64))
+    step = build_step(groups, lengths, pages=pages, backends=backends, slots=slots, inputs={}, state={}, num_rows=ROWS)
+    with running(step.metadata), torch.no_grad():
         return forward(*values)
 
 

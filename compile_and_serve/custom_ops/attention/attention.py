@@ -23,29 +23,35 @@ from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, curre
 
 
 @dataclass(kw_only=True, slots=True)
-class AttentionMetadata:
-    """The batch of one step. Tensors are on the model's device; integers are on the host.
+class StepLengths:
+    """The sequences of a step, which all of its state groups share. Tensors are on the model's device; integers are on the host.
 
     Sequences are contiguous in the token dimension: sequence s has tokens query_start_loc[s] … query_start_loc[s+1]-1, which are the
     last of its seq_lens[s] tokens. A batch may mix decodes and prefill chunks. Without sequences, keys and values are only written.
     """
 
-    backend: AttentionBackend
     query_start_loc: torch.Tensor  # int32 [S + 1]
     seq_lens: torch.Tensor  # int32 [S], tokens in the cache, those of this step included
-    block_table: torch.Tensor  # int32 [S, M], column c holds the block of tokens c*P … (c+1)*P-1
-    slot_mapping: torch.Tensor  # int64 [T], block * P + offset; -1: padding, not written
     num_seqs: int
     num_tokens: int  # without padding; T may be larger. Outputs of padding are unspecified but finite
     max_query_len: int
     max_seq_len: int
-    window: int | None = None  # a token reads the last `window` tokens, itself included; None: all
-    chunked: bool = False  # a token reads only its own chunk of `window` tokens; chunks start at multiples of `window`
     # False: each sequence has one query token, anywhere among its tokens, which reads all of them.
     is_causal: bool = True
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionMetadata(StepLengths):
+    """A step as the attention ops of one state group see it."""
+
+    backend: AttentionBackend
+    block_table: torch.Tensor  # int32 [S, M], column c holds the block of tokens c*P … (c+1)*P-1
+    slot_mapping: torch.Tensor  # int64 [T], block * P + offset; -1: padding, not written
+    window: int | None = None  # a token reads the last `window` tokens, itself included; None: all
+    chunked: bool = False  # a token reads only its own chunk of `window` tokens; chunks start at multiples of `window`
     # For a captured step in which all sequences have the same small number of tokens: they describe each token as a sequence that ends
     # with it. The graph itself fills them, so it does not depend on their addresses (compare=False).
     row_starts: torch.Tensor | None = field(default=None, compare=False)  # int32 [T + 1]

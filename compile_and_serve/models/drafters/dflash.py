@@ -119,7 +119,6 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
     plan: Mapping[str, ShardStyle] = {**DECODER_TP_PLAN, "model.fc": "replicated"}
     context = decoder_spec(lambda: DFlashContext(decoder, num_features), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
-        kind="block",
         spec=_shares_checkpoint(spec, context),
         context=replace(
             _shares_checkpoint(context, spec),

@@ -28,4 +28,4 @@ def draft_model(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dt
     others = [one.name for one in spec.inputs if one not in DECODER_INPUTS]
     if others:
         raise ModelConfigError(f"The draft model takes {', '.join(others)} too, which no draft has: choose another one.")
-    return DrafterSpec(kind="tokens", spec=spec, target=checked_target(target))
+    return DrafterSpec(spec=spec, target=checked_target(target), max_model_len=spec.max_model_len)

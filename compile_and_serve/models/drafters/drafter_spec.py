@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from compile_and_serve.models.families.llama import LlamaForCausalLM
 from compile_and_serve.models.families.mistral import WindowedForCausalLM
 from compile_and_serve.models.spec import ModelSpec
 
-DrafterKind = Literal["tokens", "hidden", "heads", "block"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # as targets call them
 
 
@@ -27,14 +25,11 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # as targets ca
 class DrafterSpec:
     """A model that drafts.
 
-    kind: "tokens" is a decoder of its own. "hidden" takes a hidden state and the token after it, and gives logits and a hidden state to
-    go on with. "heads" takes a hidden state and gives all draft tokens at once. "block" is a decoder that fills in the mask tokens of a
-    block.
     target: the target's spec, which gives the hidden states that the drafter reads.
     hidden_size: of the hidden states that `spec` takes. combine: the target gives hidden states of several layers, and a linear
     fc [hidden_size, D · layers] makes one of them.
     maps_tokens: the drafter has a vocabulary of its own; draft token v is the target's token v + d2t[v].
-    max_tokens: draft tokens that it can make; None: any number.
+    max_tokens: draft tokens that it can make; None: any number. max_model_len: the longest sequence of the target; None: any.
     borrowed_weights: parameter → names of the target's tensor that it takes if the drafter's checkpoint has none.
     prefix: of the names of the drafter's tensors in the checkpoint.
     layers_behind: further layers for multi-token prediction. Each reads the hidden states of the one before.
@@ -42,13 +37,13 @@ class DrafterSpec:
     mask_token: of a block drafter.
     """
 
-    kind: DrafterKind
     spec: ModelSpec
     target: ModelSpec
     hidden_size: int = 0
     combine: bool = False
     maps_tokens: bool = False
     max_tokens: int | None = None
+    max_model_len: int | None = None
     borrowed_weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     prefix: str = ""
     layers_behind: tuple[DrafterSpec, ...] = ()

@@ -132,7 +132,6 @@ def eagle(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tu
     model = partial(EagleModel, decoder, has_bias)
     spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, decoder.vocab_size), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
-        kind="hidden",
         spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
         target=with_hidden_states(checked_target(target), (num_layers_of(target),)),
         hidden_size=decoder.hidden_size,
@@ -163,7 +162,6 @@ def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, t
     model = partial(Eagle3Model, decoder, norm_before_residual)
     spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, draft_vocab_size), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
-        kind="hidden",
         spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
         target=with_hidden_states(checked_target(target), _eagle3_taps(config, num_layers)),
         hidden_size=decoder.hidden_size,

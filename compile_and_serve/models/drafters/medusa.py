@@ -77,9 +77,5 @@ def medusa(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
         outputs=(StepOutput(name=DRAFT_TOKENS, dims=(TOKENS, num_heads)),),
     )
     return DrafterSpec(
-        kind="heads",
-        spec=spec,
-        target=with_hidden_states(checked_target(target), (num_layers_of(target),)),
-        hidden_size=size,
-        max_tokens=num_heads,
+        spec=spec, target=with_hidden_states(checked_target(target), (num_layers_of(target),)), hidden_size=size, max_tokens=num_heads
     )

@@ -1,6 +1,6 @@
 """The layers for multi-token prediction that some checkpoints have after their last layer. A family builds each as a model of its own.
 
-Where there is one, it drafts further tokens from its own output. `runtime/runner/layers_behind.py` says what further layers read.
+Where there is one, it drafts further tokens from its own output. `runtime/drafting/layers_behind.py` says what further layers read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
         spec = with_stored_weights(family.build_mtp_layer(own, dtype, number, is_only))
         layers.append(
             DrafterSpec(
-                kind="hidden",
                 spec=reads_hidden_states(spec, size, dtype, gives=ROWS if is_only else TOKENS),
                 target=target,
                 hidden_size=size,

@@ -20,6 +20,7 @@ import msgspec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
+from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.engine.adapters import Adapters
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
 from compile_and_serve.runtime.lora.request import LoRARequest
@@ -39,7 +40,6 @@ from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError, Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
-from compile_and_serve.runtime.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 

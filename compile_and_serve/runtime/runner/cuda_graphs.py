@@ -18,13 +18,10 @@ from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+from compile_and_serve.runtime.drafting.method import method_of
+from compile_and_serve.runtime.sampling.decode_step import begin_step, end_step
 
 logger = logging.getLogger(__name__)
-
-# Tokens of a sequence in a graph with drafts: longer drafts are rarely full, and padding would cost more than a graph saves. Those of a
-# block drafter are full.
-MAX_GRAPH_QUERY_LEN, MAX_GRAPH_BLOCK = 9, 16
 
 
 def make_graph_runners(
@@ -80,12 +77,12 @@ def _drafted_runner(
     speculative = config.speculative
     if speculative is None or config.compile.cudagraph_mode == "piecewise":
         return None
-    query_len = 1 + speculative.num_tokens
-    longest = MAX_GRAPH_BLOCK if speculative.method == "dflash" else MAX_GRAPH_QUERY_LEN
+    num_drafts, longest = speculative.num_speculative_tokens, method_of(speculative).max_graph_tokens
+    query_len = 1 + num_drafts
     max_num_seqs = min(config.scheduler.max_num_seqs, config.max_drafted_rows // query_len)
     others = [name for name, one in backends.items() if not one.drafts_capturable]
-    if query_len > longest or max_num_seqs == 0 or others:
-        reason = f"their number, {speculative.num_tokens}, is above {longest - 1} or no step has room for it"
+    if num_drafts > longest or max_num_seqs == 0 or others:
+        reason = f"their number, {num_drafts}, is above {longest} or no step has room for it"
         if others:
             reason = f"the attention of {', '.join(others)} cannot be captured with them"
         if logs:

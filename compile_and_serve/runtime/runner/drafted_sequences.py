@@ -14,14 +14,14 @@ import torch
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import StepInput
-from compile_and_serve.runtime.runner.decode_step import ACCEPT, REJECT, advances_on_device
-from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts
+from compile_and_serve.runtime.drafting.acceptance import chances_of
+from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
+from compile_and_serve.runtime.sampling.decode_step import ACCEPT, REJECT, advances_on_device
 from compile_and_serve.runtime.sampling.sampler import Sampler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
-from compile_and_serve.runtime.speculation.acceptance import chances_of
 
 
 class DraftedSequences:

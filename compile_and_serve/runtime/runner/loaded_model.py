@@ -25,16 +25,16 @@ from compile_and_serve.models.pooling import build_pooling_model
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
+from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
-from compile_and_serve.runtime.runner.decode_step import advances_on_device
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, with_cache_dtype
-from compile_and_serve.runtime.runner.draft_model import CompiledDrafter, build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_len, pooling_info, prefix_caching_unsupported
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
@@ -42,6 +42,7 @@ from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, plan_num_pages
 from compile_and_serve.runtime.runner.warm_up import compile_kernels, largest_step_size, made_up_step, run_made_up_step
+from compile_and_serve.runtime.sampling.decode_step import advances_on_device
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
 from compile_and_serve.runtime.weights import load_weights, read_config
@@ -251,7 +252,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     compiled_drafter = None
     if drafter is not None:
         with memory_for("loading the drafter", device, memory.LOADING):
-            compiled_drafter = compile_drafter(config, drafter, max_len, device=device, dtype=dtype, rank=tensor_rank, on_stage=on_stage)
+            compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, rank=tensor_rank, on_stage=on_stage)
             compiled_drafter.load()
     return LoadedModel(
         config=config,

@@ -25,18 +25,18 @@ from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
+from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, TargetStep
+from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.runner.base_batch import BatchLayout, HeldRequest
 from compile_and_serve.runtime.runner.base_runner import BaseRunner, StepRunner
-from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device, begin_step, end_step
-from compile_and_serve.runtime.runner.device import model_dtype, num_cores
-from compile_and_serve.runtime.runner.device_drafts import DeviceDrafts
-from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
-from compile_and_serve.runtime.runner.draft_runner import DraftRunner
+from compile_and_serve.runtime.runner.compile_drafter import allocate_drafter_state
+from compile_and_serve.runtime.runner.device import num_cores
 from compile_and_serve.runtime.runner.drafted_sequences import DraftedSequences
 from compile_and_serve.runtime.runner.input_batch import InputBatch
-from compile_and_serve.runtime.runner.ngram_runner import NgramRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptResult
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
+from compile_and_serve.runtime.sampling.decode_step import DecodeStep, advances_on_device, begin_step, end_step
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
@@ -81,7 +81,7 @@ class ModelRunner(BaseRunner):
         """
         self._drafted_steps = drafted_steps
         self._drafted_graph_steps: list[DecodeStep] = []  # graphs read and write tensors that only these steps hold
-        self._drafted_len = 1 + (0 if config.speculative is None else config.speculative.num_tokens)
+        self._drafted_len = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
         # Decodes of one step that have a graph with drafts.
         self._max_drafted_seqs = 0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len
         super().__init__(
@@ -101,18 +101,20 @@ class ModelRunner(BaseRunner):
         self.captures_due = self.steps_on_device = 0
         self.drafter: DeviceDrafts | None = None
         speculative, platform, num_slots = config.speculative, self.platform, self.batch.num_slots
-        if drafter is not None:
-            hidden_dtype = model_dtype(config, device)
-            self.drafter = DraftRunner(drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs)
-        elif speculative is not None and speculative.drafts_on_device(is_asynchronous=platform.is_asynchronous):
-            self.drafter = NgramRunner(
-                self.batch,
-                device,
-                speculative.num_tokens,
-                self.max_model_len,
-                speculative.ngram_lengths,
-                repeats=speculative.synthetic_acceptance_rate is not None,
+        method = None if speculative is None else method_of(speculative)
+        if speculative is not None and method is not None and method.drafts_on_device(is_asynchronous=platform.is_asynchronous):
+            assert method.device is not None
+            setup = DraftSetup(
+                config=speculative,
+                batch=self.batch,
+                device=device,
+                max_len=self.max_model_len,
+                num_pages=num_pages,
+                compiled=drafter,
+                allocate_state=lambda compiled: allocate_drafter_state(compiled, self.layout.tokens_per_page, num_pages, device),
+                graphs=drafter_graphs,
             )
+            self.drafter = method.device()(setup)
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=num_slots, device=device, logprobs_mode=config.model.logprobs_mode)
@@ -196,7 +198,8 @@ class ModelRunner(BaseRunner):
     def _follow(self, scheduled: SchedulerOutput, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None) -> None:
         if self.drafter is not None:
             assert self._last_step is not None
-            self.drafter.follow(self._last_step, layout, result.outputs, tokens_S, keeps_state_only=scheduled.is_drafting_off)
+            target = TargetStep(self._last_step, layout, result.outputs, tokens_S)
+            self.drafter.follow(target, keeps_state_only=scheduled.is_drafting_off)
 
     def drafted_step(self, size: int) -> DecodeStep:
         """As `decode_step`, where each sequence has the most draft tokens."""
@@ -257,7 +260,7 @@ class ModelRunner(BaseRunner):
     def run_dummy(self, step: Step) -> Outputs:
         outputs = super().run_dummy(step)
         if self.drafter is not None:
-            self.drafter.follow(step, None, outputs, None)
+            self.drafter.follow(TargetStep(step, None, outputs, None))
         return outputs
 
     def compile_output_kernels(self, dtype: torch.dtype) -> None:

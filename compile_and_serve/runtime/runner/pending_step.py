@@ -10,12 +10,12 @@ from functools import cached_property
 import numpy as np
 
 from compile_and_serve.custom_ops.platform import Event
+from compile_and_serve.runtime.drafting.acceptance import accepted_tokens, chances_of
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.runner.base_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
 from compile_and_serve.runtime.sampling.sampler import SamplingPlan
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, ModelRunnerOutput
-from compile_and_serve.runtime.speculation.acceptance import accepted_tokens, chances_of
 from compile_and_serve.runtime.structured.masks import GrammarSequence
 
 NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
-from compile_and_serve.custom_ops.step import SlotMetadata, StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.custom_ops.attention.attention import StepLengths
+from compile_and_serve.custom_ops.staged_arrays import StagedArrays
+from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step_builder import build_step
 from compile_and_serve.runtime.runner.block_tables import BlockTables
-from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 
 _INPUT, _SLOT_MAPPING = "input.", "slot_mapping."
@@ -119,48 +120,32 @@ class StepBuffers(StagedArrays):
     ) -> Step:
         """The step that lies in the first `tokens`, `seqs` and `rows` elements. num_tokens, num_seqs: without padding."""
         device, host = self.device, self.host
-        starts, lengths = device["query_start_loc"][: seqs + 1], device["seq_lens"][:seqs]
-        metadata: dict[str, Any] = {}
-        for group in self._groups:
-            if not group.paged:
-                metadata[group.name] = SlotMetadata(
-                    slots=device["slots"][:seqs],
-                    query_start_loc=starts,
-                    seq_lens=lengths,
-                    num_seqs=num_seqs,
-                    num_tokens=num_tokens,
-                    max_query_len=max_query_len,
-                )
-                continue
-            metadata[group.name] = AttentionMetadata(
-                backend=cast(AttentionBackend, backends.get(group.name)),  # None where the group's ops need none
-                query_start_loc=starts,
-                seq_lens=lengths,
-                block_table=tables[group.name].batch_table(seqs),
-                slot_mapping=device[_SLOT_MAPPING + group.name][:tokens],
-                num_seqs=num_seqs,
-                num_tokens=num_tokens,
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
-                window=group.window,
-                chunked=group.chunked,
-                query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
-                seq_lens_cpu=host["seq_lens"][:seqs],
-            )
+        lengths = StepLengths(
+            query_start_loc=device["query_start_loc"][: seqs + 1],
+            seq_lens=device["seq_lens"][:seqs],
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
+            seq_lens_cpu=host["seq_lens"][:seqs],
+        )
+        pages = {name: (tables[name].batch_table(seqs), device[_SLOT_MAPPING + name][:tokens]) for name in self._paged}
+        slots = {group.name: device["slots"][:seqs] for group in self._groups if not group.paged}
         inputs = {}
         for one in self._inputs:
             shape = one.shape(tokens, rows)
             inputs[one.name] = device[_INPUT + one.name][: math.prod(shape)].view(shape)
-        return Step(
+        return build_step(
+            self._groups,
+            lengths,
+            pages=pages,
+            backends=backends,
+            slots=slots,
             inputs=inputs,
             state=state,
-            metadata=metadata,
-            num_tokens=num_tokens,
-            num_seqs=num_seqs,
-            padded_tokens=tokens,
-            padded_seqs=seqs,
             num_rows=rows,
-            max_query_len=max_query_len,
+            padded_tokens=tokens,
             uses_optional=uses_optional,
         )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
-from compile_and_serve.runtime.speculation.speculator import Speculator
 
 
 class Drafting:

@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
+from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.admission import Admission
@@ -50,7 +51,6 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     is_users_mistake,
 )
 from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
-from compile_and_serve.runtime.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint, read_config
 from compile_and_serve.runtime.weights.errors import WeightError
 
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -41,6 +43,18 @@ def open_drafter(path: Path) -> Checkpoint:
             if (path / name).exists():
                 return PickledCheckpoint(path / name)
     return open_checkpoint(path)
+
+
+def drafter_config(config: EngineConfig) -> dict[str, Any]:
+    """The config.json of the model that `speculative_config` names."""
+    assert config.drafter_path is not None
+    return read_config(config.drafter_path)
+
+
+def drafter_shapes(config: EngineConfig) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of this model's tensors; empty for random weights."""
+    assert config.drafter_path is not None
+    return open_drafter(config.drafter_path).shapes if config.model.load_format == "auto" else {}
 
 
 class JoinedCheckpoint:

@@ -38,9 +38,8 @@ def compile_model_command(
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
+    from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
     from compile_and_serve.runtime.runner.device import model_dtype, resolve_kv_cache_dtype, use_threads, with_cache_dtype
-    from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter
-    from compile_and_serve.runtime.runner.model_facts import max_model_len
     from compile_and_serve.runtime.weights import read_config
 
     config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
@@ -71,7 +70,7 @@ def compile_model_command(
             on_stage=stages,
         )
         if drafter is not None:
-            compiled_drafter = compile_drafter(config, drafter, max_model_len(config, spec), device=device, dtype=dtype, on_stage=stages)
+            compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, on_stage=stages)
         if output is not None:
             start = time.perf_counter()
             count = keep_built_modules(backends, spec, device, dtype, output)

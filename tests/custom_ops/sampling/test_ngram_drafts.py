@@ -8,7 +8,7 @@ import torch
 
 from compile_and_serve.custom_ops.platform import CpuPlatform
 from compile_and_serve.custom_ops.sampling.ngram_drafts import append_tokens, find_drafts
-from compile_and_serve.runtime.speculation.ngram import NgramDrafter
+from compile_and_serve.runtime.drafting.ngram import NgramDrafter
 
 SLOTS, K = 9, 6
 

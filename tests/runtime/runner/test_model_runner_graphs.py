@@ -10,8 +10,8 @@ import pytest
 
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.sampling.decode_step import begin_step, end_step
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import CachedRequestData
 from compile_and_serve.runtime.structured.compiler import CompiledGrammar, Grammar

@@ -15,8 +15,8 @@ from compile_and_serve.compiler.model import StepModel
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.runner import warm_up
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.sampling.decode_step import begin_step, end_step
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_graphs import FakeDevice
 

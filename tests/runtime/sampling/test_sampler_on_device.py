@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import torch
 
-from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
+from compile_and_serve.custom_ops.staged_arrays import StagedArrays
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS, sample_rows
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile_and_serve.runtime.config import SpeculativeConfig
+from compile_and_serve.runtime.drafting.payoff import Payoff
+from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
-from compile_and_serve.runtime.speculation.config import SpeculativeConfig
-from compile_and_serve.runtime.speculation.payoff import Payoff
-from compile_and_serve.runtime.speculation.speculator import Speculator
 from tests.support.drafters import all_that_fit
 from tests.support.scheduler_harness import BLOCK, END_ID, VOCAB, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
 
