@@ -1,20 +1,29 @@
-"""Options of the engine, as frozen dataclasses. `options.py` makes them from CLI flags or `LLM(...)` arguments."""
+"""Options of the engine, as frozen dataclasses. CLI flags, `LLM(...)` arguments and config files are generated from the fields."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.runtime.pooling_params import PoolingType
+from compile_and_serve.option_fields import at_least, option, parse_size
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 RunnerKind = Literal["auto", "generate", "pooling"]
+PoolingType = Literal["last", "mean", "cls"]
+Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
 MIN_DRAFTED_ROWS = 512  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
+
+
+_model_option, _cache_option = partial(option, panel="Model"), partial(option, panel="KV cache and prefix cache")
+_scheduler_option, _lora_option = partial(option, panel="Scheduler"), partial(option, panel="LoRA")
+_parallel_option, _device_option = partial(option, panel="Ranks and replicas"), partial(option, panel="Device")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,53 +31,79 @@ class ModelConfig:
     """The model, and how its weights are read.
 
     model: what the user wrote (folder, .gguf file, known name or Hub id). path: the local folder or file it resolved to.
-    tokenizer: folder or .gguf file of another tokenizer; None is the model's own.
-    dtype: "auto" is bfloat16 if the device computes in it, else float32.
-    max_model_len: limit of prompt and completion together, in tokens; None is the model's own limit.
     model_impl: "auto" runs transformers' class if this project has no file for the architecture; "transformers" always.
-    load_format: "dummy" makes random weights, for which the config is enough.
     skip_tokenizer_init: load no tokenizer; prompts are token ids.
-    seed: of the engine's random generator and of dummy weights.
-    runner: "generate" computes tokens, "pooling" embeddings or class scores; "auto" is what the checkpoint is meant for.
-    max_logprobs: limit of the log-probabilities that a request may ask for per token; -1 is the whole vocabulary.
-    logprobs_mode: "raw" is before penalties, temperature and filters, "processed" after them; "logits" are not normalized.
-    pooling_type: which hidden states make an embedding; None is what the checkpoint says, else the last token's.
     """
 
     model: str
     path: Path
-    tokenizer: str | None = None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    max_model_len: int | None = None
-    model_impl: Literal["auto", "transformers"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    skip_tokenizer_init: bool = False
-    seed: int = 0
-    runner: RunnerKind = "auto"
-    pooling_type: PoolingType | None = None
-    max_logprobs: int = 20
-    logprobs_mode: LogprobsMode = "raw_logprobs"
+    revision: str | None = _model_option(None, "Branch, tag or commit of a model on the Hugging Face Hub.")
+    tokenizer: str | None = _model_option(None, "Folder or file of a tokenizer other than the model's.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model_option(
+        "auto", "auto: bfloat16 if the device has instructions for it, else float32; float32 for a GGUF file on the CPU."
+    )
+    max_model_len: int | None = _model_option(
+        None, "Longest sequence in tokens, prompt and output together. By default the model's own limit.", checks=(at_least(1),)
+    )
+    model_impl: Literal["auto", "transformers"] = _model_option(
+        "auto", "transformers: use the transformers package's class. auto: only for models without a native implementation."
+    )
+    runner: RunnerKind = _model_option(
+        "auto", "generate: text. pooling: embeddings or class scores. auto: pooling for checkpoints that are meant for it."
+    )
+    pooling_type: PoolingType | None = _model_option(
+        None,
+        "Which hidden states make an embedding: the last token's, the mean, or the first token's. By default what the "
+        "checkpoint's sentence-transformers files say, else last.",
+    )
+    max_logprobs: int = _model_option(
+        20,
+        "Most log-probabilities per token that a request may ask for; -1: the whole vocabulary, which takes much time and memory.",
+        checks=((lambda count: count >= -1, "-1 (the whole vocabulary) or at least 0"),),
+    )
+    logprobs_mode: LogprobsMode = _model_option(
+        "raw_logprobs", "raw: before penalties, temperature and filters. processed: after them. logits: not normalized."
+    )
+    load_format: Literal["auto", "dummy"] = _model_option("auto", "dummy: random weights; only the config is read.")
+    skip_tokenizer_init: bool = _model_option(False, None)
+    seed: int = _model_option(0, "Seed of sampling and of dummy weights.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
     """The paged KV cache.
 
-    dtype: "model" is the model's dtype; "fp8" is float8_e4m3fn, with the checkpoint's scales if it has any; "int8" has a scale for
-        each token and head; "auto" is "fp8" or "int8" for a checkpoint that is made for it, else "model".
-    block_size: tokens per block.
-    num_blocks: fixed number of blocks (for tests). memory_bytes: fixed size. If both are None, the size follows from the
-    free memory. CUDA: what the model leaves of `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for
-    max_num_seqs sequences of max_model_len tokens, but at most 4 GiB and a quarter of the free memory.
-    enable_prefix_caching: reuse the blocks of equal prompt prefixes.
+    dtype: "fp8" has the checkpoint's scales if there are any; "auto" is "fp8" or "int8" for a checkpoint that is made for it,
+        else "model".
+    num_blocks, memory_bytes: a fixed size. If both are None, the size follows from the free memory. CUDA: what the model leaves of
+        `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for max_num_seqs sequences of max_model_len tokens, but at most
+        4 GiB and a quarter of the free memory.
     """
 
-    dtype: KVCacheDtype = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
+    dtype: KVCacheDtype = _cache_option(
+        "auto",
+        "model: the model's dtype. fp8: float8_e4m3, which doubles the tokens in the same memory. int8: with a scale for each "
+        "token and head. auto: the checkpoint's choice.",
+        name="kv_cache_dtype",
+    )
+    block_size: int = _cache_option(16, "Tokens per KV block.", checks=(at_least(1),))
+    num_blocks: int | None = _cache_option(
+        None, "Number of KV blocks, also on the CPU.", name="num_kv_blocks", flags=("--num-gpu-blocks-override",), checks=(at_least(1),)
+    )
+    memory_bytes: int | None = _cache_option(
+        None,
+        "Memory for the KV cache, e.g. 2GiB.",
+        name="kv_cache_memory_bytes",
+        flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
+        metavar="SIZE",
+        flag_type=str,
+        parse=parse_size,
+        checks=(at_least(1),),
+    )
+    gpu_memory_utilization: float = _cache_option(
+        0.9, "Share of the GPU's memory that the engine may use.", checks=((lambda share: 0.0 < share <= 1.0, "in (0, 1]"),)
+    )
+    enable_prefix_caching: bool = _cache_option(True, "Reuse the KV blocks of equal prompt prefixes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,21 +111,28 @@ class SchedulerConfig:
     """Limits of a step and of the queue. `for_device` replaces None.
 
     max_num_seqs: sequences that run at once.
-    max_num_batched_tokens: token budget of a step, shared by decodes and prefill chunks; None is 8192 on CUDA, 2048 on the
-    CPU.
-    policy: order of waiting requests: "fcfs" by arrival, "priority" by priority.
-    async_scheduling: launch a step before the result of the previous one is read; None is True on CUDA, False on the CPU.
     admit_in_groups: leave batch slots that become free in a full batch empty until several requests can take them; None is
     True on CUDA with the policy "fcfs".
-    max_waiting: sequences that may wait; more are refused (HTTP 503). None is no limit.
     """
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    async_scheduling: bool | None = None
+    max_num_seqs: int = _scheduler_option(256, "Maximum number of sequences per step.", checks=(at_least(1),))
+    max_num_batched_tokens: int | None = _scheduler_option(
+        None,
+        "Maximum number of tokens per step, decodes and prefill chunks together. By default 2048 on the CPU and 8192 on CUDA.",
+        checks=(at_least(1), (lambda count: count <= MAX_TOKEN_BUDGET, f"at most {MAX_TOKEN_BUDGET}")),
+    )
+    policy: Literal["fcfs", "priority"] = _scheduler_option(
+        "fcfs",
+        "fcfs: in order of arrival; requests with a priority are refused. priority: lower numbers run first.",
+        name="scheduling_policy",
+    )
+    async_scheduling: bool | None = _scheduler_option(
+        None, "Schedule a step while the previous one runs. By default on with CUDA and off on the CPU."
+    )
     admit_in_groups: bool | None = None
-    max_waiting: int | None = None
+    max_waiting: int | None = _scheduler_option(
+        None, "Maximum number of waiting requests; further ones get HTTP 503. By default there is no limit.", checks=(at_least(0),)
+    )
 
     @property
     def token_budget(self) -> int:
@@ -122,19 +164,23 @@ class SchedulerConfig:
 class ParallelConfig:
     """Replicas, and where ranks run. (`CompileConfig.tensor_parallel_size` is the number of ranks that share a model.)
 
-    data_parallel_size: number of replicas, each with its own scheduler and KV cache. data_parallel_rank: this replica's
-    index.
+    data_parallel_rank: this replica's index.
     device_index: CUDA device of a replica with a single rank, as its process numbers them; None is the current device.
-    executor: "mp" runs the ranks in child processes, "ray" on a Ray cluster. None is "mp" for several ranks; a single rank
-    then runs in the engine's process.
-    disable_custom_all_reduce: use NCCL for all-reduces even if the ranks can read each other's memory.
+    executor: None is "mp" for several ranks; a single rank then runs in the engine's process.
     """
 
-    data_parallel_size: int = 1
+    data_parallel_size: int = _parallel_option(
+        1,
+        "Number of replicas of the model, each with its own ranks, scheduler and KV cache (only for serve).",
+        flags=("--data-parallel-size", "-dp"),
+        checks=(at_least(1),),
+    )
     data_parallel_rank: int = 0
     device_index: int | None = None
-    executor: Literal["mp", "ray"] | None = None
-    disable_custom_all_reduce: bool = False
+    executor: Literal["mp", "ray"] | None = _parallel_option(
+        None, "How ranks are started. mp: as child processes; ray: on a Ray cluster. By default mp.", name="distributed_executor_backend"
+    )
+    disable_custom_all_reduce: bool = _parallel_option(False, "Use NCCL for all-reduces even if the ranks can access each other's memory.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,26 +224,32 @@ class SpeculativeConfig:
 class EngineConfig:
     """All options of one engine.
 
-    device: "auto" is CUDA if there is a CUDA device, else the CPU.
     attention_backend: None is the first one that supports the model, the device and the dtype.
-    num_threads: CPU threads of a rank; None divides the cores among all ranks and replicas.
-    max_cpu_loras: LoRA adapters in host memory; None is as many as on the device (`CompileConfig.max_loras`).
-    speculative: how tokens are drafted; None: one token of a sequence per step. drafter_path: local files of `speculative.model`.
-    expert_metrics: count the tokens of each expert of each layer.
+    enable_lora: without it, `make_engine_config` sets `compile.max_loras` to 0.
+    speculative: None: one token of a sequence per step. drafter_path: local files of `speculative.model`.
     """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enable_lora: bool = _lora_option(False, "Let requests use LoRA adapters.")
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: str | None = None
-    num_threads: int | None = None
-    max_cpu_loras: int | None = None
-    speculative: SpeculativeConfig | None = None
+    device: Device = _device_option("auto", "auto: CUDA if there is a CUDA device, else CPU.")
+    attention_backend: str | None = _device_option(None, "By default the first one that supports the model and the device.")
+    num_threads: int | None = _device_option(
+        None, "CPU threads per rank. By default OMP_NUM_THREADS, or the rank's share of the cores.", checks=(at_least(1),)
+    )
+    max_cpu_loras: int | None = _lora_option(None, "Adapters kept in host memory. By default --max-loras.")
+    speculative: SpeculativeConfig | None = _scheduler_option(
+        None,
+        'Speculative decoding, as JSON with vLLM\'s keys, such as {"method": "ngram", "num_speculative_tokens": 5}.',
+        name="speculative_config",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+    )
     drafter_path: Path | None = None
-    expert_metrics: bool = False
+    expert_metrics: bool = _model_option(False, "Show the tokens of each expert of each layer under /metrics.")
 
     @property
     def max_drafted_rows(self) -> int:

@@ -102,8 +102,8 @@ class _Job:
 class LLM(PoolingMethods):
     """A model in this process. `shutdown`, or leaving a `with` block, frees its memory.
 
-    options: arguments of `make_engine_config`. on_stage: called with (stage, seconds, detail) at the end of each stage of
-    the start-up.
+    options: those of `make_engine_config`, the fields of `EngineConfig`.
+    on_stage: called with (stage, seconds, detail) at the end of each stage of the start-up.
     """
 
     def __init__(self, model: str, *, on_stage: Callable[[str, float, str], None] | None = None, **options: Any) -> None:

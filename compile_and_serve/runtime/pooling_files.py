@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_and_serve.models.pooling import is_pooling_architecture
-from compile_and_serve.runtime.config import ModelConfig
-from compile_and_serve.runtime.pooling_params import PoolingType
+from compile_and_serve.runtime.config import ModelConfig, PoolingType
 
 _KINDS: Mapping[str, PoolingType] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _MODULES = ("Transformer", "Pooling", "Normalize")

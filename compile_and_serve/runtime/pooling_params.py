@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-PoolingType = Literal["last", "mean", "cls"]
+from compile_and_serve.runtime.config import PoolingType
+
 RowPooling = Literal["last", "mean", "cls", "all"]
 PoolingTask = Literal["embed", "token_embed", "classify", "score"]
 

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import resource
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
@@ -17,6 +16,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from compile_and_serve.serve.errors import error_body
+from compile_and_serve.serve.settings import ConnectionLimits
 
 logger = logging.getLogger(__name__)
 
@@ -24,30 +24,6 @@ _RESERVED_FILES = 64  # file descriptors that connections leave to the rest of t
 _MAX_CONNECTIONS = 8192
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionLimits:
-    """Limits of the connections of one server.
-
-    connections: None: as many as the limit on open files allows. If there are more, the one that has kept the server waiting
-        for a request the longest is closed; if there is none, the new one is answered with 503.
-    headers, header_bytes: of one request, the request line included.
-    header_seconds: from the connection, or from the first byte of a later request, to the end of the headers.
-    body_seconds: from the end of the headers to the end of the body.
-    write_seconds: for which a client may leave a response unread.
-    idle_seconds: between two requests of a connection.
-    pipelined: requests of a connection that may wait for an earlier one.
-    """
-
-    connections: int | None = None
-    headers: int = 128
-    header_bytes: int = 64 * 1024
-    header_seconds: float = 20.0
-    body_seconds: float = 120.0
-    write_seconds: float = 60.0
-    idle_seconds: int = 30
-    pipelined: int = 16
 
 
 def available_connections() -> int:

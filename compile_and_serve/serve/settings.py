@@ -4,87 +4,211 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from compile_and_serve.option_fields import MISSING, option, parse_size
 from compile_and_serve.runtime.logs import LogFormat
-from compile_and_serve.serve.http_protocol import ConnectionLimits
 from compile_and_serve.serve.tls import TlsSettings
 
 MAX_API_SERVERS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionLimits:
+    """Limits of the connections of one server.
+
+    connections: None: as many as the limit on open files allows. If there are more, the one that has kept the server waiting
+        for a request the longest is closed; if there is none, the new one is answered with 503.
+    headers, header_bytes: of one request, the request line included.
+    header_seconds: from the connection, or from the first byte of a later request, to the end of the headers.
+    body_seconds: from the end of the headers to the end of the body.
+    write_seconds: for which a client may leave a response unread.
+    idle_seconds: between two requests of a connection.
+    pipelined: requests of a connection that may wait for an earlier one.
+    """
+
+    connections: int | None = None
+    headers: int = 128
+    header_bytes: int = 64 * 1024
+    header_seconds: float = 20.0
+    body_seconds: float = 120.0
+    write_seconds: float = 60.0
+    idle_seconds: int = 30
+    pipelined: int = 16
+
+
+def _named_paths(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+    pairs = []
+    for one in given:
+        name, separator, path = one.partition("=")
+        if not (name and separator and path):
+            raise ValueError(f"--lora-modules takes NAME=PATH, got {one!r:.200}.")
+        pairs.append((name, Path(path).resolve()))
+    return tuple(pairs)
+
+
+def parse_sampling_defaults(given: str | None) -> dict[str, float | int]:
+    """The value of --override-generation-config. Raises `ValueError` for anything but numbers under known names."""
+    import json
+
+    from compile_and_serve.runtime.text.load_tokenizer import GENERATION_DEFAULTS
+
+    try:
+        found = json.loads(given or "{}")
+    except ValueError as error:
+        raise ValueError(f"--override-generation-config must be a JSON object ({error}), got {given!r:.200}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--override-generation-config must be a JSON object, got {given!r:.200}.")
+    for name, value in found.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in GENERATION_DEFAULTS or not is_number:
+            raise ValueError(
+                f"--override-generation-config takes numbers for {', '.join(GENERATION_DEFAULTS)}, got {name!r:.50}: {value!r:.50}."
+            )
+    return found
+
+
+_server_option, _connection_option = partial(option, panel="Server"), partial(option, panel="Connections")
+_log_option = partial(option, panel="Logs and traces")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
     """Options of the API server.
 
-    served_model_names: values that clients may give in `model`. Answers and metrics carry the first.
-    api_server_count: API processes that share the port and the engine.
-    uds: Unix socket to listen on, instead of host and port. tls: None is plain HTTP.
-    api_keys: each is accepted as `Authorization: Bearer`. Empty: no key is needed. With several keys, requests share cached
-        prefixes only with requests of the same key.
-    admin_keys: needed for admin and LoRA routes; empty: the other keys open these too. admin_routes: whether to serve admin routes.
-    allowed_origins: origins whose web pages may call the server from a browser; "*" allows all. Empty: none.
-    chat_template: source or file of a template that replaces the model's own.
+    served_model_names: answers and metrics carry the first.
+    tls: None is plain HTTP. api_keys, admin_keys: empty: no key is needed, or none of their own for admin and LoRA routes.
     default_sampling: values for sampling fields that a request leaves out, from the model's generation_config.json.
-    override_sampling: values that come before those of generation_config.json.
-    tokenizer_info: whether to serve /tokenizer_info.
     priorities: whether requests may have a priority (scheduling policy "priority").
-    max_body_bytes: larger request bodies are refused. `json_body` has further limits for bodies of more than 64 KiB.
-    request_timeout: seconds after which a request ends with 504; None is no limit.
-    stream_keepalive: seconds of silence after which a stream gets a comment; 0: none. throughput_log: interval in seconds of the
-        log line under load; 0: none. log_format: of this process and of those that it starts.
-    otlp_traces_endpoint: where traces are sent; None: there are none.
-    shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM.
+    max_body_bytes: `json_body` has further limits for bodies of more than 64 KiB.
     graphs_dir: the dump of the model's compilation, shown at /graphs. None: no such page.
-    tool_call_parser, reasoning_parser: names of parsers. None: the one whose format the chat template uses.
-    enable_auto_tool_choice: refuse to start without a tool parser.
     lora_modules: (name, folder) of the adapters that are loaded at the start.
-    lora_dir: adapters below this folder can be loaded by requests. None: requests load none.
-    prompt_tokens_details: whether usage includes the number of cached prompt tokens, which reveals whether another request
-        had the same prefix.
-    response_store_bytes: memory for the responses of /v1/responses that clients may fetch or continue. 0: none is stored.
-    response_store_seconds: time after which a stored response is dropped.
     """
 
-    served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: Path | None = None
-    api_server_count: int = 1
+    host: str = _server_option("127.0.0.1", "Address to listen on.")
+    port: int = _server_option(8000, "Port to listen on; 0: any free port.")
+    served_model_names: tuple[str, ...] = _server_option(
+        MISSING, "Name that clients give in `model` (repeatable). By default the model argument.", flags=("--served-model-name",)
+    )
+    allowed_origins: tuple[str, ...] = _server_option(
+        (), "Origin whose web pages may call the server from a browser, or '*' for all (repeatable). By default none."
+    )
+    max_body_bytes: int = _server_option(
+        4 * 1024 * 1024,
+        "Largest request body; larger ones get HTTP 413.",
+        flags=("--max-body-size",),
+        metavar="SIZE",
+        flag_type=str,
+        flag_default="4MiB",
+        parse=parse_size,
+    )
+    prompt_tokens_details: bool = _server_option(
+        False,
+        "Report the number of cached prompt tokens in usage. It reveals whether others sent the same prefix.",
+        flags=("--enable-prompt-tokens-details",),
+    )
+    root_path: str = _server_option("", "Path prefix under which a proxy exposes the server.")
+    chat_template: str | None = _server_option(None, "A Jinja file or Jinja source that replaces the model's chat template.")
+    tool_call_parser: str | None = _server_option(
+        None,
+        "Format in which the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, pythonic, "
+        "granite, phi4, or a parser of your own (an entry point's name, or module:Class). By default detected from the chat "
+        "template.",
+    )
+    enable_auto_tool_choice: bool = _server_option(
+        False, "Refuse to start without a tool parser. With one, tool_choice 'auto' is always accepted."
+    )
+    reasoning_parser: str | None = _server_option(
+        None,
+        "Format in which the model writes its reasoning: deepseek_r1, qwen3, granite, gpt-oss, or a parser of your own. "
+        "By default detected from the chat template.",
+    )
+    response_role: str = _server_option("assistant", "Role of the generated messages.")
+    return_tokens_as_token_ids: bool = _server_option(False, "Write tokens in logprobs as token_id:N instead of their text.")
+    response_store_bytes: int = _server_option(
+        0,
+        "Memory for stored responses of /v1/responses, e.g. 256MiB. They are kept for --response-store-seconds. When newer "
+        "ones need the room, the API key with the most loses its oldest. Only the API key that created a response can "
+        "read it. By default none is stored.",
+        flags=("--response-store",),
+        metavar="SIZE",
+        flag_type=str,
+        flag_default=None,
+        parse=parse_size,
+    )
+    response_store_seconds: float = _server_option(86400.0, "Time after which a stored response is dropped.")
+    override_sampling: Mapping[str, float | int] = option(
+        MISSING,
+        "Sampling defaults that come before those of generation_config.json, e.g. '{\"temperature\": 0.5}'.",
+        panel="Server",
+        flags=("--override-generation-config",),
+        metavar="JSON",
+        default_factory=dict,
+        flag_type=str,
+        parse=parse_sampling_defaults,
+    )
+    tokenizer_info: bool = _server_option(
+        False, "Serve /tokenizer_info, with special tokens and chat templates.", flags=("--enable-tokenizer-info-endpoint",)
+    )
+    shutdown_timeout: float = _server_option(30.0, "Seconds that running requests get to finish after SIGINT or SIGTERM.")
+    lora_modules: tuple[tuple[str, Path], ...] = option(
+        (),
+        "Adapter to load at the start, which requests select by `model` (repeatable).",
+        panel="LoRA",
+        metavar="NAME=PATH",
+        parse=_named_paths,
+    )
+    lora_dir: Path | None = option(
+        None,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this folder. Without "
+        "--admin-api-key, anyone who may send requests may then load and unload.",
+        panel="LoRA",
+    )
+    graphs_dir: Path | None = option(
+        None,
+        "Show the compilation at /graphs. The start then captures the model again instead of loading an artifact.",
+        panel="Compiler",
+        flags=("--enable-graphs",),
+        flag_type=bool,
+        flag_default=False,
+    )
+    api_server_count: int = _connection_option(
+        1, "API processes that share the port, for more streams than one core can write. They share one engine."
+    )
+    uds: Path | None = _connection_option(None, "Listen on this Unix socket, which only your user can open, instead of --host and --port.")
     tls: TlsSettings | None = None
+    request_timeout: float | None = _connection_option(
+        None,
+        "End a request that takes longer with HTTP 504. A client can set an earlier deadline with the header "
+        "X-Request-Timeout. By default there is no limit.",
+        metavar="SECONDS",
+    )
+    stream_keepalive: float = _connection_option(
+        15.0, "Send a comment in a stream that was silent for this long, so that proxies keep it open; 0: never.", metavar="SECONDS"
+    )
+    connection_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
-    admin_routes: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""
-    chat_template: str | None = None
-    response_role: str = "assistant"
-    return_tokens_as_token_ids: bool = False
+    admin_routes: bool = option(
+        False,
+        "Serve /sleep, /wake_up, /is_sleeping and /reset_prefix_cache. Without an admin key, whoever may send requests may use them.",
+        panel="Access",
+        flags=("--enable-admin-routes",),
+    )
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
-    override_sampling: Mapping[str, float | int] = field(default_factory=dict)
-    tokenizer_info: bool = False
     priorities: bool = False
-    max_body_bytes: int = 4 * 1024 * 1024
-    shutdown_timeout: float = 30.0
     log_level: str = "info"
-    log_format: LogFormat = "text"
-    access_log: bool = True
-    throughput_log: float = 10.0
-    otlp_traces_endpoint: str | None = None
-    request_timeout: float | None = None
-    stream_keepalive: float = 15.0
-    graphs_dir: Path | None = None
-    prompt_tokens_details: bool = False
-    connection_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    enable_auto_tool_choice: bool = False
-    lora_modules: tuple[tuple[str, Path], ...] = ()
-    lora_dir: Path | None = None
-    response_store_bytes: int = 0
-    response_store_seconds: float = 86400.0
+    log_format: LogFormat = _log_option("text", "json: one JSON object per line, of all processes.")
+    access_log: bool = _log_option(True, "Log every request.")
+    throughput_log: float = _log_option(10.0, "While there is load, log the throughput at this interval; 0: never.", metavar="SECONDS")
+    otlp_traces_endpoint: str | None = _log_option(
+        None,
+        "Send OpenTelemetry traces to this OTLP/HTTP endpoint, e.g. http://localhost:4318/v1/traces. Needs compile-and-serve[otel].",
+        metavar="URL",
+    )
 
     @property
     def is_local(self) -> bool:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from compile_and_serve.option_fields import MISSING, option
+
+_ssl_option = partial(option, panel="Connections")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsSettings:
-    """certfile, keyfile: PEM files; the key may be in the certificate's file. ca_certs: CAs that may sign the clients' certificates.
-    require_client_certificate: refuse clients without one. ciphers: OpenSSL's list for TLS 1.2; None is Python's default.
-    """
+    """Files and rules of TLS. ciphers: None is Python's default."""
 
-    certfile: Path
-    keyfile: Path | None = None
-    ca_certs: Path | None = None
-    require_client_certificate: bool = False
-    ciphers: str | None = None
+    certfile: Path = _ssl_option(MISSING, "PEM certificate; the server then speaks HTTPS only.", name="ssl_certfile")
+    keyfile: Path | None = _ssl_option(None, "PEM key, if it is not in --ssl-certfile.", name="ssl_keyfile")
+    ca_certs: Path | None = _ssl_option(None, "PEM certificates of the CAs that may sign clients' certificates.", name="ssl_ca_certs")
+    require_client_certificate: bool = _ssl_option(
+        False, "Refuse clients without a certificate of --ssl-ca-certs.", name="ssl_require_client_cert"
+    )
+    ciphers: str | None = _ssl_option(None, "OpenSSL's list of ciphers for TLS 1.2.", name="ssl_ciphers")
 
     def context(self) -> ssl.SSLContext:
         """The TLS context of the server. Raises `ValueError` with one sentence if a file cannot be used."""

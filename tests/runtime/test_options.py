@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from compile_and_serve.option_fields import at_least, make_config, option, options_of, signature_of
 from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.serve.cli.config_file import apply_config_file
+from compile_and_serve.serve.cli.flags import arguments_of_flags, flag_parameters
 
 
 def test_options_reach_their_dataclasses(tiny_llama_dir: Path) -> None:
@@ -38,9 +45,9 @@ def test_options_reach_their_dataclasses(tiny_llama_dir: Path) -> None:
 def test_only_a_compiled_model_is_sharded(tiny_llama_dir: Path) -> None:
     config = make_engine_config(str(tiny_llama_dir), tensor_parallel_size=4, data_parallel_size=2)
     assert (config.compile.tensor_parallel_size, config.num_ranks, config.num_processes) == (4, 4, 8)
-    for option, value in (("enforce_eager", True), ("profile_tokens", [1])):
-        with pytest.raises(ValueError, match=f"tensor_parallel_size.*{option}|{option}.*tensor_parallel_size"):
-            make_engine_config(str(tiny_llama_dir), tensor_parallel_size=2, **{option: value})  # type: ignore[arg-type]
+    for name, value in (("enforce_eager", True), ("profile_tokens", [1])):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size.*{name}|{name}.*tensor_parallel_size"):
+            make_engine_config(str(tiny_llama_dir), tensor_parallel_size=2, **{name: value})
 
 
 @pytest.mark.parametrize("option,value", [
@@ -62,3 +69,53 @@ def test_adapters_of_experts_need_adapters(tiny_llama_dir: Path) -> None:
 def test_only_one_size_of_the_kv_cache_may_be_given(tiny_llama_dir: Path) -> None:
     with pytest.raises(ValueError, match="one of them"):
         make_engine_config(str(tiny_llama_dir), num_kv_blocks=4, kv_cache_memory_bytes=1000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PartConfig:
+    layers: int = option(2, "Number of layers.", panel="Model", checks=(at_least(1),))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TestConfig:
+    part: _PartConfig = field(default_factory=_PartConfig)
+    order: Literal["up", "down"] = option("up", "Order of the layers.")
+
+
+def test_a_field_is_a_flag_an_argument_and_a_key_of_the_config_file(tmp_path: Path) -> None:
+    options = options_of(_TestConfig)
+    found: list[_TestConfig] = []
+
+    def show(**flags: Any) -> None:
+        found.append(make_config(_TestConfig, arguments_of_flags(options.values(), {"layers": flags["layers"], "order": flags["order"]})))
+
+    config_flag = Annotated[Path | None, typer.Option(callback=apply_config_file, is_eager=True)]
+    parameters = [
+        *flag_parameters(options.values()).values(),
+        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config_flag),
+    ]
+    show.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    show.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer()
+    app.command()(show)
+    file = tmp_path / "options.yaml"
+    file.write_text("layers: 5\n")
+
+    help_text = CliRunner().invoke(app, ["--help"]).output
+    assert "Number of layers. [default: 2]" in " ".join(help_text.replace("│", " ").split())
+    assert CliRunner().invoke(app, ["--layers", "3", "--order", "down"]).exit_code == 0
+    assert CliRunner().invoke(app, ["--config", str(file)]).exit_code == 0
+    assert found == [_TestConfig(part=_PartConfig(layers=3), order="down"), _TestConfig(part=_PartConfig(layers=5))]
+    assert CliRunner().invoke(app, ["--order", "left"]).exit_code == 2
+
+    assert list(signature_of(_TestConfig).parameters) == ["layers", "order"]
+    assert make_config(_TestConfig, {"layers": 4}) == _TestConfig(part=_PartConfig(layers=4))
+    for name, value, expected in (("layers", 0, "at least 1"), ("order", "left", "one of up, down")):
+        with pytest.raises(ValueError, match=f"{name} must be {expected}, got {value!r}"):
+            make_config(_TestConfig, {name: value})
+
+
+def test_an_unknown_option_is_refused(tiny_llama_dir: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block_sizes'"):
+        make_engine_config(str(tiny_llama_dir), block_sizes=4)
+    assert "block_size: int = 16" in str(inspect.signature(make_engine_config))

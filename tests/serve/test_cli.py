@@ -20,8 +20,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from compile_and_serve.option_fields import parse_counts, parse_size
 from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, read_api_keys
-from compile_and_serve.serve.cli.flags import parse_counts, parse_size
 from compile_and_serve.serve.cli.main import app
 from compile_and_serve.serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, _ConsoleHandler, run_command
 

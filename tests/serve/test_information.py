@@ -15,9 +15,8 @@ from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 from compile_and_serve.runtime.text.template_pool import TemplatePool
-from compile_and_serve.serve.cli.serve_command import parse_sampling_defaults
 from compile_and_serve.serve.server import ServerStartError, complete_settings
-from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.settings import ServerSettings, parse_sampling_defaults
 from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 
 

@@ -72,9 +72,8 @@ def _memory_peak() -> float:
 
 async def _serve(settings: dict[str, Any], pause: float, text: str) -> None:
     from compile_and_serve.serve.app import create_app
-    from compile_and_serve.serve.http_protocol import ConnectionLimits
     from compile_and_serve.serve.server import _Server, _uvicorn_config, open_socket
-    from compile_and_serve.serve.settings import ServerSettings
+    from compile_and_serve.serve.settings import ConnectionLimits, ServerSettings
     from tests.support.fake_engine import FakeEngineClient, says
     from tests.support.tokenizers import byte_level_tokenizer
 

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from compile_and_serve.serve.cli.flags import Device, ModelArgument
+from compile_and_serve.runtime.config import Device
+from compile_and_serve.serve.cli.flags import ModelArgument
 from compile_and_serve.serve.cli.output import error_console
 
 

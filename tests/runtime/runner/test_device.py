@@ -110,7 +110,7 @@ def test_the_dtype_of_the_cache_of_an_int8_checkpoint(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = make_engine_config(str(tmp_path), device="cpu", kv_cache_dtype=option)
-    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"}}
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"}}
     found = with_cache_dtype(config, model_config | {"quantization_config": scheme}, CPU)
     assert found.cache.dtype == expected
     assert ("latent attention does not have" in caplog.text) == ("kv_lora_rank" in model_config)
