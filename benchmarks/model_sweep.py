@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--log", help="what the processes print goes here")
     args = parser.parse_args()
 
-    for module in ("transformers", "compile_and_serve.runtime.llm"):
+    for module in ("transformers", "compile_and_serve.runtime.llm.llm"):
         importlib.import_module(module)  # once, before the forks
 
     rows = read_rows(args.out)

@@ -24,7 +24,7 @@ from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
 from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
-from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.custom_ops.jit.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.quantization import Activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear

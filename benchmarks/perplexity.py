@@ -66,7 +66,7 @@ def _measure(
     options: dict[str, Any],
     start: float,
 ) -> dict[str, Any]:
-    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.llm.llm import LLM
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
     llm = LLM(model, dtype=dtype, num_threads=threads, max_num_batched_tokens=512, max_num_seqs=8, **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.beam_search import BeamSearchParams
-    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.llm.llm import LLM
     from compile_and_serve.runtime.lora.request import LoRARequest
     from compile_and_serve.runtime.pooling_params import PoolingParams
     from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ __all__ = ["LLM", "BeamSearchParams", "LoRARequest", "PoolingParams", "SamplingP
 
 _MODULES = {
     "BeamSearchParams": "compile_and_serve.runtime.beam_search",
-    "LLM": "compile_and_serve.runtime.llm",
+    "LLM": "compile_and_serve.runtime.llm.llm",
     "LoRARequest": "compile_and_serve.runtime.lora.request",
     "PoolingParams": "compile_and_serve.runtime.pooling_params",
     "SamplingParams": "compile_and_serve.runtime.sampling_params",

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from compile_and_serve.option_fields import options_of
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.serve.settings import ServerSettings
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = ("compiler", "custom_ops", "models", "runtime", "serve")
@@ -74,6 +78,8 @@ def test_flags_exist(document: Path) -> None:
     ]
     code = "\n".join(path.read_text() for path in sources)
     known = set(re.findall(r"--[a-z][a-z0-9-]+", code))
+    options = (*options_of(ServerSettings).values(), *options_of(EngineConfig).values())
+    known |= {spelling for option in options for spelling in (option.flag, *option.flags)}
     # typer makes a flag of each parameter's name
     known |= {"--" + name.replace("_", "-") for name in re.findall(r"^\s+(\w+): ", code, re.MULTILINE)}
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", document.read_text()))

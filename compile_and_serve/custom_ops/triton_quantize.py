@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Quantized
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,

@@ -220,7 +220,7 @@ def exit_at_once(status: int) -> NoReturn:
     """
     sys.stderr.flush()
     # These modules import torch. If they are not imported, they have started nothing.
-    if (build := sys.modules.get("compile_and_serve.custom_ops.build.cpp")) is not None:
+    if (build := sys.modules.get("compile_and_serve.custom_ops.jit.cpp")) is not None:
         build.end_builds()
     if (inductor := sys.modules.get("compile_and_serve.compiler.inductor")) is not None:
         inductor.end_kernel_compilers()

@@ -22,18 +22,18 @@ from compile_and_serve.runtime.child_process import EXIT_FAILURE, describe_error
 from compile_and_serve.runtime.engine.replicas import ConnectedEngine, connect
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.text.template_pool import TemplatePool
-from compile_and_serve.serve.adapters import ServedAdapters
-from compile_and_serve.serve.api_bootstrap import ApiBootstrap
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
+from compile_and_serve.serve.engine.adapters import ServedAdapters
 from compile_and_serve.serve.errors import error_response, path_of
-from compile_and_serve.serve.listener import open_socket, open_unix_socket
-from compile_and_serve.serve.metrics import MetricFamily
-from compile_and_serve.serve.middleware import body_too_large
-from compile_and_serve.serve.responses import until_disconnect
+from compile_and_serve.serve.http.listener import open_socket, open_unix_socket
+from compile_and_serve.serve.http.middleware import body_too_large
+from compile_and_serve.serve.http.responses import until_disconnect
+from compile_and_serve.serve.observe.metrics import MetricFamily
+from compile_and_serve.serve.processes.api_bootstrap import ApiBootstrap
+from compile_and_serve.serve.processes.siblings import Answer, Siblings
 from compile_and_serve.serve.server import _begin, _finish, _loop_factory, _read_files, _uvicorn_config, _wait_any
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.siblings import Answer, Siblings
 
 if TYPE_CHECKING:
     import httpx

@@ -13,20 +13,23 @@ from compile_and_serve import __version__
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.admin import ADMIN_PATHS, CorsExceptAdmin
-from compile_and_serve.serve.body_work import BodyWork
 from compile_and_serve.serve.chat_prompts import ChatPrompts
 from compile_and_serve.serve.context import ServerContext
-from compile_and_serve.serve.engine import AsyncEngine, EngineClient
+from compile_and_serve.serve.engine.adapters import ServedAdapters
+from compile_and_serve.serve.engine.body_work import BodyWork
+from compile_and_serve.serve.engine.engine import AsyncEngine, EngineClient
 from compile_and_serve.serve.errors import install_error_handlers
+from compile_and_serve.serve.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from compile_and_serve.serve.http.openapi import describe_errors
+from compile_and_serve.serve.http.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
 from compile_and_serve.serve.inspect import router as graphs
-from compile_and_serve.serve.metrics import Metrics
-from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from compile_and_serve.serve.openapi import describe_errors
-from compile_and_serve.serve.orca import OrcaMiddleware
+from compile_and_serve.serve.observe.metrics import Metrics
+from compile_and_serve.serve.observe.orca import OrcaMiddleware
+from compile_and_serve.serve.observe.throughput import ThroughputLog
+from compile_and_serve.serve.observe.tracing import Tracing
 from compile_and_serve.serve.playground import router as playground
-from compile_and_serve.serve.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
+from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.routers import adapters as adapter_routes
 from compile_and_serve.serve.routers import (
@@ -44,9 +47,6 @@ from compile_and_serve.serve.routers import (
 )
 from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.siblings import Siblings
-from compile_and_serve.serve.throughput import ThroughputLog
-from compile_and_serve.serve.tracing import Tracing
 
 ROUTERS = (
     chat.router,

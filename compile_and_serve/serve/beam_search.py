@@ -12,8 +12,8 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, user_errors
+from compile_and_serve.serve.http.responses import client_gone_response, until_disconnect
 from compile_and_serve.serve.protocol.fields import GenerationFields
-from compile_and_serve.serve.responses import client_gone_response, until_disconnect
 
 # Fields that change the choice of tokens or describe it. The values have no effect.
 _EXCLUDED: dict[str, tuple[Any, ...]] = {

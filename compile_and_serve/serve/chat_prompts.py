@@ -5,8 +5,8 @@ from __future__ import annotations
 from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
-from compile_and_serve.runtime.tool_prompt import show_tools
-from compile_and_serve.runtime.tool_use import ToolUse, tool_use
+from compile_and_serve.runtime.tools.tool_prompt import show_tools
+from compile_and_serve.runtime.tools.tool_use import ToolUse, tool_use
 from compile_and_serve.serve.errors import user_errors
 from compile_and_serve.serve.protocol.chat import ChatFields
 

@@ -10,14 +10,14 @@ from fastapi import Depends, Request
 
 from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.text.input_processor import InputProcessor
-from compile_and_serve.serve.adapters import ServedAdapters
-from compile_and_serve.serve.body_work import BodyWork
 from compile_and_serve.serve.chat_prompts import ChatPrompts
-from compile_and_serve.serve.engine import AsyncEngine
-from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.engine.adapters import ServedAdapters
+from compile_and_serve.serve.engine.body_work import BodyWork
+from compile_and_serve.serve.engine.engine import AsyncEngine
+from compile_and_serve.serve.observe.metrics import Metrics
+from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.siblings import Siblings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

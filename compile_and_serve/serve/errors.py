@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from compile_and_serve.runtime.engine.connection import EngineDeadError
-from compile_and_serve.runtime.pooling import UnsupportedTaskError
+from compile_and_serve.runtime.pooling.results import UnsupportedTaskError
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import PromptTooLongError
-from compile_and_serve.runtime.tool_use import ToolUseError
+from compile_and_serve.runtime.tools.tool_use import ToolUseError
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
-from compile_and_serve.serve.http_protocol import limited_protocol
-from compile_and_serve.serve.listener import ServerStartError, bind_problem, inode_of, open_socket, open_unix_socket
+from compile_and_serve.serve.engine.adapters import ServedAdapters
+from compile_and_serve.serve.http.http_protocol import limited_protocol
+from compile_and_serve.serve.http.listener import ServerStartError, bind_problem, inode_of, open_socket, open_unix_socket
 from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -153,7 +153,7 @@ async def _serve_with_processes(
     signals: _Signals,
     on_ready: Callable[[str, EngineInfo], None] | None,
 ) -> int:
-    from compile_and_serve.serve.many_processes import serve_with_processes
+    from compile_and_serve.serve.processes.many_processes import serve_with_processes
 
     url = _url(listener, settings)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.build.cpp import BuildError, find_compiler
-from compile_and_serve.custom_ops.build.cpu_kernels import (
+from compile_and_serve.custom_ops.jit.cpp import BuildError, find_compiler
+from compile_and_serve.custom_ops.jit.cpu_kernels import (
     cpu_kernel_library,
     cpu_kernels_status,
     quantized_cpu_kernel_library,
     quantized_cpu_kernels_status,
 )
-from compile_and_serve.custom_ops.build.sources import CSRC
+from compile_and_serve.custom_ops.jit.sources import CSRC
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
 

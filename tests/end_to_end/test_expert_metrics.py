@@ -12,7 +12,7 @@ import pytest
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.custom_ops.moe import expert_load
 from compile_and_serve.runtime.messages import EngineStats
-from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.observe.metrics import Metrics
 from tests.support.moe_models import write_moe
 
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53))]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compile_and_serve import LLM, LoRARequest, SamplingParams
-from compile_and_serve.runtime.llm import RequestOutput
+from compile_and_serve.runtime.llm.llm import RequestOutput
 from tests.support.adapters import ALL, merge, write_adapter
 from tests.support.group_checkpoints import write_grouped
 from tests.support.moe_models import write_moe

@@ -18,7 +18,7 @@ from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
 from compile_and_serve.models.drafters.eagle import eagle, eagle3
 from compile_and_serve.models.drafters.medusa import medusa
 from compile_and_serve.models.registry import build_model
-from compile_and_serve.runtime.llm import RequestOutput
+from compile_and_serve.runtime.llm.llm import RequestOutput
 from tests.support.drafters import check_every_draft
 
 TIE = 0.02  # between the two likeliest tokens, in float32

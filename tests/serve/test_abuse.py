@@ -28,8 +28,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compile_and_serve.serve.cli.main import app
-from tests.serve.test_hostile_bodies import BODIES, CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
-from tests.serve.test_parallel import abandoned_shared_memory, descendants, metrics
+from tests.serve.http.test_hostile_bodies import BODIES, CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from tests.serve.processes.test_parallel import abandoned_shared_memory, descendants, metrics
 from tests.support.health_probe import HealthProbe
 from tests.support.processes import is_running, wait_until
 from tests.support.server_process import ServerProcess

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compile_and_serve.runtime.pooling import cosine
+from compile_and_serve.runtime.pooling.results import cosine
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 from tests.serve.conftest import Server, StartServer
 from tests.support.fake_engine import fake_rows

@@ -15,8 +15,8 @@ import pytest
 
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.serve.app import create_app
-from compile_and_serve.serve.engine import Generation
-from compile_and_serve.serve.listener import open_socket
+from compile_and_serve.serve.engine.engine import Generation
+from compile_and_serve.serve.http.listener import open_socket
 from compile_and_serve.serve.server import _Server, _uvicorn_config
 from compile_and_serve.serve.settings import ServerSettings
 from tests.support.engines import tiny_config, write_tiny_model

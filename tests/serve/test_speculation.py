@@ -5,7 +5,7 @@ from __future__ import annotations
 from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.text.output_processor import CompletionDelta
 from compile_and_serve.serve.cli.bench.metrics import RequestTrace, summarize
-from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.observe.metrics import Metrics
 from compile_and_serve.serve.protocol.completions import CompletionRequest
 from compile_and_serve.serve.protocol.fields import sampling_params
 from compile_and_serve.serve.protocol.usage import Usage

@@ -12,7 +12,7 @@ from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.parsers.registry import ParserError
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.template_pool import TemplatePool
-from compile_and_serve.serve.listener import open_unix_socket
+from compile_and_serve.serve.http.listener import open_unix_socket
 from compile_and_serve.serve.server import ServerStartError, _start, complete_settings
 from compile_and_serve.serve.settings import ServerSettings
 from tests.support.engines import tiny_config, write_tiny_model

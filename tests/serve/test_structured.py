@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Server, StartServer
-from tests.serve.test_errors import assert_error
+from tests.serve.http.test_errors import assert_error
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 STRUCTURES = [{"begin": "<f>", "schema": {}, "end": "</f>"}]

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from compile_and_serve.runtime.parsers.registry import ParserError
-from compile_and_serve.runtime.tool_use import closed
+from compile_and_serve.runtime.tools.tool_use import closed
 from tests.serve.conftest import Server, StartServer
 from tests.support.fake_engine import says
 from tests.support.sse import read_events

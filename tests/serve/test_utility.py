@@ -12,7 +12,7 @@ from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.observe.metrics import Metrics
 from tests.serve.conftest import ANSWER, Server, StartServer
 from tests.support.fake_engine import says
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compile_and_serve.custom_ops.build.cpp import BuildError, find_compiler
-from compile_and_serve.custom_ops.build.cpu_kernels import (
+from compile_and_serve.custom_ops.jit.cpp import BuildError, find_compiler
+from compile_and_serve.custom_ops.jit.cpu_kernels import (
     cpu_kernels_status,
     load_cpu_kernels,
     quantized_cpu_kernel_library,

@@ -13,7 +13,7 @@ from compile_and_serve.compiler.capture.capture import CapturedGraph, capture
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, LatentCacheSpec, StateGroup, Step, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec

@@ -23,7 +23,7 @@ from compile_and_serve.compiler.artifacts.work_folder import WorkFolder
 from compile_and_serve.compiler.compat import FakeTensorMode
 from compile_and_serve.compiler.inductor import PieceCallable, compile_piece
 from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice, mean_ratio
-from compile_and_serve.custom_ops.build.sources import digest
+from compile_and_serve.custom_ops.jit.sources import digest
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, device_name
 

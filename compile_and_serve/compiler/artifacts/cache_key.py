@@ -18,8 +18,8 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 from compile_and_serve.compiler.rewrite.user_passes import source_of
-from compile_and_serve.custom_ops.build.cpp import cpu_identity
-from compile_and_serve.custom_ops.build.sources import PACKAGE, digest, kernel_digest, source_digest
+from compile_and_serve.custom_ops.jit.cpp import cpu_identity
+from compile_and_serve.custom_ops.jit.sources import PACKAGE, digest, kernel_digest, source_digest
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.platform import platform_of
 

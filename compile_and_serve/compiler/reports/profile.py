@@ -25,9 +25,9 @@ from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, P
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.rewrite.graph_pass import op_arguments
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
-from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.moe.expert_load import counting_experts
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
@@ -77,7 +77,7 @@ def profile_model(
     distinct piece or op and T (seconds, bytes and FLOPs of one use), "steps": one for each T (seconds of the step, and of what lies
     between pieces and ops), "experts": one for each T of a model with experts (`_DecodeStep.expert_load`)}
     """
-    weights = {t.target: _made_up_weight(t.spec, device) for t in plan.transforms}
+    weights = {t.target: _dummy_weight(t.spec, device) for t in plan.transforms}
     result: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "context": CONTEXT,
@@ -107,7 +107,7 @@ def profile_model(
     return result
 
 
-def _made_up_weight(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+def _dummy_weight(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """Random values for floating matrices up to `MAX_RANDOM`, so that tokens go to different experts; the same value otherwise."""
     is_matrix = len(spec.shape) > 1 and torch.Size(spec.shape).numel() <= MAX_RANDOM
     if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and is_matrix:

@@ -39,8 +39,8 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_expression
+from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.library import op_info
-from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
 from compile_and_serve.custom_ops.weight_functions import Expression

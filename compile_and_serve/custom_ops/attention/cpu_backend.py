@@ -14,7 +14,7 @@ from compile_and_serve.custom_ops.attention.attention import (
     Scores,
     cache_unsupported_reason,
 )
-from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.custom_ops.jit.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import AttentionFeature
 

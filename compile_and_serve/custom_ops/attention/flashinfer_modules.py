@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from compile_and_serve.custom_ops.build.background_thread import run_in_background
+from compile_and_serve.custom_ops.jit.background_thread import run_in_background
 from compile_and_serve.custom_ops.platform import platform_of
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Score
 from compile_and_serve.custom_ops.attention.triton_int8 import UNIT, from_cache, int8_scale, load_scales, scales_of, to_int8
 from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import (
     SPLIT_COUNTERS,
     cdiv,

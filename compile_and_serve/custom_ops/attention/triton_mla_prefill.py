@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E
-from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead, launch
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead, launch
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
 PART_BYTES = 64 << 20  # of expanded keys and values, where twice a step's own take less

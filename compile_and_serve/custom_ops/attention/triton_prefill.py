@@ -13,7 +13,7 @@ import triton.language as tl
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
 from compile_and_serve.custom_ops.attention.triton_int8 import UNIT, from_cache, load_scales
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import next_power_of_2, to_products
 
 

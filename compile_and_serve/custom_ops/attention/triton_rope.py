@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.triton_int8 import int8_scale, scales_of, to_int8
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,

@@ -30,8 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, SymmetricMemory
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import launch_options, let_next_start, next_power_of_2, supports_pdl, wait_for_previous

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.custom_ops.jit.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.platform import platform_of
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
+from compile_and_serve.custom_ops.jit.cuda import NvccLibrary, cutlass_library, load_or_build
 from compile_and_serve.custom_ops.linear.token_chunks import bfloat16_chunk_tokens, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.platform import platform_of

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_linear
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear_configs import (

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.linear.triton_linear import (
     b_offsets,

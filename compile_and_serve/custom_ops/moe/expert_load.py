@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 
 READ_SECONDS = 1.0  # between two reads of `ExpertLoad`

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.moe.triton_experts import BLOCK_SCALES, block_scale_at
 from compile_and_serve.custom_ops.quantization import BLOCK
 from compile_and_serve.custom_ops.triton_common import cdiv, launch_options, let_next_start, supports_pdl, wait_for_previous

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.moe.triton_order import ExpertOrder, order_by_expert
 from compile_and_serve.custom_ops.quantization import BLOCK as SCALE_BLOCK

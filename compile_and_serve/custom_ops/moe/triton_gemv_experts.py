@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.moe.triton_experts import BLOCK, BLOCK_SCALES, ROW_SCALES, Operands, activated, block_scale_at
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,

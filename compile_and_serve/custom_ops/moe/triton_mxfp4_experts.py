@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.moe.triton_experts import Operands, activated, add_results_of_pairs, grouped_tiles, normed, run_expanded
 from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import COLUMNS, NUM_PARTS, WORDS, values_of_part
 from compile_and_serve.custom_ops.moe.triton_mxfp4_gemv import GEMV_TILES, run_mxfp4_gemv

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.moe.triton_experts import Operands, activated, normed
 from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import COLUMNS, FACTOR_PTX, NUM_PARTS, PLACE_PTX, WORDS, values_of_part
 from compile_and_serve.custom_ops.quantized.mxfp4 import PARTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
+from compile_and_serve.custom_ops.jit.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from compile_and_serve.custom_ops.linear.fused_linear import BLOCK_OUTPUTS
 
 _GROUP_INPUTS = 4  # adjacent inputs of one output, which fill a 32-bit lane of the byte product

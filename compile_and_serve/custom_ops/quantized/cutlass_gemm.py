@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
+from compile_and_serve.custom_ops.jit.cuda import NvccLibrary, cutlass_library, load_or_build
 from compile_and_serve.custom_ops.platform import platform_of
 
 # Configurations for scales per row and per block, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.

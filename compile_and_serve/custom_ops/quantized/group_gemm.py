@@ -14,9 +14,9 @@ import logging
 
 import torch
 
-from compile_and_serve.custom_ops.build.cuda import NvccLibrary, load_or_build
-from compile_and_serve.custom_ops.build.sources import CSRC
-from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
+from compile_and_serve.custom_ops.jit.cuda import NvccLibrary, load_or_build
+from compile_and_serve.custom_ops.jit.sources import CSRC
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS, TILE_WORDS, tile_columns
 

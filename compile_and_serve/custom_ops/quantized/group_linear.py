@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
+from compile_and_serve.custom_ops.jit.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.linear.fused_linear import fake_linear, finish_linear
 from compile_and_serve.custom_ops.platform import platform_of

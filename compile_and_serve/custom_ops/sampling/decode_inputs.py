@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import cdiv, launch_options, supports_pdl, wait_for_previous
 
 _ROWS = 128  # per program

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Problem, is_tuning_on, tuner_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.custom_ops.build.sources import kernel_digest
+from compile_and_serve.custom_ops.jit.sources import kernel_digest
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from compile_and_serve.custom_ops.build.cpp import cpu_identity
-from compile_and_serve.custom_ops.build.sources import digest
+from compile_and_serve.custom_ops.jit.cpp import cpu_identity
+from compile_and_serve.custom_ops.jit.sources import digest
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.tuning.store import MeasurementStore, tuning_folder
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges

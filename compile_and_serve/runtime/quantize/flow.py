@@ -124,7 +124,7 @@ def split_text(tokens: list[int], length: int, num_samples: int) -> tuple[list[l
 
 def perplexity(model: str, sequences: Sequence[Sequence[int]], **options: Any) -> float:
     """exp(−mean log p(token | the tokens before it in its sequence)), computed by an engine of its own."""
-    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.llm.llm import LLM
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -28,7 +28,7 @@ from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
 from compile_and_serve.runtime.messages import StageCallback
-from compile_and_serve.runtime.pooling_files import does_pool
+from compile_and_serve.runtime.pooling.files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
@@ -41,7 +41,7 @@ from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, plan_num_pages
-from compile_and_serve.runtime.runner.warm_up import compile_kernels, largest_step_size, made_up_step, run_made_up_step
+from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step, largest_step_size, run_dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
@@ -119,7 +119,7 @@ class LoadedModel:
                 **limits,
             )
         if graphs is not None:
-            runner.bind(graphs, lambda size: made_up_step(runner, size, 1))
+            runner.bind(graphs, lambda size: dummy_step(runner, size, 1))
         return runner
 
     def compile_kernels(self, num_sharing: int, *, is_alone: bool) -> int:
@@ -149,7 +149,7 @@ class LoadedModel:
             with tuning_off(), ExitStack() as stack:
                 for backend in backends:
                     stack.enter_context(backend.without_modules())
-                run_made_up_step(probe, tokens, seqs)
+                run_dummy_step(probe, tokens, seqs)
             largest_step = platform.peak_bytes() - weights
             workspaces = (backend.pending_workspace_bytes for backend in backends)
             largest_step += max(workspaces, default=0)  # the backends share it

@@ -6,7 +6,7 @@ from typing import Any
 
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.pooling_files import pooling_type_of
+from compile_and_serve.runtime.pooling.files import pooling_type_of
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
-from compile_and_serve.custom_ops.build.sources import PACKAGE
-from compile_and_serve.custom_ops.build.triton_launch import compile_ahead
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
-from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.dummy_step import make_step
+from compile_and_serve.custom_ops.jit.sources import PACKAGE
+from compile_and_serve.custom_ops.jit.triton_launch import compile_ahead
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
@@ -42,8 +42,8 @@ class WarmUp:
     def run(self) -> str:
         """Run every kind of step and capture the first graphs. Returns a sentence on the graphs, or ""."""
         runner, graphs = self.runner, self._graphs
-        run_made_up_step(runner, 1, 1)
-        run_made_up_step(runner, min(8, runner.max_num_tokens), 1)
+        run_dummy_step(runner, 1, 1)
+        run_dummy_step(runner, min(8, runner.max_num_tokens), 1)
         # A step of each range of token counts, so that linears measure which kernel is fastest. Ranges of decode steps come before
         # their graphs are captured. The others are run in idle moments, the smallest first, and their graphs are captured later still.
         unmeasured = self._of_any_rank(unmeasured_token_counts(runner.device, runner.max_num_tokens))
@@ -85,7 +85,7 @@ class WarmUp:
             return False
         while (size := graphs.next_piecewise_size()) is not None:
             if size <= self.runner.max_num_tokens:  # no step is longer
-                run_made_up_step(self.runner, size, 1)
+                run_dummy_step(self.runner, size, 1)
                 return True
         return False
 
@@ -99,7 +99,7 @@ class WarmUp:
         """Run a step with about as many rows of logits as a step of `num_tokens` may have, so that the output head is measured too. It is
         not a step of decodes alone, which would count as asking for its graph.
         """
-        run_made_up_step(self.runner, num_tokens, max(1, min(num_tokens - 1, self.runner.batch.num_slots)))
+        run_dummy_step(self.runner, num_tokens, max(1, min(num_tokens - 1, self.runner.batch.num_slots)))
 
 
 def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:
@@ -113,12 +113,12 @@ def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: i
 
     def steps() -> None:
         with tuning_off():
-            run_made_up_step(runner, many, seqs)
+            run_dummy_step(runner, many, seqs)
             if tokens >= MIN_MIXED_TOKENS:
                 run_mixed_step(runner, many)
-        run_made_up_step(runner, min(8, tokens), 1)
+        run_dummy_step(runner, min(8, tokens), 1)
         for count in token_ranges(seqs):
-            run_made_up_step(runner, count, count)
+            run_dummy_step(runner, count, count)
         runner.compile_output_kernels(logits_dtype)
 
     return compile_ahead(
@@ -137,9 +137,9 @@ def largest_step_size(runner: BaseRunner) -> tuple[int, int]:
     return tokens, min(max_num_seqs, tokens)
 
 
-def run_made_up_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> None:
-    """Run each of the model's plans on `made_up_step(runner, num_tokens, num_seqs)` and sample nothing."""
-    _run(runner, made_up_step(runner, num_tokens, num_seqs))
+def run_dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> None:
+    """Run each of the model's plans on `dummy_step(runner, num_tokens, num_seqs)` and sample nothing."""
+    _run(runner, dummy_step(runner, num_tokens, num_seqs))
 
 
 def run_mixed_step(runner: BaseRunner, num_tokens: int) -> None:
@@ -152,7 +152,7 @@ def run_mixed_step(runner: BaseRunner, num_tokens: int) -> None:
     _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, 2), (cached, half), (0, half)]))
 
 
-def made_up_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> Step:
+def dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> Step:
     """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
     state, and is planned already.
     """

@@ -22,8 +22,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from compile_and_serve.compiler.reports.dump import add_to_report
-from compile_and_serve.custom_ops.build.background_thread import num_running
-from compile_and_serve.custom_ops.build.cpu_kernels import build_cpu_kernels
+from compile_and_serve.custom_ops.jit.background_thread import num_running
+from compile_and_serve.custom_ops.jit.cpu_kernels import build_cpu_kernels
 from compile_and_serve.custom_ops.moe.expert_load import ExpertLoad
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name

@@ -32,7 +32,7 @@ def generate_command(
 ) -> None:
     """Generate answers to prompts, without a server."""
     texts = _prompts(prompts, prompts_file)
-    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.llm.llm import LLM
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
     params = SamplingParams(

@@ -8,12 +8,12 @@ from typing import Any
 
 from compile_and_serve.runtime.parsers.events import Event
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
-from compile_and_serve.serve.blocks import BlockBegin, BlockEnd, BlockEvent, Blocks, BlockText
-from compile_and_serve.serve.chat_message import call_id
-from compile_and_serve.serve.conversation import Conversation
+from compile_and_serve.serve.conversation.blocks import BlockBegin, BlockEnd, BlockEvent, Blocks, BlockText
+from compile_and_serve.serve.conversation.chat_message import call_id
+from compile_and_serve.serve.conversation.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, anthropic_error_body
+from compile_and_serve.serve.http.responses import named_event
 from compile_and_serve.serve.protocol.usage import Usage
-from compile_and_serve.serve.responses import named_event
 
 
 class MessageWriter:

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Response
 
 from compile_and_serve.serve.admin import AdminRoute
 from compile_and_serve.serve.context import Context
+from compile_and_serve.serve.http.responses import json_response
 from compile_and_serve.serve.protocol.fields import RequestModel
-from compile_and_serve.serve.responses import json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
 router = APIRouter(tags=["Adapters"], route_class=AdminRoute)

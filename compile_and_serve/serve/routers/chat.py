@@ -12,16 +12,16 @@ from fastapi import APIRouter, Request, Response
 from compile_and_serve.runtime.parsers.events import ParsedMessage
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_search
-from compile_and_serve.serve.chat_message import MessageDeltas, whole_message
 from compile_and_serve.serve.context import Context
-from compile_and_serve.serve.conversation import Conversation
-from compile_and_serve.serve.generation import Generation
-from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.conversation.chat_message import MessageDeltas, whole_message
+from compile_and_serve.serve.conversation.conversation import Conversation
+from compile_and_serve.serve.engine.generation import Generation
+from compile_and_serve.serve.http.json_body import JsonRoute
+from compile_and_serve.serve.http.request_scope import public_id
+from compile_and_serve.serve.http.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
-from compile_and_serve.serve.request_scope import public_id
-from compile_and_serve.serve.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)

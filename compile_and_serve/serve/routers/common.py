@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import Request, Response
 
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
-from compile_and_serve.serve.generation import Generation
+from compile_and_serve.serve.engine.generation import Generation
+from compile_and_serve.serve.http.responses import client_gone_response, until_disconnect
 from compile_and_serve.serve.protocol.fields import GenerationFields
-from compile_and_serve.serve.responses import client_gone_response, until_disconnect
 
 # In the documentation of a route that streams.
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}

@@ -11,22 +11,22 @@ from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import TokenLogprobs
-from compile_and_serve.runtime.pooling import check_generates
+from compile_and_serve.runtime.pooling.results import check_generates
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_search
 from compile_and_serve.serve.context import Context, ServerContext
+from compile_and_serve.serve.engine.generation import Generation
 from compile_and_serve.serve.errors import ApiError, user_errors
-from compile_and_serve.serve.generation import Generation
-from compile_and_serve.serve.json_body import JsonRoute
-from compile_and_serve.serve.middleware import cache_salt
+from compile_and_serve.serve.http.json_body import JsonRoute
+from compile_and_serve.serve.http.middleware import cache_salt
+from compile_and_serve.serve.http.request_scope import public_id
+from compile_and_serve.serve.http.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS, MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.protocol.usage import Usage
-from compile_and_serve.serve.request_scope import public_id
-from compile_and_serve.serve.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)

@@ -9,8 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from compile_and_serve import __version__
 from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import error_response
-from compile_and_serve.serve.metrics import render_families
-from compile_and_serve.serve.responses import json_response
+from compile_and_serve.serve.http.responses import json_response
+from compile_and_serve.serve.observe.metrics import render_families
 
 router = APIRouter(tags=["Utility"])
 

@@ -13,7 +13,7 @@ from compile_and_serve import __version__
 from compile_and_serve.serve.admin import AdminRoute
 from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import user_errors
-from compile_and_serve.serve.responses import json_response
+from compile_and_serve.serve.http.responses import json_response
 
 tokenizer_router = APIRouter(tags=["Utility"])
 admin_router = APIRouter(tags=["Admin"], route_class=AdminRoute)

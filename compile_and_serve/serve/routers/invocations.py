@@ -11,7 +11,7 @@ from pydantic import ConfigDict, ValidationError
 
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError
-from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.http.json_body import JsonRoute
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.completions import EXAMPLE as COMPLETION_EXAMPLE
 from compile_and_serve.serve.protocol.completions import CompletionRequest

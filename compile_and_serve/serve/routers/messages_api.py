@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext
-from compile_and_serve.serve.conversation import Conversation, stream, whole
+from compile_and_serve.serve.conversation.conversation import Conversation, stream, whole
 from compile_and_serve.serve.errors import ShuttingDownError, user_errors
-from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.http.json_body import JsonRoute
+from compile_and_serve.serve.http.responses import EventStream, json_response
 from compile_and_serve.serve.messages_api.translate import chat_request, own_names, prompt_request, wants_thinking
 from compile_and_serve.serve.messages_api.writer import MessageWriter
 from compile_and_serve.serve.protocol.messages_api import RESPONSE_EXAMPLE, CountTokensRequest, MessagesRequest
-from compile_and_serve.serve.responses import EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect
 from compile_and_serve.serve.routers.tokens import check_length
 

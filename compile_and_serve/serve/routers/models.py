@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from compile_and_serve.serve.context import Context, ServerContext
-from compile_and_serve.serve.responses import json_response
+from compile_and_serve.serve.http.responses import json_response
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -12,15 +12,17 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from compile_and_serve.runtime.llm_pooling import pairs_of
+from compile_and_serve.runtime.llm.pooling import pairs_of
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.pooling import check_task, cosine, prepare, rows_of, with_rows
+from compile_and_serve.runtime.pooling.results import check_task, cosine, prepare, rows_of, with_rows
 from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, user_errors
-from compile_and_serve.serve.json_body import JsonRoute
-from compile_and_serve.serve.middleware import cache_salt
+from compile_and_serve.serve.http.json_body import JsonRoute
+from compile_and_serve.serve.http.middleware import cache_salt
+from compile_and_serve.serve.http.request_scope import public_id
+from compile_and_serve.serve.http.responses import client_gone_response, json_response, until_disconnect
 from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS
 from compile_and_serve.serve.protocol.fields import check_fields
 from compile_and_serve.serve.protocol.pooling import (
@@ -33,8 +35,6 @@ from compile_and_serve.serve.protocol.pooling import (
     RerankRequest,
     ScoreRequest,
 )
-from compile_and_serve.serve.request_scope import public_id
-from compile_and_serve.serve.responses import client_gone_response, json_response, until_disconnect
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)

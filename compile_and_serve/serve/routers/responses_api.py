@@ -10,15 +10,15 @@ from fastapi import APIRouter, Query, Request, Response
 
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext
-from compile_and_serve.serve.conversation import Conversation, stream, whole
+from compile_and_serve.serve.conversation.conversation import Conversation, stream, whole
+from compile_and_serve.serve.engine.generation import Generation
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, to_api_error
-from compile_and_serve.serve.generation import Generation
-from compile_and_serve.serve.json_body import JsonRoute
-from compile_and_serve.serve.middleware import tenant_of
+from compile_and_serve.serve.http.json_body import JsonRoute
+from compile_and_serve.serve.http.middleware import tenant_of
+from compile_and_serve.serve.http.responses import EventStream, json_response
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.responses_api import RESPONSE_EXAMPLE, ResponsesRequest
 from compile_and_serve.serve.response_store import ResponseStore, StoredResponse
-from compile_and_serve.serve.responses import EventStream, json_response
 from compile_and_serve.serve.responses_api.translate import chat_request, check, input_items, new_id, own_names
 from compile_and_serve.serve.responses_api.writer import ResponseWriter
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect

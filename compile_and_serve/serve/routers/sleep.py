@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from compile_and_serve.serve.admin import AdminRoute
 from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import ApiError, user_errors
-from compile_and_serve.serve.responses import json_response
+from compile_and_serve.serve.http.responses import json_response
 
 router = APIRouter(tags=["Admin"], route_class=AdminRoute)
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, user_errors
-from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.http.json_body import JsonRoute
+from compile_and_serve.serve.http.responses import json_response
 from compile_and_serve.serve.protocol.fields import check_fields
 from compile_and_serve.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from compile_and_serve.serve.responses import json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
 router = APIRouter(tags=["Utility"], route_class=JsonRoute)

@@ -22,7 +22,7 @@ from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import PieceStep
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.step import KV_CACHES, Step
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.fake_graphs import FakeDevice

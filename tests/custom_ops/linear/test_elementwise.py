@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels
+from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.linear.elementwise import add_rms_norm, elementwise_unsupported_reason, silu_mul
 
 LIMITS = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 6e-3}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.build.cpp import BuildError
-from compile_and_serve.custom_ops.build.cuda import find_nvcc
-from compile_and_serve.custom_ops.build.sources import CSRC
+from compile_and_serve.custom_ops.jit.cpp import BuildError
+from compile_and_serve.custom_ops.jit.cuda import find_nvcc
+from compile_and_serve.custom_ops.jit.sources import CSRC
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import KERNELS, silu_mul_library, unsupported_reason
 
 BF16 = torch.bfloat16

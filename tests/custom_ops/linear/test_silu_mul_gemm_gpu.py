@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from compile_and_serve.custom_ops.build.cpp import BuildError
+from compile_and_serve.custom_ops.jit.cpp import BuildError
 from compile_and_serve.custom_ops.linear import silu_mul_gemm
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_and_serve.custom_ops.lora.triton_lora as kernels
-from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels
+from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.linear.triton_linear import small_batch
 from compile_and_serve.custom_ops.linear.triton_linear_configs import MAX_SMALL_TOKENS, SmallBatchConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
+from compile_and_serve.custom_ops.jit.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from compile_and_serve.custom_ops.library import OPS
 from compile_and_serve.custom_ops.moe import adapted_cuda_experts, cuda_experts, triton_experts, triton_gemv_experts
 from compile_and_serve.custom_ops.moe.activation import activate

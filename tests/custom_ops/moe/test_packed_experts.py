@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
+from compile_and_serve.custom_ops.jit.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.packed_experts import (
     is_packed,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.build import cuda as build_cuda
-from compile_and_serve.custom_ops.build.cpp import BuildError
-from compile_and_serve.custom_ops.build.cuda import NvccLibrary, find_nvcc
+from compile_and_serve.custom_ops.jit import cuda as build_cuda
+from compile_and_serve.custom_ops.jit.cpp import BuildError
+from compile_and_serve.custom_ops.jit.cuda import NvccLibrary, find_nvcc
 from compile_and_serve.custom_ops.quantized import cutlass_gemm
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library
 

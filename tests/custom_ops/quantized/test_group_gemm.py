@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.build.cpp import BuildError
-from compile_and_serve.custom_ops.build.cuda import find_nvcc
+from compile_and_serve.custom_ops.jit.cpp import BuildError
+from compile_and_serve.custom_ops.jit.cuda import find_nvcc
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ import pytest
 
 from compile_and_serve import LLM, SamplingParams, StructuredOutputsParams
 from compile_and_serve.runtime.drafting import speculator
-from compile_and_serve.runtime.llm import RequestOutput
+from compile_and_serve.runtime.llm.llm import RequestOutput
 from tests.support.drafters import check_every_draft
 
 

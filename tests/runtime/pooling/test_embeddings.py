@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compile_and_serve import LLM, PoolingParams, SamplingParams
-from compile_and_serve.runtime.pooling import UnsupportedTaskError
+from compile_and_serve.runtime.pooling.results import UnsupportedTaskError
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from tests.support.transformers_models import write_random_model
 

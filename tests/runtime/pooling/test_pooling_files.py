@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compile_and_serve.runtime.config import ModelConfig
-from compile_and_serve.runtime.pooling_files import PoolingFilesError, does_pool, pooling_type_of
+from compile_and_serve.runtime.pooling.files import PoolingFilesError, does_pool, pooling_type_of
 
 CONFIG = {"architectures": ["LlamaForCausalLM"]}
 

@@ -100,7 +100,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
             ["--gpu-memory-utilization", "--kv-cache-memory", "--max-model-len"],
         ),
         (
-            "compile_and_serve.runtime.runner.warm_up.run_made_up_step",
+            "compile_and_serve.runtime.runner.warm_up.run_dummy_step",
             "warming up and capturing CUDA graphs",
             ["--gpu-memory-utilization", "--kv-cache-memory", "--max-num-batched-tokens", "--max-num-seqs"],
         ),

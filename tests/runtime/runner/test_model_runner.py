@@ -10,7 +10,7 @@ from compile_and_serve.custom_ops.step import KV_CACHES, Step
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.runner.model_runner import NOT_TAKEN_IN
 from compile_and_serve.runtime.runner.pending_step import NOT_FINITE
-from compile_and_serve.runtime.runner.warm_up import run_made_up_step, run_mixed_step
+from compile_and_serve.runtime.runner.warm_up import run_dummy_step, run_mixed_step
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, CachedRequestData
 from tests.support.paged_model import (
@@ -204,7 +204,7 @@ def test_outputs_are_plain_messages() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_LEN, MAX_LEN + 1, 5 * MAX_LEN - 3])
-def test_no_sequence_of_a_made_up_step_is_longer_than_its_row_of_the_block_table(num_tokens: int) -> None:
+def test_no_sequence_of_a_dummy_step_is_longer_than_its_row_of_the_block_table(num_tokens: int) -> None:
     seen: list[list[int]] = []
 
     class Seeing(PagedModel):
@@ -215,7 +215,7 @@ def test_no_sequence_of_a_made_up_step_is_longer_than_its_row_of_the_block_table
             seen.append(metadata.seq_lens.tolist())
             return {"logits": torch.zeros(step.num_rows, VOCAB)}
 
-    run_made_up_step(make_runner(Seeing(), budget=5 * MAX_LEN), num_tokens, 1)
+    run_dummy_step(make_runner(Seeing(), budget=5 * MAX_LEN), num_tokens, 1)
     assert [sum(lengths) for lengths in seen] == [num_tokens]
     assert max(seen[0]) <= MAX_LEN
 

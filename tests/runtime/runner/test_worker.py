@@ -26,7 +26,7 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
 ) -> None:
     asked: list[torch.device] = []
     ran: list[int] = []
-    run = warm_up.run_made_up_step
+    run = warm_up.run_dummy_step
 
     def counts(device: torch.device, max_tokens: int) -> tuple[int, ...]:
         asked.append(device)
@@ -38,7 +38,7 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
         run(runner, num_tokens, num_seqs)
 
     monkeypatch.setattr("compile_and_serve.runtime.runner.warm_up.unmeasured_token_counts", counts)
-    monkeypatch.setattr(warm_up, "run_made_up_step", recorded)
+    monkeypatch.setattr(warm_up, "run_dummy_step", recorded)
     config = tiny_config(write_tiny_model(tmp_path))
     executor = InProcessExecutor(config, lambda *_: None)
     assert asked == [torch.device("cpu")]
@@ -101,7 +101,7 @@ def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monk
         raise Read
 
     asked = threading.Event()
-    monkeypatch.setattr("compile_and_serve.custom_ops.build.cpu_kernels.load_cpu_kernels", asked.set)
+    monkeypatch.setattr("compile_and_serve.custom_ops.jit.cpu_kernels.load_cpu_kernels", asked.set)
     monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.read_config", read)
     with pytest.raises(Read):
         InProcessExecutor(tiny_config(write_tiny_model(tmp_path)), lambda *_: None)

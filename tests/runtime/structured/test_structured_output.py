@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from compile_and_serve import LLM, SamplingParams, StructuredOutputsParams
-from compile_and_serve.runtime.llm import RequestOutput
+from compile_and_serve.runtime.llm.llm import RequestOutput
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
 from compile_and_serve.runtime.structured.grammar import to_grammar

@@ -1,0 +1,1 @@
+"""`LLM`: the engine in the caller's process, without a server."""

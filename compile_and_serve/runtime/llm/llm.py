@@ -1,0 +1,469 @@
+"""Offline use without a server: `LLM(model).generate(prompts, SamplingParams(...))`. Names and results are those of vLLM."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import msgspec
+import numpy as np
+
+from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
+from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
+from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
+from compile_and_serve.runtime.llm.tools import ChatTools
+from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
+from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.runtime.parsers.events import Call
+from compile_and_serve.runtime.pooling.results import check_generates
+from compile_and_serve.runtime.pooling_params import PoolingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
+from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
+from compile_and_serve.runtime.text.output_processor import CompletionOutput as Completion
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.config import ModelConfig
+    from compile_and_serve.runtime.engine.client import SyncEngine
+    from compile_and_serve.runtime.text.template_pool import TemplatePool
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is already tokenized. prompt: its text, if known."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+
+
+Prompt = str | TokensPrompt
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability (natural log), its 1-based rank, and its text (None without a tokenizer)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion.
+
+    cumulative_logprob: sum over the chosen tokens. logprobs: for each token, token id → `Logprob`, the chosen token first.
+    tool_calls: the complete calls in the text of `LLM.chat` with tools.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    tool_calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its `n` completions. prompt: None if only token ids were given. prompt_logprobs[0] is None."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class _Job:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    pooling: PoolingParams | None = None
+    completions: list[Completion] = field(default_factory=list)
+    unfinished: int = 0
+
+
+class LLM(PoolingMethods):
+    """A model in this process. `shutdown`, or leaving a `with` block, frees its memory.
+
+    options: those of `make_engine_config`, the fields of `EngineConfig`.
+    on_stage: called with (stage, seconds, detail) at the end of each stage of the start-up.
+    """
+
+    def __init__(self, model: str, *, on_stage: Callable[[str, float, str], None] | None = None, **options: Any) -> None:
+        from compile_and_serve.runtime.engine.client import SyncEngine
+
+        config = make_engine_config(model, **options)
+        self.tokenizer: Tokenizer | None = None if config.model.skip_tokenizer_init else _tokenizer_of(config.model)
+        self.engine: SyncEngine = SyncEngine(config) if on_stage is None else SyncEngine(config, on_stage=on_stage)
+        self._inputs = InputProcessor(self.tokenizer, self.engine.info)
+        self._outputs = OutputProcessor(self._inputs)
+        self._num_requests = 0
+        self._templates: TemplatePool | None = None  # starts a process, so only a conversation makes it
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's limits, KV blocks, dtype and device."""
+        return self.engine.info
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ValueError` if the LLM was created with skip_tokenizer_init."""
+        return self._inputs.require_tokenizer("get_tokenizer")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        step_data: Sequence[StepData] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt. The results are in the order of the prompts.
+
+        prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one for each prompt.
+        use_tqdm: show a progress bar. priority: one for each prompt, lower runs first (policy "priority").
+        step_data: for each prompt, what step inputs of a model or a pass are filled from (docs/add-a-pass.md).
+        lora_request: the adapter of all prompts, or of each; needs `LLM(…, enable_lora=True)`.
+        Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails.
+        """
+        check_generates(self.info)
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        jobs = [self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)]
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(jobs)
+        self._run(jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm)
+        return [self._result(job) for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for conversations.
+
+        messages: one list of {"role": …, "content": …}, or a list of such lists. tools, tool_choice, parallel_tool_calls: as in
+        OpenAI's API (docs/tool-calls.md). The calls are in `CompletionOutput.tool_calls`, and the text has them as generated.
+        The other arguments are those of `generate` and `render_chat`. Also raises `ChatTemplateError` and `ToolUseError`, which are
+        `ValueError`s. The template is the checkpoint's, so it runs in a process with a deadline of 10 seconds a conversation and a
+        memory limit.
+        """
+        if not messages:
+            raise ValueError("messages must hold at least one message.")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        tokenizer = self._inputs.require_tokenizer("a conversation")
+        given = _params(sampling_params, len(conversations))
+        use: ChatTools | None = None
+        if tools or tool_choice is not None:
+            use = ChatTools(tokenizer, tools, tool_choice, parallel=parallel_tool_calls, chat_template=chat_template)
+        prompts: list[Prompt] = []
+        texts, params = list[str](), list[SamplingParams]()
+        for conversation, wanted in zip(conversations, given, strict=True):
+            shown, shown_tools = (conversation, ()) if use is None else use.show(conversation)
+            text = self._template_pool().render(
+                tokenizer,
+                shown,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=shown_tools or None,
+                template_kwargs=chat_template_kwargs,
+            )
+            texts.append(text)
+            params.append(wanted if use is None else use.params(wanted, text))
+            prompts.append({"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)})
+        with nullcontext() if use is None else use.errors():
+            results = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        if use is not None:
+            for text, result in zip(texts, results, strict=True):
+                for output in result.outputs:
+                    output.tool_calls = use.calls(text, output.text)
+        return results
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of every prompt, best first. Errors are those of `generate`."""
+        check_generates(self.info)
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        limits = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        starts = [self._job(prompt, limits) for prompt in many]
+        end_ids = [] if params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_token_ids
+        searches = [
+            BeamSearch(width=params.beam_width, max_tokens=params.max_tokens, end_ids=end_ids, length_penalty=params.length_penalty)
+            for _ in starts
+        ]
+        while any(search.alive for search in searches):
+            jobs = [
+                self._new_job([*start.prompt_token_ids, *beam.token_ids], search.step_params)
+                for start, search in zip(starts, searches, strict=True)
+                for beam in search.alive
+            ]
+            count = len(jobs)
+            self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=use_tqdm)
+            left = iter(jobs)
+            for search in searches:
+                entries = [next(left).completions[0].logprobs for _ in search.alive]
+                search.advance([entry[0] for entry in entries if entry is not None])
+        return [
+            beam_search_output(start.prompt_token_ids, search, self.tokenizer, params)
+            for start, search in zip(starts, searches, strict=True)
+        ]
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache and the weights until `wake_up`. Cached prefixes are forgotten.
+
+        level: 1 keeps the weights in host memory, 2 drops them, and waking reads the checkpoint again.
+        """
+        self.engine.core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back what `sleep` freed, or only the parts in `tags`: "weights", "kv_cache"."""
+        self.engine.core.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is freed, so that nothing can be generated."""
+        return self.engine.core.is_sleeping
+
+    def shutdown(self) -> None:
+        """Stop the engine and free its memory. The LLM cannot be used afterwards."""
+        if self._templates is not None:
+            self._templates.close()
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _template_pool(self) -> TemplatePool:
+        if self._templates is None:
+            from compile_and_serve.runtime.text.template_pool import TemplatePool  # slow to import
+
+            self._templates = TemplatePool()
+            weakref.finalize(self, self._templates.close)
+        return self._templates
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        given: str | list[int]
+        if isinstance(prompt, str):
+            text: str | None = prompt
+            given = prompt
+        elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            text, given = prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        else:
+            raise ValueError(f'A prompt must be a string or {{"prompt_token_ids": [...]}}, got {prompt!r:.200}.')
+        if self.tokenizer is None and params.detokenize:
+            params = msgspec.structs.replace(params, detokenize=False)
+        ids, params = self._inputs.prepare(given, params)
+        self._num_requests += 1
+        return _Job(str(self._num_requests - 1), text, ids, params)
+
+    def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
+        self._num_requests += 1
+        return _Job(str(self._num_requests - 1), None, token_ids, params, pooling)
+
+    def _pool(self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
+        jobs = [self._new_job(prompt.token_ids, prompt.sampling, prompt.pooling) for prompt in prompts]
+        count = len(jobs)
+        self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=show_progress)
+        return [(job.request_id, self._rows(job.completions[0].pooled, p.pooling)) for job, p in zip(jobs, prompts, strict=True)]
+
+    def _run(
+        self,
+        jobs: list[_Job],
+        priorities: Sequence[int],
+        step_data: Sequence[StepData],
+        adapters: Sequence[LoRARequest | None],
+        *,
+        show_progress: bool,
+    ) -> None:
+        """Run every job to its end."""
+        engine_ids: list[str] = []
+        with _Progress(len(jobs), show_progress) as progress:
+            try:
+                for job, priority, data, lora in zip(jobs, priorities, step_data, adapters, strict=True):
+                    sink = self._start(job, progress)
+                    request = self._outputs.add(
+                        job.request_id,
+                        job.prompt_token_ids,
+                        job.params,
+                        sink,
+                        priority=priority,
+                        step_data=data,
+                        lora=lora,
+                        pooling=job.pooling,
+                    )
+                    engine_ids += request.request_ids
+                    self.engine.add_request(request)
+                while len(self._outputs):
+                    assert self.engine.has_work(), "the engine lost requests"
+                    step = self.engine.step()
+                    to_abort = self._outputs.process(step.outputs)
+                    if to_abort:
+                        self.engine.abort(to_abort)
+            finally:  # an interrupt must not leave requests in the engine
+                left = self._outputs.forget(engine_ids)
+                if left:
+                    self.engine.abort(left)
+        for job in jobs:
+            failed = next((c.error for c in job.completions if c.error is not None), None)
+            if failed is not None:
+                raise RuntimeError(f"Request {job.request_id} failed: {failed}")
+
+    def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
+        job.completions = [Completion(index) for index in range(job.params.n)]
+        job.unfinished = job.params.n
+
+        def sink(delta: CompletionDelta) -> None:
+            completion = job.completions[delta.index]
+            completion.add(delta)
+            if delta.prompt_logprobs is not None or (delta.token_ids and len(completion.token_ids) == len(delta.token_ids)):
+                progress.prompt_done(len(job.prompt_token_ids) if delta.index == 0 else 0)
+            progress.tokens(len(delta.token_ids))
+            if delta.finish_reason is not None:
+                job.unfinished -= 1
+                if job.unfinished == 0:
+                    progress.request_done()
+
+        return sink
+
+    def _result(self, job: _Job) -> RequestOutput:
+        first = job.completions[0]
+        prompt_logprobs = None
+        if first.prompt_logprobs is not None:
+            prompt_logprobs = [None if entry is None else self._logprobs(entry) for entry in first.prompt_logprobs]
+        return RequestOutput(
+            request_id=job.request_id,
+            prompt=job.prompt,
+            prompt_token_ids=job.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(completion) for completion in job.completions],
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+    def _completion(self, completion: Completion) -> CompletionOutput:
+        entries = completion.logprobs
+        return CompletionOutput(
+            index=completion.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            cumulative_logprob=None if entries is None else sum(entry.logprobs[0] for entry in entries),
+            logprobs=None if entries is None else [self._logprobs(entry) for entry in entries],
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        result: dict[int, Logprob] = {}
+        for position, (token_id, logprob) in enumerate(zip(entry.ids, entry.logprobs, strict=True)):
+            rank = entry.rank_at(position)
+            text = None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+            result.setdefault(token_id, Logprob(logprob, rank, text))
+        return result
+
+
+def _tokenizer_of(model: ModelConfig) -> Tokenizer:
+    return load_tokenizer(model.path if model.tokenizer is None else Path(model.tokenizer))
+
+
+def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one for each prompt.")
+    return list(given)
+
+
+_REFRESH_SECONDS = 0.1
+
+
+class _Progress:
+    """A progress bar with finished requests and tokens per second, if `show`."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        self._prompt_tokens = self._new_tokens = 0
+        self._began = time.monotonic()
+        self._next_update = 0.0
+        self._bar: Any = None
+        if not show:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),  # stdout belongs to the caller
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("Prompts", total=total, speed="")
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._show_speed(time.monotonic())
+            self._bar.stop()
+
+    def prompt_done(self, num_tokens: int) -> None:
+        self._prompt_tokens += num_tokens
+
+    def tokens(self, num_tokens: int) -> None:
+        self._new_tokens += num_tokens
+        now = time.monotonic()
+        if now >= self._next_update:
+            self._next_update = now + _REFRESH_SECONDS
+            self._show_speed(now)
+
+    def _show_speed(self, now: float) -> None:
+        if self._bar is not None:
+            seconds = max(now - self._began, 1e-3)
+            speed = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._new_tokens / seconds:.0f} tok/s"
+            self._bar.update(self._task, speed=speed)
+
+    def request_done(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)

@@ -1,0 +1,1 @@
+"""Embeddings, classes and scores: what a checkpoint says, and what comes of the pooled rows."""

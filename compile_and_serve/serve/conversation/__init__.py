@@ -1,0 +1,1 @@
+"""From a conversation to a prompt, and from generated text to a message."""

@@ -1,0 +1,54 @@
+"""`BodyWork`: runs the work on requests' bodies where it does not hold up streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from fastapi import Request
+
+from compile_and_serve.runtime.structured.checker import MAX_PROCESSES, grammar_checker
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+from compile_and_serve.runtime.text.template_pool import TemplatePool
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.engine.engine import AsyncEngine
+
+T = TypeVar("T")
+
+# Smaller bodies are prepared on the event loop: checking and tokenizing them takes about a millisecond.
+_INLINE_BYTES = 4096
+_MAX_LARGE_BODIES = 4  # prepared at the same time; each may take up to about 100 MB
+
+
+class BodyWork:
+    """engine: refuses large bodies while it accepts no request. templates: has the threads that render."""
+
+    def __init__(self, engine: AsyncEngine, templates: TemplatePool, tokenizer: Tokenizer | None) -> None:
+        self._engine, self._templates, self._tokenizer = engine, templates, tokenizer
+        self._grammar_threads = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar")
+        self._large_bodies = asyncio.Semaphore(_MAX_LARGE_BODIES)
+
+    async def run(self, request: Request, work: Callable[[], T], *, renders: bool = False, is_large: bool = False) -> T:
+        """The result of `work`, which turns the request's body into the engine's input. renders: it renders a chat template.
+
+        is_large: the work may be large although the body is small. Work that renders, and large work, runs in a thread, so that
+        streams continue meanwhile. Large work is refused at once if the server accepts no request now.
+        """
+        executor = self._templates.executor if renders else None
+        if is_large or len(await request.body()) > _INLINE_BYTES:
+            self._engine.check_accepts(())
+            async with self._large_bodies:
+                return await asyncio.get_running_loop().run_in_executor(executor, work)
+        return await asyncio.get_running_loop().run_in_executor(executor, work) if renders else work()
+
+    async def check_structure(self, structured: StructuredOutputsParams | None) -> None:
+        """Check a form of structured output, which may take two seconds, in a thread of its own: neither the event loop nor the
+        rendering of other conversations waits. `InputProcessor.prepare` then finds the result, and raises it if it is an error.
+        """
+        if structured is None or self._tokenizer is None:
+            return
+        checker, special = grammar_checker(), self._tokenizer.special_texts
+        if not checker.knows(structured, special):
+            await asyncio.get_running_loop().run_in_executor(self._grammar_threads, checker.check_ahead, structured, special)

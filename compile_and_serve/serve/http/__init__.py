@@ -1,0 +1,1 @@
+"""HTTP below the routes: listeners, TLS, limits, bodies, middleware and streams."""
