@@ -111,7 +111,7 @@ def loading(llm: LLM, sequences: int, adapters: Sequence[LoRARequest | None]) ->
         "longest_to_median": round(longest / median, 2),
         "captured": captured,
         "compiled": compiled,
-        "builds": core.stats().to_come.get("builds", 0),
+        "builds": core.stats().pending_work.get("builds", 0),
     }
 
 

@@ -6,7 +6,8 @@ MODEL needs only a config.json: weights are random, prompts too. All requests (`
 run to their full length. Seconds are those of the client: `latency`, `ttft` (to the first token), `gap_max` (the longest between two
 outputs of one request). `tpot_ms`: between two tokens of a request. `scaling`: tokens per second as a multiple of the first row's of the
 same run, `nth`. Of each replica: `decode_ms` and `slowest_ms` (between two reports of steps: the median of steps without prompts, and the
-longest), `replays` (steps that replayed a full CUDA graph), `host_gap_s` (the device had nothing to do), `preemptions`, and `to_come` as
+longest), `replays` (steps that replayed a full CUDA graph), `host_gap_s` (the device had nothing to do), `preemptions`, and
+`pending_work` as
 in `/ready`. A replica that is slow as a whole shows in `decode_ms` beside the others', one that stands still in `slowest_ms`.
 """
 
@@ -143,7 +144,7 @@ def of_replica(arrivals: Arrivals, replica: int) -> dict[str, Any]:
         "replays": stats.graph_replays.get("full", 0),
         "host_gap_s": round(stats.host_gap_seconds, 3),
         "preemptions": stats.num_preemptions,
-        "to_come": stats.to_come,
+        "to_come": stats.pending_work,
     }
 
 

@@ -164,7 +164,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     steps_on_device: int = 0
     graph_replays: dict[str, int] = {}  # mode → count
     # What the engine has still to do beside serving: "captures" of CUDA graphs, "choices" of kernels, "builds" → count; none where 0.
-    to_come: dict[str, int] = {}
+    pending_work: dict[str, int] = {}
     host_gap_seconds: float = 0.0
     # Tokens of each expert of each layer, with `EngineConfig.expert_metrics`; empty in most steps.
     expert_tokens: list[list[int]] = []

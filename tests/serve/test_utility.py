@@ -74,8 +74,8 @@ async def test_probes(server: Server) -> None:
 async def test_ready_says_what_is_still_to_come(server: Server) -> None:
     assert (await server.http.get("/ready")).json() == {"status": "ready"}
     last = server.app.state.context.engine.metrics.last_stats
-    last[0] = EngineStats(to_come={"captures": 5, "builds": 1})
-    last[1] = EngineStats(to_come={"captures": 2, "choices": 3})
+    last[0] = EngineStats(pending_work={"captures": 5, "builds": 1})
+    last[1] = EngineStats(pending_work={"captures": 2, "choices": 3})
     expected = {"status": "ready", "to_come": {"builds": 1, "captures": 7, "choices": 3}}
     assert (await server.http.get("/ready")).json() == expected
     last[0] = last[1] = EngineStats()

@@ -17,7 +17,7 @@ from compile_and_serve.custom_ops.step import LOGITS, Step
 from compile_and_serve.runtime.drafting import speculator
 from compile_and_serve.runtime.drafting.payoff import Payoff
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.sampling.decode_step import DecodeStep, begin_step, record_gained
+from compile_and_serve.runtime.sampling.decode_step import DecodeStep, begin_step, record_new_tokens
 from tests.support.fake_graphs import FakeDevice
 
 
@@ -111,7 +111,7 @@ def _take_likeliest(outputs: dict[str, torch.Tensor], step: Step) -> tuple[torch
     assert isinstance(step, DecodeStep)
     best_T, tokens_T = outputs[LOGITS].float().max(dim=1)
     if step.drafts is not None:
-        record_gained(tokens_T, step)
+        record_new_tokens(tokens_T, step)
     return tokens_T, best_T
 
 

@@ -144,9 +144,9 @@ class Worker:
         """As if memory were freed."""
 
     def stats(self) -> WorkerStats:
-        to_come = {"captures": self._idle_work} if self._is_gpu and self._idle_work > 0 else {}
+        pending_work = {"captures": self._idle_work} if self._is_gpu and self._idle_work > 0 else {}
         due = self._num_launched if self._orders.get("captures") == "due" else 0
-        return WorkerStats(padded_tokens=self._num_blocks, captures_due=due, to_come=to_come)
+        return WorkerStats(padded_tokens=self._num_blocks, captures_due=due, pending_work=pending_work)
 
     def _note(self, what: str) -> None:
         if folder := self._orders.get("timeline"):

@@ -83,7 +83,7 @@ def _mass(x, largest, temperature):
 
 
 @triton.jit
-def _take_in(x, start, best, best_start):
+def _merge_best(x, start, best, best_start):
     """For each lane, the largest value so far and the step that it came in, the first of equal ones. NaN is the largest."""
     best_start = tl.where(x > best, start, best_start)
     return tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL), best_start
@@ -143,7 +143,7 @@ def _draw_kernel(
                 ids = start + cols
                 x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
                 noisy = tl.where(ids < vocab, gumbel_noisy(x, ids, temperature, seed, position), float("-inf"))
-                best, best_start = _take_in(noisy, start, best, best_start)
+                best, best_start = _merge_best(noisy, start, best, best_start)
     else:
         for step in tl.static_range(CHUNK // STEP):  # unrolled, so that all loads are in flight at once
             start = chunk * CHUNK + step * STEP
@@ -153,7 +153,7 @@ def _draw_kernel(
                     max_B = tl.max(tl.reshape(x, (STEP // BLOCK, BLOCK)), 1)
                     first_block = ((row * CHUNKS + chunk) * CHUNK + step * STEP) // BLOCK
                     tl.store(block_max_ptr + first_block + tl.arange(0, STEP // BLOCK), max_B)
-            best, best_start = _take_in(x, start, best, best_start)
+            best, best_start = _merge_best(x, start, best, best_start)
     rank = tl.max(_rank(best, best_start + cols), 0)
     is_last = True
     if CHUNKS > 1:

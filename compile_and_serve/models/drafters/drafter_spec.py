@@ -32,7 +32,7 @@ class DrafterSpec:
     max_tokens: draft tokens that it can make; None: any number. max_model_len: the longest sequence of the target; None: any.
     borrowed_weights: parameter → names of the target's tensor that it takes if the drafter's checkpoint has none.
     prefix: of the names of the drafter's tensors in the checkpoint.
-    layers_behind: further layers for multi-token prediction. Each reads the hidden states of the one before.
+    later_layers: further layers for multi-token prediction. Each reads the hidden states of the one before.
     context: of a block drafter: writes the keys and values of the tokens before the block, from the target's hidden states.
     mask_token: of a block drafter.
     """
@@ -46,7 +46,7 @@ class DrafterSpec:
     max_model_len: int | None = None
     borrowed_weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     prefix: str = ""
-    layers_behind: tuple[DrafterSpec, ...] = ()
+    later_layers: tuple[DrafterSpec, ...] = ()
     context: ModelSpec | None = None
     mask_token: int = 0
 

@@ -1,6 +1,6 @@
 """The layers for multi-token prediction that some checkpoints have after their last layer. A family builds each as a model of its own.
 
-Where there is one, it drafts further tokens from its own output. `runtime/drafting/layers_behind.py` says what further layers read.
+Where there is one, it drafts further tokens from its own output. `runtime/drafting/later_layers.py` says what further layers read.
 """
 
 from __future__ import annotations
@@ -55,4 +55,4 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
                 prefix=prefix,
             )
         )
-    return replace(layers[0], layers_behind=tuple(layers[1:]))
+    return replace(layers[0], later_layers=tuple(layers[1:]))

@@ -44,13 +44,13 @@ def is_pattern_for(target: str, name: str) -> bool:
     return target.startswith("re:") and re.match(target[3:], name) is not None
 
 
-_told: set[str] = set()  # sentences that this process has logged, for whichever engine
+_logged: set[str] = set()  # sentences that this process has logged, for whichever engine
 
 
 def tell_once(sentence: str) -> None:
     """Log a sentence the first time that it is said."""
-    if sentence not in _told:
-        _told.add(sentence)
+    if sentence not in _logged:
+        _logged.add(sentence)
         log.info(sentence)
 
 

@@ -43,7 +43,7 @@ class TargetBatch(Protocol):
     num_slots: int
     max_sampled: int
     last_tokens: torch.Tensor
-    gained: torch.Tensor
+    num_new_tokens: torch.Tensor
     tokens_per_page: dict[str, int]
 
     @property
@@ -168,7 +168,7 @@ class DeviceDrafts(ABC):
     def _known_positions(self) -> torch.Tensor:
         """int64: the position of each asked sequence's last token."""
         asked = self._asked.device
-        return asked["positions"] + asked["is_ahead"] * self._batch.gained[asked["slots"]]
+        return asked["positions"] + asked["is_ahead"] * self._batch.num_new_tokens[asked["slots"]]
 
     def _last_tokens(self, num_seqs: int) -> torch.Tensor:
         """int64 [S]: the last token of each of the first asked sequences."""

@@ -16,11 +16,11 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.device_drafts import DraftSetup, TargetLayout
 from compile_and_serve.runtime.drafting.hidden_drafts import HiddenDrafts, SequenceRows
-from compile_and_serve.runtime.drafting.layers_behind import LayersBehind
+from compile_and_serve.runtime.drafting.later_layers import LaterLayers
 
 
 class Mtp(HiddenDrafts):
-    """One layer drafts as an EAGLE head does. `LayersBehind` has the others."""
+    """One layer drafts as an EAGLE head does. `LaterLayers` has the others."""
 
     @classmethod
     def build_model(cls, config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec:
@@ -30,26 +30,26 @@ class Mtp(HiddenDrafts):
 
     def __init__(self, setup: DraftSetup) -> None:
         super().__init__(setup)
-        self._behind = None
+        self._later_layers = None
         layers = self._compiled.behind
         if layers:
             (source,) = self._compiled.borrowed.values()
             states = tuple(setup.allocate_state(one) for one in layers)
             batch = setup.batch
-            self._behind = LayersBehind(layers, states, batch.num_slots, setup.num_pages, batch.tokens_per_page[source], self._hidden)
+            self._later_layers = LaterLayers(layers, states, batch.num_slots, setup.num_pages, batch.tokens_per_page[source], self._hidden)
 
     def _can_skip_outputs(self) -> bool:
-        return self._behind is None
+        return self._later_layers is None
 
     def add(self, slot: int, token_ids: np.ndarray) -> None:
         """See `DeviceDrafts.add`."""
-        if self._behind is not None:
-            self._behind.add(slot)
+        if self._later_layers is not None:
+            self._later_layers.add(slot)
 
     def _sequences(
         self, metadata: Mapping[str, AttentionMetadata], layout: TargetLayout, rows: torch.Tensor, *, has_sampled: bool
     ) -> SequenceRows | None:
-        if self._behind is None:
+        if self._later_layers is None:
             return None
         ends = next(iter(metadata.values())).query_start_loc[: len(layout.request_ids) + 1].long()
         sequences = SequenceRows(self._upload(layout.slots_S), ends[:-1], ends[1:] - 1)
@@ -62,21 +62,21 @@ class Mtp(HiddenDrafts):
     def _keep_hidden(
         self, step: Step, given: Mapping[str, torch.Tensor], slots: torch.Tensor | None, sequences: SequenceRows | None
     ) -> None:
-        if self._behind is None:
+        if self._later_layers is None:
             super()._keep_hidden(step, given, slots, sequences)
             return
         with counting_no_experts():
-            self._behind.follow(step, given[HIDDEN_STATES], sequences)
+            self._later_layers.follow(step, given[HIDDEN_STATES], sequences)
 
     def _pass_model(self, slots_S: torch.Tensor) -> Callable[[int, Step], dict[str, torch.Tensor]]:
-        behind = self._behind
-        if behind is None:
+        later_layers = self._later_layers
+        if later_layers is None:
             return super()._pass_model(slots_S)
-        by_layer = behind.known_hidden(slots_S)
+        by_layer = later_layers.known_hidden(slots_S)
 
         def draft(number: int, step: Step) -> dict[str, torch.Tensor]:
             nonlocal by_layer
-            given, by_layer = behind.draft(number, step, by_layer)
+            given, by_layer = later_layers.draft(number, step, by_layer)
             return given
 
         return draft

@@ -277,7 +277,7 @@ class EngineCore:
         stats.padded_tokens = worker.padded_tokens
         stats.steps_on_device = worker.steps_on_device
         stats.graph_replays = worker.graph_replays
-        stats.to_come = worker.to_come
+        stats.pending_work = worker.pending_work
         stats.host_gap_seconds = self._host_gap
         return stats
 

@@ -74,7 +74,7 @@ class EngineProcess:
         self._socket = EngineSocket(context, bootstrap.folder)
         self._ready: EngineReady | None = None
         self._has_unreported_abort = False  # since the last stats were sent
-        self._told_to_come: dict[str, int] = {}  # of `EngineStats`, as sent last
+        self._sent_pending_work: dict[str, int] = {}  # of `EngineStats`, as sent last
         self._shutdown: Shutdown | None = None
         self._sleep_calls: list[tuple[Client, UtilityCall]] = []  # to sleep, once no request is left, and what came behind it
 
@@ -129,13 +129,13 @@ class EngineProcess:
         with self._heartbeat.step():
             did_work = self._core.idle()
         stats = self._core.stats()
-        if stats.to_come != self._told_to_come:
+        if stats.pending_work != self._sent_pending_work:
             self._tell(StepOutputs(stats=stats))
         return did_work
 
     def _tell(self, outputs: StepOutputs) -> None:
         if outputs.stats is not None:
-            self._told_to_come = outputs.stats.to_come
+            self._sent_pending_work = outputs.stats.pending_work
         if orphans := self._socket.send_step(outputs):
             self._core.abort(orphans)
             self._has_unreported_abort = True

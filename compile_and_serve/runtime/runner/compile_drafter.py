@@ -96,7 +96,7 @@ def compile_drafter(
         on_stage=lambda stage, seconds, detail: on_stage(f"{title} {stage}", seconds, detail),
     )
     compile_other = partial(compile_drafter, config, device=device, dtype=dtype, on_stage=on_stage, rank=rank, backends=backends)
-    behind = tuple(compile_other(one, title=f"drafter layer {number}") for number, one in enumerate(drafter.layers_behind, start=2))
+    behind = tuple(compile_other(one, title=f"drafter layer {number}") for number, one in enumerate(drafter.later_layers, start=2))
     context = None
     if drafter.context is not None:
         spec_of_context = replace(drafter, spec=drafter.context, context=None, borrowed_weights={})

@@ -51,7 +51,7 @@ class DraftedSequences:
         self._platform = platform_of(device)
         self._drafts: dict[int, np.ndarray] = {}  # slot → its last drafts, while it is not known which were accepted
         self._last_step: PendingStep | None = None  # with drafts
-        self._gained_is_valid = False  # it ran in a graph that filled `batch.gained`
+        self._new_tokens_are_valid = False  # it ran in a graph that filled `batch.num_new_tokens`
 
     def forget(self, slot: int) -> None:
         """The slot's request is gone."""
@@ -63,8 +63,8 @@ class DraftedSequences:
         last_tokens: Mapping[str, tuple[int, int]] = scheduled.last_tokens
         if scheduled.is_ahead and not self.runs_ahead:
             assert self._last_step is not None
-            gained = self._last_step.wait_for_tokens()
-            last_tokens = {name: (count + len(gained[name]), gained[name][-1]) for name, (count, _) in last_tokens.items()}
+            new_tokens = self._last_step.wait_for_tokens()
+            last_tokens = {name: (count + len(new_tokens[name]), new_tokens[name][-1]) for name, (count, _) in last_tokens.items()}
         if last_tokens:
             self._go_on_from(last_tokens, scheduled.drafts, grammar_slots)
 
@@ -78,13 +78,16 @@ class DraftedSequences:
     def launched(self, pending: PendingStep, *, sampled_in_graph: bool) -> None:
         """A step with drafts was launched. sampled_in_graph: and its tokens were sampled by the graph that ran the model."""
         self._last_step = pending
-        self._gained_is_valid = sampled_in_graph and self._drafter is not None
+        self._new_tokens_are_valid = sampled_in_graph and self._drafter is not None
 
     def _can_run_ahead(self, scheduled: SchedulerOutput) -> bool:
         """Whether graphs can compute the step without the host knowing what the step before gained."""
         graphs, drafter, q, num_seqs = self._graphs, self._drafter, self._query_len, len(scheduled.last_tokens)
         if not (
-            scheduled.drafts and self._gained_is_valid and self._advances_on_device and self._batch.can_run_ahead(scheduled.last_tokens)
+            scheduled.drafts
+            and self._new_tokens_are_valid
+            and self._advances_on_device
+            and self._batch.can_run_ahead(scheduled.last_tokens)
         ):
             return False
         assert graphs is not None
@@ -110,15 +113,15 @@ class DraftedSequences:
                 self.are_on_device = True
                 new_drafts = {name: [0] * len(draft) for name, draft in new_drafts.items()}
         num_outputs: dict[int, int] = {}
-        gained: dict[int, list[int]] = {}
+        new_tokens: dict[int, list[int]] = {}
         for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):
             batch.correct(slot, num_tokens, token, new_drafts.get(request_id, ()))
             num_outputs[slot] = num_tokens - batch.num_prompt_tokens(request_id)
             drafts = self._drafts.pop(slot, None)
             if drafts is not None and not self.runs_ahead:
-                num_gained = num_outputs[slot] - int(sampler.num_outputs[slot])
-                gained[slot] = [*drafts[: num_gained - 1].tolist(), token]
-        sampler.take(num_outputs, gained)
+                count = num_outputs[slot] - int(sampler.num_outputs[slot])
+                new_tokens[slot] = [*drafts[: count - 1].tolist(), token]
+        sampler.take(num_outputs, new_tokens)
         if new_drafts:
             return  # the step's inputs come from the host, and the next step is told the last tokens again
         tokens = np.array([token for _, token in last_tokens.values()], dtype=np.int64)

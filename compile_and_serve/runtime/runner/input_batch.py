@@ -24,8 +24,8 @@ from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 class InputBatch(BaseBatch):
     """Adds decodes, drafts and rows that are sampled.
 
-    On the device, by batch slot, with an element for padding: `last_tokens`: int64 [R + 1], sampled last. `gained`: int64 [R + 1], tokens
-    that the last step with drafts has given the slot's sequence.
+    On the device, by batch slot, with an element for padding: `last_tokens`: int64 [R + 1], sampled last. `num_new_tokens`:
+    int64 [R + 1], tokens that the last step with drafts has given the slot's sequence.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class InputBatch(BaseBatch):
         self._max_len = max_model_len
         self._max_padded_drafts = max_padded_drafts
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.gained = torch.zeros_like(self.last_tokens)
+        self.num_new_tokens = torch.zeros_like(self.last_tokens)
         # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
         shares_memory = platform_of(device).shares_host_memory
         self.host_last_tokens = self.last_tokens.numpy() if shares_memory else np.zeros(num_slots + 1, dtype=np.int64)

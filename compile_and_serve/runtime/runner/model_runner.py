@@ -142,7 +142,7 @@ class ModelRunner(BaseRunner):
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         batch, sampler = self.batch, self.sampler
-        self._take_in(scheduled)
+        self._update_requests(scheduled)
         plan = self._plan
         if plan is None or plan.valid_steps <= 0:
             batch.forget_advanced()  # what it is sampled with is new
@@ -252,7 +252,7 @@ class ModelRunner(BaseRunner):
             has_run=device["has_run"][:size],
             seq_lens=device["seq_lens"][:size],
             block_sizes=batch.tokens_per_page,
-            gained=batch.gained,
+            num_new_tokens=batch.num_new_tokens,
             drafts=None if self.drafter is None else self.drafter.drafts,
             verdicts=device["verdicts"][: size * q],
         )
@@ -282,7 +282,7 @@ class ModelRunner(BaseRunner):
         assert self.drafter is not None
         return self.drafter.work(size, self.decode_step, self.drafted_step if size <= self._max_drafted_seqs else None)
 
-    def _take_in(self, scheduled: SchedulerOutput) -> None:
+    def _update_requests(self, scheduled: SchedulerOutput) -> None:
         batch, sampler = self.batch, self.sampler
         for request_id in scheduled.finished_request_ids:
             gone = batch.remove(request_id)

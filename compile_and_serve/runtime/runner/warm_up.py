@@ -61,7 +61,7 @@ class WarmUp:
         report = graphs.report()
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {graph_memory(graphs)}"
 
-    def to_come(self) -> dict[str, int]:
+    def pending_work(self) -> dict[str, int]:
         """What `idle` has still to do: sizes of CUDA graphs to capture, ranges of token counts to choose kernels for."""
         return {"captures": 0 if self._graphs is None else self._graphs.num_to_capture, "choices": len(self._to_measure)}
 

@@ -157,14 +157,14 @@ class Worker:
         if self._is_asleep:
             return self._stats_before_sleep
         stats = self.runner.stats()
-        stats.to_come = self._to_come()
+        stats.pending_work = self._pending_work()
         if self._graphs is not None:
             stats.graph_replays = self._graphs.stats.replays
         return stats
 
-    def _to_come(self) -> dict[str, int]:
+    def _pending_work(self) -> dict[str, int]:
         """Work that is done while the engine serves: kind → how many pieces are left."""
-        pieces = self._warm_up.to_come() | {"builds": num_running()}
+        pieces = self._warm_up.pending_work() | {"builds": num_running()}
         return {kind: count for kind, count in pieces.items() if count}
 
     def sleep(self, level: int) -> None:

@@ -30,7 +30,7 @@ class DecodeStep(Step):
     padding. last_tokens: int64 [R + 1], sampled last. has_run: int32 [S], 1 where a step has run with these inputs, which are then advanced
     first. seq_lens: int32 [S], 0 for padding. block_sizes: tokens per page of each paged group.
 
-    Of steps with drafts: gained: int64 [R + 1], accepted drafts + 1 of each slot's sequence in its last such step; 0 for padding.
+    Of steps with drafts: num_new_tokens: int64 [R + 1], accepted drafts + 1 of each slot's sequence in its last such step; 0 for padding.
     drafts: int64 [R + 1, K], what a drafter on the device made, -1 where there is no draft; None: the host fills in the drafts.
     verdicts: int32 [T], of the draft behind each token (`COMPARE`, `ACCEPT`, `REJECT`).
     """
@@ -42,7 +42,7 @@ class DecodeStep(Step):
     has_run: torch.Tensor
     seq_lens: torch.Tensor
     block_sizes: dict[str, int]
-    gained: torch.Tensor
+    num_new_tokens: torch.Tensor
     drafts: torch.Tensor | None
     verdicts: torch.Tensor
 
@@ -59,7 +59,7 @@ def begin_step(step: Step) -> None:
     assert isinstance(step, DecodeStep)
     if step.max_query_len > 1:
         if step.drafts is not None:
-            _advance_by_gained(step, step.drafts)
+            _advance_by_new_tokens(step, step.drafts)
         for name in step.block_sizes:
             if step.metadata[name].row_seq_lens is not None:
                 step.metadata[name].fill_rows(step.max_query_len)
@@ -111,19 +111,19 @@ def end_step(outputs: dict[str, torch.Tensor], step: Step) -> tuple[torch.Tensor
     tokens_S, best_S = sample_rows(outputs[LOGITS], step.sampling)
     if step.max_query_len > 1:
         if step.drafts is not None:
-            record_gained(tokens_S, step)
+            record_new_tokens(tokens_S, step)
         return tokens_S, best_S
     end_decodes(tokens_S, step.last_tokens, step.slots, step.has_run, step.seq_lens)
     return tokens_S, best_S
 
 
-def _advance_by_gained(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
+def _advance_by_new_tokens(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
     """Where sequences run ahead (`has_run`): positions, lengths and sample positions += gained; the tokens are those sampled last and the
     drafts. Draft tokens that are missing are padding: nothing is written for them.
     """
     q, slots_S = step.max_query_len, step.slots
     is_ahead_S1 = step.has_run[:, None] > 0
-    gained_S1 = torch.where(is_ahead_S1, step.gained[slots_S, None], 0)
+    new_S1 = torch.where(is_ahead_S1, step.num_new_tokens[slots_S, None], 0)
     tokens_Sq = torch.cat((step.last_tokens[slots_S, None], drafts_RK[slots_S]), dim=1)
     for one in step.declared:
         tensor = step.inputs[one.name]
@@ -131,9 +131,9 @@ def _advance_by_gained(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
             tensor.copy_(torch.where(is_ahead_S1, tokens_Sq.clamp(min=0), tensor.view(-1, q)).flatten())
         elif one.advance == "next":
             shape = [-1 if dim == TOKENS else 1 for dim in one.dims]
-            tensor += gained_S1.expand(-1, q).reshape(shape).to(one.dtype)
-    step.seq_lens += gained_S1[:, 0].to(torch.int32)
-    step.sampling[_SAMPLE_POSITIONS].view(-1, q).add_(gained_S1)
+            tensor += new_S1.expand(-1, q).reshape(shape).to(one.dtype)
+    step.seq_lens += new_S1[:, 0].to(torch.int32)
+    step.sampling[_SAMPLE_POSITIONS].view(-1, q).add_(new_S1)
     positions_Sq = step.seq_lens.long()[:, None] + torch.arange(-q, 0, device=slots_S.device)
     is_token_Sq = (tokens_Sq >= 0) & (positions_Sq >= 0)
     for name, size in step.block_sizes.items():
@@ -144,8 +144,8 @@ def _advance_by_gained(step: DecodeStep, drafts_RK: torch.Tensor) -> None:
         metadata.slot_mapping.copy_(torch.where(is_ahead_S1, mapped_Sq, metadata.slot_mapping.view(-1, q)).flatten())
 
 
-def record_gained(tokens_T: torch.Tensor, step: DecodeStep) -> None:
-    """Compare the sampled tokens with the drafts, as `accepted_tokens` does on the host. `gained` and `last_tokens` get the result.
+def record_new_tokens(tokens_T: torch.Tensor, step: DecodeStep) -> None:
+    """Compare the sampled tokens with the drafts, as `accepted_tokens` does on the host. `num_new_tokens` and `last_tokens` get the result.
 
     tokens_T: int64, the token of each row.
     """
@@ -154,6 +154,6 @@ def record_gained(tokens_T: torch.Tensor, step: DecodeStep) -> None:
     tokens_Sq, verdicts_SK, drafts_SK = tokens_T.view(-1, q), step.verdicts.view(-1, q)[:, :-1], step.drafts[slots_S]
     is_right_SK = torch.where(verdicts_SK == COMPARE, tokens_Sq[:, :-1] == drafts_SK, verdicts_SK == ACCEPT)
     is_right_SK &= drafts_SK >= 0
-    gained_S = 1 + is_right_SK.long().cumprod(dim=1).sum(dim=1)
-    step.last_tokens.index_copy_(0, slots_S, tokens_Sq.gather(1, gained_S[:, None] - 1)[:, 0])
-    step.gained.index_copy_(0, slots_S, gained_S.masked_fill(step.seq_lens == 0, 0))
+    new_S = 1 + is_right_SK.long().cumprod(dim=1).sum(dim=1)
+    step.last_tokens.index_copy_(0, slots_S, tokens_Sq.gather(1, new_S[:, None] - 1)[:, 0])
+    step.num_new_tokens.index_copy_(0, slots_S, new_S.masked_fill(step.seq_lens == 0, 0))

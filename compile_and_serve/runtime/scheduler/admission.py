@@ -2,7 +2,7 @@
 
 Requests start in order. None is overtaken by those behind it, with two exceptions. Both keep back the batch slot and the
 blocks that the request will need:
-- The step computes blocks that the request can share (MIN_GAINED_TOKENS or more). The next step may read them.
+- The step computes blocks that the request can share (MIN_SHARED_TOKENS or more). The next step may read them.
 - It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
 A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
@@ -28,7 +28,7 @@ from compile_and_serve.runtime.scheduler.step_messages import NewRequestData
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 
 HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
-MIN_GAINED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
+MIN_SHARED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
 ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached ones included: they take about 5 ms
 
 
@@ -111,14 +111,14 @@ class Admission:
             if num_new > num_spare:
                 self._blocked = (request, num_spare, prefix.missing_key)
                 break
-            num_gained = prefix.num_tokens - prefix.num_ready_tokens
-            if num_gained >= MIN_GAINED_TOKENS or not step.has_rows(request):
+            num_shared = prefix.num_tokens - prefix.num_ready_tokens
+            if num_shared >= MIN_SHARED_TOKENS or not step.has_rows(request):
                 deferred.append(heapq.heappop(self.waiting))
                 reserve += num_new + 1
                 if num_tokens == request.num_prompt_tokens:
                     prompt.deferred_step, prompt.num_new_blocks = step.step, num_new
                 continue
-            if num_gained > 0:
+            if num_shared > 0:
                 prefix = manager.find_prefix(request, step.step, only_ready=True)
                 assert prefix is not None
                 if manager.num_new_blocks(request, prefix) > num_spare:

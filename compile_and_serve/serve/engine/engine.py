@@ -122,11 +122,11 @@ class AsyncEngine:
         return self.dead_reason is None and not self.draining and not self.sleeping
 
     @property
-    def to_come(self) -> dict[str, int]:
+    def pending_work(self) -> dict[str, int]:
         """Work that the replicas have still to do beside serving, as of their last reports: kind → how many pieces are left."""
         total = Counter[str]()
         for stats in self.metrics.last_stats.values():
-            total.update(stats.to_come)
+            total.update(stats.pending_work)
         return dict(sorted(total.items()))
 
     def start(self) -> None:

@@ -38,8 +38,8 @@ async def ready(context: Context) -> Response:
     if not context.engine.ready:
         what = "sleeps" if context.engine.sleeping else "is shutting down"
         return error_response(503, context.engine.dead_reason or f"The server {what}.")
-    to_come = context.engine.to_come
-    return json_response({"status": "ready"} | ({"to_come": to_come} if to_come else {}))
+    pending_work = context.engine.pending_work
+    return json_response({"status": "ready"} | ({"to_come": pending_work} if pending_work else {}))
 
 
 @router.post("/ping", include_in_schema=False)

@@ -70,7 +70,7 @@ def perfect_drafts(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, Sequen
             slot, count = int(asked["slots"][row]), int(asked["counts"][row])
             if slot not in names:
                 continue
-            length = int(asked["positions"][row]) + 1 + int(asked["is_ahead"][row] * batch.gained[slot])
+            length = int(asked["positions"][row]) + 1 + int(asked["is_ahead"][row] * batch.num_new_tokens[slot])
             text = texts[names[slot]]
             for place in range(count):
                 token = text[length + place]

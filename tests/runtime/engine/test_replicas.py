@@ -90,9 +90,9 @@ async def test_what_can_wait_does_not_run_beside_requests(model_dir: Path, tmp_p
         for i, name in enumerate(names):
             await client.add_request(request(name, prompt(i), max_tokens=8 + i))
         await reader.finished(*names)
-        assert all(replica.stats.to_come for replica in client.replicas)
+        assert all(replica.stats.pending_work for replica in client.replicas)
         async with asyncio.timeout(PATIENCE):
-            while any(replica.stats.to_come for replica in client.replicas):
+            while any(replica.stats.pending_work for replica in client.replicas):
                 await asyncio.sleep(0.01)
     for replica in range(2):
         done = (tmp_path / f"{replica}-0").read_text().split()

@@ -43,11 +43,11 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
     executor = InProcessExecutor(config, lambda *_: None)
     assert asked == [torch.device("cpu")]
     assert ran[-1] == 5  # what decodes need at once, the rest when there is time
-    assert executor.stats().to_come == {"choices": 1}
+    assert executor.stats().pending_work == {"choices": 1}
     assert not executor.idle(requests_wait=True)  # measuring would delay them
     assert ran[-1] == 5
     assert executor.idle()
-    assert executor.stats().to_come == {}
+    assert executor.stats().pending_work == {}
     assert ran[-2:] == [5, max(config.scheduler.token_budget, config.scheduler.max_num_seqs)]
     assert not executor.idle()
 

@@ -65,7 +65,7 @@ def test_random_workloads(
         drafts_run_ahead=depth == 1,
     )
     requests = random_requests(rng, num_requests, scheduler.max_len)
-    small = patch.multiple(admission, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
+    small = patch.multiple(admission, MIN_SHARED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
     few_rows = patch.object(scheduler_module, "PROMPT_LOGPROB_ROWS", 12)
     all_drafts = patch.multiple(Payoff, is_on=lambda self, num_seqs: True, draft_lengths=all_that_fit)
     with small, few_rows, all_drafts, patch.object(free_slots, "GROUP_FRACTION", 1):

@@ -75,7 +75,7 @@ def test_little_to_share_is_not_waited_for() -> None:
 @pytest.mark.parametrize("how", ["aborts", "fails", "fails and is gone"])
 def test_what_a_request_leaves_half_done_is_read_by_nobody(depth: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of several equal prompts ends before the result of its first step is known."""
-    monkeypatch.setattr(admission, "MIN_GAINED_TOKENS", 1)
+    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 1)
     driver = Driver(make_scheduler(budget=12, num_blocks=40), depth)
     requests = [make_request(name, range(30), max_tokens=5) for name in "abcd"]
     driver.add(*requests)

@@ -1,4 +1,4 @@
-"""`LayersBehind`: the layers for multi-token prediction behind the first one of a checkpoint.
+"""`LaterLayers`: the layers for multi-token prediction behind the first one of a checkpoint.
 
 Shape legend: T tokens of the target's step, S sequences, D hidden size, N layers with the first one, R batch slots, P tokens per page.
 
@@ -34,7 +34,7 @@ from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.drafting.hidden_drafts import SequenceRows
 
 
-class LayersBehind:
+class LaterLayers:
     """Call `follow` when the first layer has followed the target, and `draft` for each draft but the first."""
 
     def __init__(
