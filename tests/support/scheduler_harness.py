@@ -251,7 +251,7 @@ class Driver:
                 held += block_ids[num_freed:]
                 if group.window is not None:
                     # Of drafts in flight, which may all be rejected, nothing is freed.
-                    reach = group.window + manager.max_step_tokens
+                    reach = group.window + scheduler.config.token_budget
                     reach += (self.depth + 1) * (1 + drafts) if drafts else 0
                     assert len(block_ids) - num_freed <= -(-reach // group.block_size) + 1
             assert len(set(held)) == len(held)

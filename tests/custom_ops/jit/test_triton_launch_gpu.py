@@ -41,9 +41,9 @@ def test_kernels_are_compiled_and_not_run() -> None:
 
     out_TO = torch.zeros(3, 1032, device=device, dtype=torch.float16)
     args = (_silu_mul_kernel, (3, 2), both_TO, out_TO, 1032, both_TO.stride(0))
-    compile_ahead(lambda: launch(*args, BLOCK=1024, PDL=False), device, 2)
+    compile_ahead(lambda: launch(*args, BLOCK=1024, GELU=False, PDL=False), device, 2)
     assert not out_TO.any()
-    launch(*args, BLOCK=1024, PDL=False)
+    launch(*args, BLOCK=1024, GELU=False, PDL=False)
     assert out_TO.any()
 
     compiled: list[object] = []
