@@ -20,8 +20,10 @@ from compile_and_serve.serve.engine.adapters import ServedAdapters
 from compile_and_serve.serve.engine.body_work import BodyWork
 from compile_and_serve.serve.engine.engine import AsyncEngine, EngineClient
 from compile_and_serve.serve.errors import install_error_handlers
+from compile_and_serve.serve.http.content_encoding import ContentEncodingMiddleware
 from compile_and_serve.serve.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from compile_and_serve.serve.http.openapi import describe_errors
+from compile_and_serve.serve.http.probes import ProbeMiddleware
 from compile_and_serve.serve.http.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
 from compile_and_serve.serve.inspect import router as graphs
 from compile_and_serve.serve.observe.metrics import Metrics
@@ -123,7 +125,7 @@ def create_app(
         inputs=inputs,
         metrics=metrics,
         parsers=parsers,
-        prompts=ChatPrompts(inputs, pool, parsers, settings.chat_template),
+        prompts=ChatPrompts(inputs, pool, parsers, settings.chat_template, escape_special_tokens=settings.escape_special_tokens),
         bodies=BodyWork(engine, pool, tokenizer),
         fingerprint=f"cas-{__version__}-{client.info.dtype.removeprefix('torch.')}",
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
@@ -146,6 +148,8 @@ def create_app(
     describe_errors(app, needs_key=bool(settings.api_keys))
     # The last middleware added is the outermost. Web pages read errors too, so what answers them is inside of CORS.
     app.add_middleware(OrcaMiddleware, metrics=metrics)
+    app.add_middleware(ProbeMiddleware)
+    app.add_middleware(ContentEncodingMiddleware, max_bytes=settings.max_body_bytes)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_keys or settings.admin_keys:
         app.add_middleware(

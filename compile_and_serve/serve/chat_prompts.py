@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 from compile_and_serve.runtime.parsers.selection import Parsers
+from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.special_text import ChatText, Placeholders
 from compile_and_serve.runtime.text.template_pool import TemplatePool
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.runtime.tools.tool_prompt import show_tools
 from compile_and_serve.runtime.tools.tool_use import ToolUse, tool_use
 from compile_and_serve.serve.errors import user_errors
@@ -12,10 +19,16 @@ from compile_and_serve.serve.protocol.chat import ChatFields
 
 
 class ChatPrompts:
-    """template: source of the chat template that replaces the model's own."""
+    """template: source of the chat template that replaces the model's own.
 
-    def __init__(self, inputs: InputProcessor, templates: TemplatePool, parsers: Parsers, template: str | None) -> None:
+    escape_special_tokens: special tokens in the text of users, systems and tools, and in the tools and documents themselves, stay text.
+    """
+
+    def __init__(
+        self, inputs: InputProcessor, templates: TemplatePool, parsers: Parsers, template: str | None, *, escape_special_tokens: bool
+    ) -> None:
         self._inputs, self._parsers, self._template = inputs, parsers, template
+        self._escape_special_tokens = escape_special_tokens
         self.templates = templates
 
     def tool_use(self, body: ChatFields, *, only_prompt: bool = False) -> ToolUse:
@@ -24,8 +37,23 @@ class ChatPrompts:
         with user_errors():
             return tool_use(body.tools, body.tool_choice, self._parsers, parallel=parallel, only_shown=only_prompt)
 
-    def render(self, body: ChatFields, use: ToolUse) -> str:
+    def render(self, body: ChatFields, use: ToolUse) -> ChatText:
         """The text of a conversation with its tools. Raises a `ValueError` of the runtime."""
-        messages, tools = show_tools(body.messages, use, self._parsers)
         tokenizer = self._inputs.require_tokenizer("a conversation")
-        return self.templates.render(tokenizer, messages, template=self._template, tools=tools or None, **body.template_options())
+        given, options = body.messages, body.template_options()
+        if not self._escape_special_tokens:
+            return ChatText(self._render(tokenizer, given, use, options))
+        hidden = Placeholders(tokenizer)
+        try:
+            given = hidden.hide_in_messages(given)
+            use = replace(use, shown=hidden.hide(list(use.shown)))
+            options["documents"] = hidden.hide(options["documents"])
+            return hidden.restore(self._render(tokenizer, given, use, options))
+        except ChatTemplateError as error:
+            raise ChatTemplateError(hidden.restore(str(error)).text) from error
+        except RecursionError:
+            raise ChatTemplateError("The messages are nested too deeply.") from None
+
+    def _render(self, tokenizer: Tokenizer, given: Sequence[Any], use: ToolUse, options: dict[str, Any]) -> str:
+        messages, tools = show_tools(given, use, self._parsers)
+        return self.templates.render(tokenizer, messages, template=self._template, tools=tools or None, **options)

@@ -126,6 +126,11 @@ class ServerSettings:
         "Format in which the model writes its reasoning: deepseek_r1, qwen3, granite, gpt-oss, or a parser of your own. "
         "By default detected from the chat template.",
     )
+    escape_special_tokens: bool = _server_option(
+        True,
+        "Special tokens in the text of users, systems and tools of conversations stay text. Raw prompts and the text of the assistant "
+        "keep theirs.",
+    )
     response_role: str = _server_option("assistant", "Role of the generated messages.")
     return_tokens_as_token_ids: bool = _server_option(False, "Write tokens in logprobs as token_id:N instead of their text.")
     response_store_bytes: int = _server_option(

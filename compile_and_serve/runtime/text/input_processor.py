@@ -15,6 +15,7 @@ from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_l
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+from compile_and_serve.runtime.text.special_text import ChatText
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 1 << 16  # characters; shorter texts are tokenized at once
@@ -48,7 +49,7 @@ class InputProcessor:
 
     def encode(
         self,
-        text: str,
+        text: str | ChatText,
         *,
         add_special_tokens: bool = True,
         truncate: int | None = None,
@@ -63,26 +64,28 @@ class InputProcessor:
         text, which the tokenizer joins to the first as its model expects. Raises `TokenizerError` for invalid text.
         """
         tokenizer = self.require_tokenizer("a text prompt")
-        at_least = (len(text) + len(pair or "")) // tokenizer.max_token_chars
+        whole = text if isinstance(text, ChatText) else ChatText(text)
+        length = len(whole.text)
+        at_least = (length + len(pair or "")) // tokenizer.max_token_chars
         if truncate is None and at_least > self.limit:
             raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
         if pair is not None:
-            return tokenizer.encode_pair(text, pair, add_special_tokens=add_special_tokens)
+            return tokenizer.encode_pair(whole.text, pair, add_special_tokens=add_special_tokens)
         # Tokenizing takes about 100 bytes per character, so only as much of a long text is tokenized as can be needed.
         needed = self.limit if truncate is None or truncate < 0 else min(truncate, self.limit)
         size = max(_LONG_TEXT, 4 * needed)
-        while size < len(text):
-            part = text[:size] if truncate is None or truncation_side == "right" else text[-size:]
+        while size < length:
+            part = whole.cut(0, size) if truncate is None or truncation_side == "right" else whole.cut(length - size, length)
             ids = tokenizer.encode(part, add_special_tokens=add_special_tokens and truncate is not None)
             if len(ids) > needed + _CUT_TOKENS:
                 if truncate is not None:
                     return ids
                 raise PromptTooLongError(self._too_long(f"at least {len(ids) - _CUT_TOKENS}", max_tokens))
             size *= 2
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(whole, add_special_tokens=add_special_tokens)
 
     def prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True, pair: str | None = None
+        self, prompt: str | ChatText | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True, pair: str | None = None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt's token ids for the engine, truncated if the request says so, and a completed copy of `params`.
 
@@ -90,7 +93,7 @@ class InputProcessor:
         Structured outputs become a checked grammar, which may take two seconds. Raises `SamplingParamsError`, `PromptTooLongError` or
         `TokenizerError`.
         """
-        if isinstance(prompt, str):
+        if isinstance(prompt, (str, ChatText)):
             prompt = self.encode(
                 prompt,
                 add_special_tokens=add_special_tokens,

@@ -6,10 +6,14 @@ Backed by the `tokenizers` package. `load_tokenizer.py` loads one from a model's
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import tokenizers
+
+from compile_and_serve.runtime.text.special_text import ChatText, pattern_of
 
 # Up to this many characters or ids, a call takes at most a millisecond and may hold the GIL. For longer ones, the batch
 # calls are used: they cost more to start but release the GIL.
@@ -65,6 +69,16 @@ class Tokenizer:
         return {text: token_id for token_id in sorted(self.special_ids) if (text := self.backend.id_to_token(token_id)) is not None}
 
     @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches special tokens in a text."""
+        return pattern_of(self.special_texts)
+
+    @cached_property
+    def special_beginnings(self) -> frozenset[str]:
+        """Proper beginnings of special tokens."""
+        return frozenset(text[:size] for text in self.special_texts for size in range(1, len(text)))
+
+    @cached_property
     def max_token_chars(self) -> int:
         """Length of the longest token in characters: a text of n characters has at least n / max_token_chars tokens."""
         return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
@@ -73,19 +87,21 @@ class Tokenizer:
         """The tokenizer as the content of a tokenizer.json."""
         return self.backend.to_str()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens that it contains as text become their ids.
+    def encode(self, text: str | ChatText, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens that it contains as text become their ids, except in the ordinary parts of a `ChatText`.
 
         add_special_tokens: add what the model expects around a text, e.g. the beginning-of-sequence token. Releases the GIL
         for long texts. Raises `TokenizerError` for a text with a lone surrogate.
         """
-        backend = self.backend
-        try:
-            if len(text) <= _SHORT:
-                return backend.encode(text, add_special_tokens=add_special_tokens).ids
-            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise TokenizerError("The text contains a lone surrogate, which is not a valid Unicode character.") from error
+        if isinstance(text, ChatText):
+            if text.ordinary:
+                return self._ordinary_encoder.encode(text, add_special_tokens)
+            text = text.text
+        return _encode(self.backend, text, add_special_tokens)
+
+    @cached_property
+    def _ordinary_encoder(self) -> _OrdinaryEncoder:
+        return _OrdinaryEncoder(self.backend)
 
     def encode_pair(self, text: str, pair: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of two texts, joined as the tokenizer's template says. Raises `TokenizerError` as `encode` does."""
@@ -123,6 +139,61 @@ class Tokenizer:
                 return bytes([int(token[3:5], 16)])
             return token.replace("▁", " ").encode()
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+class _OrdinaryEncoder:
+    """Encodes texts of which some parts read like special tokens and are none.
+
+    In a copy of the tokenizer, special tokens are ordinary text, and each has a mark, an added token that no text contains. The special
+    tokens that are meant become their marks, so that the whole text is encoded at once, as always.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        added = [(token_id, token) for token_id, token in sorted(backend.get_added_tokens_decoder().items()) if token.special]
+        nonce = secrets.token_hex(4)
+        self._marks = {token.content: f"\ue000{nonce}{token_id}\ue001" for token_id, token in added}
+        self._pattern = pattern_of(self._marks)
+        self._backend = tokenizers.Tokenizer.from_str(_without_pieces(backend.to_str(), self._marks))
+        self._backend.encode_special_tokens = True
+        self._backend.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    self._marks[token.content],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=False,
+                )
+                for _, token in added
+            ]
+        )
+        ids = {self._backend.token_to_id(self._marks[token.content]): token_id for token_id, token in added}
+        self._ids = {mark_id: token_id for mark_id, token_id in ids.items() if mark_id is not None}
+
+    def encode(self, text: ChatText, add_special_tokens: bool) -> list[int]:
+        marked = [self._pattern.sub(lambda match: self._marks[match[0]], before) + ordinary for before, ordinary in text.around_ordinary()]
+        ids = _encode(self._backend, "".join(marked), add_special_tokens)
+        return [self._ids.get(token_id, token_id) for token_id in ids]
+
+
+def _without_pieces(state: str, texts: Mapping[str, str]) -> str:
+    """A tokenizer.json whose model itself never makes the tokens `texts`, which a unigram model would do."""
+    if '"Unigram"' not in state:
+        return state
+    parsed = json.loads(state)
+    if parsed["model"]["type"] == "Unigram":
+        parsed["model"]["vocab"] = [[piece, -1e9 if piece in texts else score] for piece, score in parsed["model"]["vocab"]]
+    return json.dumps(parsed)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        if len(text) <= _SHORT:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TokenizerError("The text contains a lone surrogate, which is not a valid Unicode character.") from error
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> str:

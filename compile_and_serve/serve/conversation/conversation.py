@@ -69,16 +69,16 @@ class Conversation:
         if tools.grammar is not None:
             names = {**names, "structured_outputs": "tools"}
         with user_errors(names):
-            text = context.prompts.render(body, tools)
+            rendered = context.prompts.render(body, tools)
             budget = _thinking_budget(body.thinking_token_budget, parsers)
-            params = parsed_params(params, text, tools, parsers, thinking_token_budget=budget)
-            prompt, params = context.inputs.prepare(text, params, add_special_tokens=bool(body.add_special_tokens))
+            params = parsed_params(params, rendered.text, tools, parsers, thinking_token_budget=budget)
+            prompt, params = context.inputs.prepare(rendered, params, add_special_tokens=bool(body.add_special_tokens))
         parser = tools.parser or parsers.tools
         return cls(
             context=context,
             request_id=request_id,
             model=model,
-            text=text,
+            text=rendered.text,
             prompt=prompt,
             params=params,
             tools=tools,

@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with limits on what one client can occupy: time, header bytes and connections.
 
-It also ignores requests to upgrade the connection (WebSocket, HTTP/2), as HTTP allows, and answers them over HTTP/1.1.
+It also ignores requests to upgrade the connection (WebSocket, HTTP/2), as HTTP allows, and answers them over HTTP/1.1. HTTP/1.0 gets no
+chunked coding, and request targets may be absolute URLs, as proxies send them, or `*`.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import resource
+import sys
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from compile_and_serve.serve.errors import error_body
 from compile_and_serve.serve.settings import ConnectionLimits
@@ -23,6 +27,7 @@ logger = logging.getLogger(__name__)
 _RESERVED_FILES = 64  # file descriptors that connections leave to the rest of the process
 _MAX_CONNECTIONS = 8192
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+_ABSOLUTE_URL = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
@@ -43,6 +48,27 @@ def limited_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
     connections = available_connections() if limits.connections is None else limits.connections
     attributes = {"limits": limits, "max_connections": connections, "waiting": {}}
     return type("LimitedProtocol", (_LimitedProtocol,), attributes)
+
+
+def _path_and_query(target: bytes) -> bytes:
+    """Of a request's target, which is an absolute URL if the client takes the server for a proxy, and `*` if it means no resource."""
+    path = _ABSOLUTE_URL.sub(b"", target, count=1) if not target.startswith(b"/") else target
+    return path if path.startswith(b"/") else b"/" + path.removeprefix(b"*")
+
+
+class _Http10Cycle(RequestResponseCycle):
+    """A response to HTTP/1.0, which has no chunked coding: without a content-length, it ends with the connection."""
+
+    _has_length = True
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
+            if not self._has_length:
+                self.chunked_encoding, self.expected_content_length = False, sys.maxsize
+        elif message["type"] == "http.response.body" and not self._has_length and not message.get("more_body", False):
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class _RefusedError(Exception):
@@ -176,7 +202,11 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._refusal = (400, f"More than {self.limits.pipelined} requests wait on one connection.")
             raise _RefusedError
         self._has_headers = True
+        self.url = _path_and_query(self.url)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _Http10Cycle
+            self.cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such answer
         self._start_timer("body", self.limits.body_seconds, self._on_slow_body)
 
     def on_message_complete(self) -> None:

@@ -61,7 +61,7 @@ def _count_tokens(body: CountTokensRequest, context: ServerContext) -> Response:
     with user_errors():
         tokenizer = context.inputs.require_tokenizer("count_tokens")
         text = context.prompts.render(chat, context.prompts.tool_use(chat, only_prompt=True))
-    check_length(text, "messages")
+    check_length(text.text, "messages")
     with user_errors():
         ids = tokenizer.encode(text, add_special_tokens=False)
     return json_response({"input_tokens": len(ids)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from compile_and_serve.runtime.text.special_text import ChatText
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.http.json_body import JsonRoute
@@ -36,11 +37,11 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
     with user_errors():
         tokenizer = context.inputs.require_tokenizer("tokenize")
         if body.prompt is not None:
-            text, add = body.prompt, body.add_special_tokens is not False
+            text, add = ChatText(body.prompt), body.add_special_tokens is not False
         else:
             text = context.prompts.render(body, context.prompts.tool_use(body, only_prompt=True))
             add = bool(body.add_special_tokens)
-    check_length(text, "messages" if body.prompt is None else "prompt")
+    check_length(text.text, "messages" if body.prompt is None else "prompt")
     with user_errors():
         ids = tokenizer.encode(text, add_special_tokens=add)
     answer = {"count": len(ids), "max_model_len": context.inputs.info.max_model_len, "tokens": ids}
