@@ -85,6 +85,37 @@ async def test_scores_of_embeddings(start_server: StartServer) -> None:
         assert [one["document"]["text"] for one in ranked["results"]] == [texts[i] for i in order]
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/invocations"])
+async def test_texts_are_ranked_as_in_text_embeddings_inference(start_server: StartServer, path: str) -> None:
+    server = await start_server(engine={"pooling": RANKS})
+    texts = ["the quick", "brown", "fox"]
+    raw = [float(fake_rows(server.tokenizer.encode_pair("Hello", text), 1)[-1][0]) for text in texts]
+    order = sorted(range(3), key=lambda i: -raw[i])
+    answer = await post(server, path, query="Hello", texts=texts, raw_scores=True, return_text=True)
+    assert [(one["index"], one["text"]) for one in answer] == [(i, texts[i]) for i in order]
+    assert [one["score"] for one in answer] == pytest.approx([raw[i] for i in order], abs=1e-6)
+    answer = await post(server, path, query="Hello", texts=texts)
+    assert [set(one) for one in answer] == [{"index", "score"}] * 3
+    assert [one["score"] for one in answer] == pytest.approx([1 / (1 + np.exp(-raw[i])) for i in order], abs=1e-6)
+
+
+async def test_texts_are_truncated(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": RANKS})
+    long = "fox " * 300
+    whole = server.tokenizer.encode_pair("Hello", long)
+    assert (await server.http.post("/rerank", json={"query": "Hello", "texts": [long]})).status_code == 400
+    for direction, kept in ((None, whole[:256]), ("Right", whole[:256]), ("left", whole[-256:])):
+        await post(server, "/rerank", query="Hello", texts=[long], truncate=True, truncation_direction=direction)
+        assert server.engine.requests[-1].prompt_token_ids == kept
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/invocations"])
+async def test_texts_is_another_name_of_input(start_server: StartServer, path: str) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    answers = [await post(server, path, **{name: ["Hello", "there"]}) for name in ("input", "texts")]
+    assert answers[0]["data"] == answers[1]["data"]
+
+
 async def test_scores_of_pairs(start_server: StartServer) -> None:
     server = await start_server(engine={"pooling": RANKS})
     answer = await post(server, "/rerank", query="Hello", documents=[{"text": "fox"}], return_documents=False)
@@ -134,6 +165,11 @@ async def test_what_the_model_cannot_do_is_501(
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
         ("/score", {"text_1": "a"}, "text_2", "missing"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, None, "2 texts to compare with 1"),
+        ("/v1/embeddings", {"texts": []}, "texts", "texts must be"),
+        ("/v1/embeddings", {"texts": [1]}, "texts.0", "texts"),
+        ("/rerank", {"query": "a"}, "documents", "missing"),
+        ("/rerank", {"query": "a", "texts": []}, "texts", "list of texts"),
+        ("/rerank", {"query": "a", "texts": ["b"], "documents": ["b"]}, "texts", "either"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "list of texts"),
         ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents", "list of texts"),
     ],

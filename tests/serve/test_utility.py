@@ -22,6 +22,11 @@ async def test_models_list_every_name(server: Server) -> None:
     assert models["object"] == "list"
     assert [model["id"] for model in models["data"]] == ["test-model", "alias"]
     assert models["data"][0]["max_model_len"] == 256
+    for model in models["data"]:  # as vLLM's
+        assert set(model) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
+        [permission] = model["permission"]
+        allowed = {f"allow_{what}" for what in ("create_engine", "sampling", "logprobs", "search_indices", "view", "fine_tuning")}
+        assert set(permission) == allowed | {"id", "object", "created", "organization", "group", "is_blocking"}
     assert (await server.http.get("/v1/models/alias")).json()["id"] == "alias"
     assert (await server.chat(model="alias")).json()["model"] == "alias"
 

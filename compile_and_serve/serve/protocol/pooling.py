@@ -41,14 +41,18 @@ class InputFields(PoolingFields):
 
     # A union type would try each of its four forms on every token id.
     input: Any = Field(
-        description="A text, a list of texts, a list of token ids, or a list of such lists.", json_schema_extra=PROMPT_SCHEMA
+        default=None, description="A text, a list of texts, a list of token ids, or a list of such lists.", json_schema_extra=PROMPT_SCHEMA
     )
+    texts: Strings | None = Field(default=None, description="Another name of input.")
 
     def inputs(self) -> list[str | list[int]]:
         """The list of inputs. Raises a 400 for any other form."""
-        found = prompts_of(self.input, "input")
+        name = "texts" if self.input is None and self.texts is not None else "input"
+        if (given := getattr(self, name)) is None:
+            raise ApiError(400, "The field input is missing.", "input")
+        found = prompts_of(given, name)
         if len(found) > MAX_INPUTS:
-            raise ApiError(400, f"input has {len(found)} elements, but may have {MAX_INPUTS}.", "input")
+            raise ApiError(400, f"{name} has {len(found)} elements, but may have {MAX_INPUTS}.", name)
         return found
 
 
@@ -106,21 +110,44 @@ class ScoreRequest(PoolingFields):
 
 
 class RerankRequest(PoolingFields):
-    """`/rerank`, as in Jina's and Cohere's API."""
+    """`/rerank`, as in Jina's and Cohere's API with `documents`, and as in Text Embeddings Inference with `texts`."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"query": "a cat", "documents": ["a dog", "the sea"]}]})
 
     query: str
     # A union type would give two errors for every wrong element.
     documents: Any = Field(
+        default=None,
         description='Texts, or objects with "text".',
         json_schema_extra={"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
     )
     top_n: int | None = Field(default=None, ge=0, description="Return only the best top_n documents; 0 or null: all.")
     return_documents: bool | None = True
+    texts: Strings | None = Field(default=None, description="Instead of documents. The answer is then a list of indices and scores.")
+    return_text: bool | None = Field(default=False, description="Of `texts`: return each text with its score.")
+    raw_scores: bool | None = Field(default=False, description="Of `texts`: scores as the model computed them.")
+    truncate: bool | None = Field(default=False, description="Of `texts`: cut off what does not fit.")
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(default="right", description="Where `truncate` cuts.")
 
-    def texts(self) -> list[str]:
+    def params(self) -> PoolingParams:
+        if self.texts is None:
+            return super().params()
+        return PoolingParams(
+            use_activation=not self.raw_scores,
+            truncate_prompt_tokens=-1 if self.truncate else self.truncate_prompt_tokens,
+            truncation_side="left" if (self.truncation_direction or "right").lower() == "left" else "right",
+        )
+
+    def documents_texts(self) -> list[str]:
         """The documents' texts. Raises a 400 for another form."""
+        if self.documents is not None and self.texts is not None:
+            raise ApiError(400, "Give either documents or texts.", "texts")
+        if self.texts is not None:
+            if not self.texts:
+                raise ApiError(400, "texts must be a list of texts.", "texts")
+            return self.texts
+        if self.documents is None:
+            raise ApiError(400, "The field documents is missing.", "documents")
         given = self.documents if isinstance(self.documents, list) else []
         texts = [one.get("text") if isinstance(one, dict) else one for one in given]
         if not texts or not all(isinstance(text, str) for text in texts):

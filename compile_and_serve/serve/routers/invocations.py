@@ -28,6 +28,7 @@ _APIS: tuple[tuple[tuple[str, ...], type[RequestModel], Handler], ...] = (
     (("messages",), ChatCompletionRequest, chat.create_chat_completion),
     (("prompt",), CompletionRequest, completions.create_completion),
     (("query", "documents"), RerankRequest, pooling.rerank),
+    (("query", "texts"), RerankRequest, pooling.rerank),
     (("text_1", "text_2"), ScoreRequest, pooling.score),
     (("queries", "documents"), ScoreRequest, pooling.score),
     (("input", "task"), PoolingRequest, pooling.create_pooling),
@@ -59,8 +60,8 @@ async def invoke(body: InvocationRequest, request: Request, context: Context) ->
 
 
 def _for_input(context: ServerContext) -> tuple[tuple[tuple[str, ...], type[RequestModel], Handler], ...]:
-    """What answers a body with `input` depends on the model."""
+    """What answers a body with `input` or `texts` depends on the model."""
     info = context.inputs.info.pooling
     if info is not None and info.kind == "classify":
-        return ((("input",), ClassifyRequest, pooling.classify),)
-    return ((("input",), EmbeddingRequest, pooling.create_embedding),)
+        return tuple(((name,), ClassifyRequest, pooling.classify) for name in ("input", "texts"))
+    return tuple(((name,), EmbeddingRequest, pooling.create_embedding) for name in ("input", "texts"))

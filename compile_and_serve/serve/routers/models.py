@@ -11,6 +11,19 @@ from compile_and_serve.serve.http.responses import json_response
 
 router = APIRouter(tags=["OpenAI"])
 
+# OpenAI's API had this list once. Clients of vLLM, which kept it, read it.
+_PERMISSION = {
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
 
 @router.get("/v1/models", summary="Models of this server")
 async def list_models(context: Context) -> Response:
@@ -36,4 +49,5 @@ def _model(name: str, context: ServerContext) -> dict[str, Any]:
         "root": base,
         "parent": None if context.adapters.get(name) is None else base,
         "max_model_len": context.inputs.info.max_model_len,
+        "permission": [{"id": f"modelperm-{name}", "object": "model_permission", "created": context.started, **_PERMISSION}],
     }

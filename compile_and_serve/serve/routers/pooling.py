@@ -92,11 +92,15 @@ async def score(body: ScoreRequest, request: Request, context: Context) -> Respo
 @router.post("/v1/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request, context: Context) -> Response:
-    """The documents in the order of their relevance to the query."""
-    texts = body.texts()
+    """The documents in the order of their relevance to the query. For `texts`, as Text Embeddings Inference answers."""
+    texts = body.documents_texts()
 
     def answer(scores: list[float], head: Mapping[str, Any], num_tokens: int) -> Response:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        if body.texts is not None:
+            return json_response(
+                [{"index": index, "score": scores[index], **({"text": texts[index]} if body.return_text else {})} for index in order]
+            )
         results: list[dict[str, Any]] = []
         for index in order:
             document = {"document": {"text": texts[index]}} if body.return_documents is not False else {}
