@@ -12,7 +12,8 @@ from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
+REPETITION = "repetition_detected"  # vLLM's `stop_reason` of the finish reason "repetition"
 ErrorKind = Literal["invalid", "overloaded", "internal", "deadline"]  # HTTP 400, 503, 500, 504
 
 StepData = dict[str, StepDatum]  # what a request gives to step inputs (`TokenBatch.step_data`)
@@ -137,7 +138,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, after the prompt; [0] is None
     pooled: Pooled | None = None  # with the finish reason of a pooling request
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the id of the stop token, if it is one of the request's own
+    stop_reason: int | str | None = None  # the id of the stop token, if it is one of the request's own; REPETITION
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # one sentence; finish_reason is "error"
     error_kind: ErrorKind = "internal"  # meaningful only with `error`

@@ -13,7 +13,29 @@ MAX_FACTOR = 1_000_000  # of temperature and repetition_penalty: float32 must ho
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 256  # of one bad word
+MAX_PATTERN_SIZE = 256
+MAX_REPEATED_TOKENS = 4096  # that every step may have to compare
 MAX_BAD_TOKENS = 16384  # of all bad words of a request; every step compares them with its output
+
+
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """When the output repeats itself: it ends with `min_count` copies of a pattern of min_pattern_size to max_pattern_size tokens.
+
+    max_pattern_size: 0 is off. min_pattern_size: 0 is 1.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def verify(self) -> None:
+        """Raise `SamplingParamsError` for a value out of range."""
+        name, most = "repetition_detection", self.max_pattern_size
+        _check(0 <= most <= MAX_PATTERN_SIZE, name, f"given max_pattern_size in [0, {MAX_PATTERN_SIZE}]", most)
+        _check(0 <= self.min_pattern_size <= most, name, f"given min_pattern_size in [0, {most}]", self.min_pattern_size)
+        if most:
+            limit = MAX_REPEATED_TOKENS // most
+            _check(2 <= self.min_count <= limit, name, f"given min_count in [2, {limit}]", self.min_count)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -33,6 +55,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: of the request's own random stream, which is the same alone and in a batch; None draws a seed from the engine.
     detokenize: False returns token ids without text.
     structured_outputs: the form that the output must have, e.g. a JSON schema.
+    repetition_detection: ends an output that repeats itself, with the finish reason "repetition".
     speculate: False keeps the request out of speculative decoding, which changes no token.
     """
 
@@ -64,6 +87,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncation_side: Literal["left", "right"] = "left"
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     speculate: bool = True
 
     @property
@@ -110,6 +134,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.truncate_prompt_tokens,
         )
         _check(self.truncation_side in ("left", "right"), "truncation_side", "left or right", self.truncation_side)
+        if self.repetition_detection is not None:
+            self.repetition_detection.verify()
 
 
 class SamplingParamsError(ValueError):

@@ -81,10 +81,12 @@ def complete_settings(config: EngineConfig, settings: ServerSettings, templates:
         template = changes["chat_template"] = read_chat_template(settings.chat_template)
         templates.check(template)
     if not settings.default_sampling:
-        defaults = load_generation_defaults(config.model.path) | dict(settings.override_sampling)
+        defaults: dict[str, Any] = load_generation_defaults(config.model.path) | dict(settings.override_sampling)
+        if settings.repetition_detection is not None:
+            defaults["repetition_detection"] = settings.repetition_detection
         changes["default_sampling"] = defaults
         try:
-            SamplingParams(**defaults).verify()  # type: ignore[arg-type]
+            SamplingParams(**defaults).verify()
         except ValueError as error:
             raise ServerStartError(
                 f"The sampling defaults of generation_config.json and --override-generation-config cannot be used: {error}"

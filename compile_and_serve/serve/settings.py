@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from compile_and_serve.option_fields import MISSING, option, parse_size
 from compile_and_serve.runtime.logs import LogFormat
+from compile_and_serve.runtime.sampling_params import RepetitionDetectionParams
 from compile_and_serve.serve.tls import TlsSettings
 
 MAX_API_SERVERS = 64
@@ -69,6 +73,17 @@ def parse_sampling_defaults(given: str | None) -> dict[str, float | int]:
                 f"--override-generation-config takes numbers for {', '.join(GENERATION_DEFAULTS)}, got {name!r:.50}: {value!r:.50}."
             )
     return found
+
+
+def parse_repetition_detection(given: str) -> RepetitionDetectionParams:
+    """The value of --repetition-detection. Raises `ValueError` unless it is an object of the three fields."""
+    try:
+        params = msgspec.json.decode(given, type=RepetitionDetectionParams)
+    except msgspec.MsgspecError as error:
+        fields = ", ".join(RepetitionDetectionParams.__struct_fields__)
+        raise ValueError(f"--repetition-detection must be a JSON object with {fields} ({error}), got {given!r:.200}.") from None
+    params.verify()
+    return params
 
 
 _server_option, _connection_option = partial(option, panel="Server"), partial(option, panel="Connections")
@@ -155,6 +170,14 @@ class ServerSettings:
         flag_type=str,
         parse=parse_sampling_defaults,
     )
+    repetition_detection: RepetitionDetectionParams | None = _server_option(
+        None,
+        'End outputs that repeat themselves, unless a request says otherwise, e.g. \'{"max_pattern_size": 32, "min_count": 8}\': '
+        "8 copies of a pattern of up to 32 tokens. By default off.",
+        metavar="JSON",
+        flag_type=str,
+        parse=parse_repetition_detection,
+    )
     tokenizer_info: bool = _server_option(
         False, "Serve /tokenizer_info, with special tokens and chat templates.", flags=("--enable-tokenizer-info-endpoint",)
     )
@@ -203,7 +226,7 @@ class ServerSettings:
         panel="Access",
         flags=("--enable-admin-routes",),
     )
-    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
     priorities: bool = False
     log_level: str = "info"
     log_format: LogFormat = _log_option("text", "json: one JSON object per line, of all processes.")

@@ -45,7 +45,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {
         "model", "--host", "--port", "--served-model-name", "--api-key", "--api-key-file", "--allowed-origins", "--root-path",
         "--chat-template", "--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser", "--escape-special-tokens",
-        "--no-escape-special-tokens",
+        "--no-escape-special-tokens", "--repetition-detection",
         "--response-role", "--response-store", "--response-store-seconds", "--return-tokens-as-token-ids", "--shutdown-timeout",
         "--access-log", "--override-generation-config", "--enable-tokenizer-info-endpoint",
         "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",

@@ -10,6 +10,7 @@ import numpy as np
 from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
+    REPETITION,
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -20,6 +21,7 @@ from compile_and_serve.runtime.messages import (
     UtilityOptions,
 )
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo
+from compile_and_serve.runtime.scheduler.repetition import repeats
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 Script = Callable[[EngineRequest], Sequence[int]]
@@ -176,6 +178,10 @@ class FakeEngineClient:
                 output.stop_reason = None if token in request.eos_token_ids else token
             elif position + 1 == params.max_tokens:
                 output.finish_reason = "length"
+            elif params.repetition_detection is not None and repeats(
+                [tokens[i % len(tokens)] for i in range(position + 1)], 0, position + 1, params.repetition_detection
+            ):
+                output.finish_reason, output.stop_reason = "repetition", REPETITION
         self._running[request_id] = (request, tokens, position + 1)
         if output.finish_reason is not None:
             del self._running[request_id]

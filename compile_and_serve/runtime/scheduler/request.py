@@ -6,8 +6,9 @@ from concurrent.futures import Future
 from enum import IntEnum, auto
 from typing import Any
 
-from compile_and_serve.runtime.messages import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from compile_and_serve.runtime.messages import REPETITION, EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from compile_and_serve.runtime.scheduler.prefix_keys import root_key
+from compile_and_serve.runtime.scheduler.repetition import repeats
 
 
 class RequestStatus(IntEnum):
@@ -54,6 +55,7 @@ class Request:
         tokens are known.
     grammar: of structured output. The request cannot start before it is done.
     can_draft: whether the request takes part in speculative decoding. draft_ends: tokens at which its drafts end, themselves excluded.
+    repetition: the repetition that ends it, of its sampling parameters; None: none does.
     changes_logits: of its sampling parameters.
     adapter, adapter_load: the number of its LoRA adapter, and the reading of it, which must be done too.
     """
@@ -65,7 +67,7 @@ class Request:
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end", "prefill_step", "prompt",
-        "prompt_logprobs", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
+        "prompt_logprobs", "repetition", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
         "wants_prompt_logprobs",
     )  # fmt: skip
 
@@ -91,6 +93,8 @@ class Request:
         if is_structured:  # the masks see to min_tokens, where the grammar allows it
             self.min_total_tokens = self.num_prompt_tokens
         self.end_ids = frozenset() if params.ignore_eos and not is_structured else frozenset(request.eos_token_ids)
+        detection = params.repetition_detection
+        self.repetition = detection if detection is not None and detection.max_pattern_size else None
         self.stop_ids = self.end_ids | frozenset(request.stop_token_ids)
 
         structured = params.structured_outputs
@@ -160,9 +164,16 @@ class Request:
                 output.stop_reason = None if token_id in self.end_ids else token_id
             elif num_tokens >= self.max_total_tokens:
                 output.finish_reason = "length"
+            elif self._repeats(num_tokens):
+                output.finish_reason, output.stop_reason = "repetition", REPETITION
             else:
                 continue
             del token_ids[num_tokens:]
             output.new_token_ids = output.new_token_ids[: num_tokens - num_before]
             return True
         return False
+
+    def _repeats(self, num_tokens: int) -> bool:
+        if self.repetition is None or num_tokens < self.min_total_tokens:
+            return False
+        return repeats(self.token_ids, self.num_prompt_tokens, num_tokens, self.repetition)

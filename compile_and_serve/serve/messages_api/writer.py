@@ -50,7 +50,7 @@ class MessageWriter:
             return self.fail(ShuttingDownError())
         parts = self._write(self._blocks.finish(complete=output.finish_reason == "stop"))
         reason, sequence = "end_turn", None
-        if output.finish_reason == "length":
+        if output.finish_reason in ("length", "repetition"):
             reason = "max_tokens"
         elif isinstance(output.stop_reason, str):
             reason, sequence = "stop_sequence", output.stop_reason

@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from compile_and_serve.runtime.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
+from compile_and_serve.runtime.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_PATTERN_SIZE,
+    MAX_REPEATED_TOKENS,
+    MAX_STOP_STRINGS,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, user_errors
 from compile_and_serve.serve.protocol.structured import structured_params
@@ -81,6 +88,14 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(default=None, description="Put the usage so far into every chunk.")
 
 
+class RepetitionDetection(BaseModel):
+    """The output ends when it ends with `min_count` copies of one pattern of tokens."""
+
+    max_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN_SIZE, description="Tokens of the longest pattern; 0: off.")
+    min_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN_SIZE, description="Tokens of the shortest pattern; 0: one.")
+    min_count: int = Field(default=0, ge=0, le=MAX_REPEATED_TOKENS)
+
+
 class SamplingFields(RequestModel):
     """Sampling and routing fields of every API that generates text. None means the default."""
 
@@ -99,6 +114,9 @@ class SamplingFields(RequestModel):
     allowed_token_ids: Integers | None = Field(default=None, json_schema_extra={"minItems": 1})
     bad_words: Strings | None = Field(default=None, json_schema_extra={"maxItems": MAX_BAD_WORDS})
     logit_bias: LogitBias | None = None
+    repetition_detection: RepetitionDetection | None = Field(
+        default=None, description='Ends an output that repeats itself, with the finish reason "repetition".'
+    )
     speculate: bool | None = Field(default=None, description="False keeps the request out of speculative decoding, which changes no token.")
     priority: int | None = Field(
         default=0, ge=-(2**31), lt=2**31, description="Lower values run first; needs --scheduling-policy priority."
@@ -258,6 +276,8 @@ def sampling_params(
     )
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}
     given["structured_outputs"] = body.structure()
+    if body.repetition_detection is not None:
+        given["repetition_detection"] = RepetitionDetectionParams(**body.repetition_detection.model_dump())
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
 

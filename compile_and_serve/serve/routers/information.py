@@ -25,7 +25,7 @@ _SHOWN = (
     "allowed_origins", "max_body_bytes", "connection_limits", "request_timeout", "shutdown_timeout", "stream_keepalive",
     "log_level", "log_format", "access_log", "throughput_log", "default_sampling", "override_sampling", "response_role",
     "return_tokens_as_token_ids", "prompt_tokens_details", "tool_call_parser", "reasoning_parser",
-    "enable_auto_tool_choice", "response_store_bytes", "response_store_seconds",
+    "enable_auto_tool_choice", "escape_special_tokens", "response_store_bytes", "response_store_seconds",
 )  # fmt: skip
 
 
