@@ -80,6 +80,7 @@ def test_flags_exist(document: Path) -> None:
     known = set(re.findall(r"--[a-z][a-z0-9-]+", code))
     options = (*options_of(ServerSettings).values(), *options_of(EngineConfig).values())
     known |= {spelling for option in options for spelling in (option.flag, *option.flags)}
+    known |= {"--no-" + option.flag.removeprefix("--") for option in options if option.default is True}
     # typer makes a flag of each parameter's name
     known |= {"--" + name.replace("_", "-") for name in re.findall(r"^\s+(\w+): ", code, re.MULTILINE)}
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", document.read_text()))
