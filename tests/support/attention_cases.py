@@ -149,8 +149,3 @@ def dequantized(kv_cache: torch.Tensor) -> torch.Tensor:
     """Keys and values of an int8 cache. → float64 [N, 2, K, P, E]"""
     values, scales = int8_parts(kv_cache)
     return values.double() * scales.double()[..., None]
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what was expected."""
-    return ((actual.double() - expected).norm() / expected.norm()).item()

@@ -10,7 +10,8 @@ from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.quantization import LARGEST
-from tests.support.attention_cases import BATCHES, Batch, make_metadata, relative_error
+from tests.support.attention_cases import BATCHES, Batch, make_metadata
+from tests.support.numbers import relative_error
 
 SIZES = {"heads": 3, "nope": 16, "rope": 8, "values": 20, "latent": 24}
 FP8 = torch.float8_e4m3fn

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.linear.elementwise import add_rms_norm, elementwise_unsupported_reason, silu_mul
+from tests.support.numbers import relative_error
 
 LIMITS = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 6e-3}
 SIZES = [(1, 1), (3, 17), (5, 48), (257, 96), (2, 1536), (0, 32)]
@@ -17,10 +18,6 @@ SIZES = [(1, 1), (3, 17), (5, 48), (257, 96), (2, 1536), (0, 32)]
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     load_cpu_kernels()  # where they cannot be built the references are tested
-
-
-def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((out.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -14,15 +14,12 @@ from compile_and_serve.custom_ops.linear.fused_linear import (
     unpack_linear_weight,
 )
 from tests.support.kernels import require_cpu_kernels
+from tests.support.numbers import relative_error
 
 CPU = torch.device("cpu")
 # Rounding of the normalized row, and of the output, each 2^-9 at most; float32 sums one after another over up to 1536 products.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 6e-3}
 SHAPES = [(960, 576), (64, 1536), (40, 33), (20, 64), (6, 7), (100, 16), (34, 2)]  # (O, I)
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def reference(x, weight, norm_weight=None, eps=1e-6, bias=None, silu_mul=False, residual=None) -> torch.Tensor:

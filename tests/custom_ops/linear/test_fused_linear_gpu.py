@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
-from tests.support.attention_cases import relative_error
 from tests.support.cuda import LIMIT, random
+from tests.support.numbers import relative_error
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33, 64, 100, 256])

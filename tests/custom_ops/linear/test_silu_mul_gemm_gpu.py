@@ -28,6 +28,7 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
 from compile_and_serve.custom_ops.tuning import fastest_kernel
 from compile_and_serve.custom_ops.tuning.store import stored_files
 from compile_and_serve.custom_ops.tuning.tuner import Tuner
+from tests.support.numbers import relative_error
 
 CUDA = torch.device("cuda", 0)
 PADDING = 64  # elements of a known value after every result
@@ -83,7 +84,7 @@ def test_like_float64(library: ctypes.CDLL, poisoned: list[torch.Tensor], num_to
     reference = expected(x, weight)
     # Sums are float32's, and one rounding to bfloat16 is at most 2⁻⁹ of a value.
     torch.testing.assert_close(result.double(), reference, rtol=2**-8, atol=1e-5 * inner**0.5)
-    assert (result.double() - reference).norm() / reference.norm() < 2.5e-3
+    assert relative_error(result, reference) < 2.5e-3
     assert poisoned
     assert all((guard == 7.0).all() for guard in poisoned)
 
@@ -134,4 +135,4 @@ def test_chunks_of_a_long_prompt(library: ctypes.CDLL, kernel: str, monkeypatch:
     monkeypatch.setattr(silu_mul_gemm, "fastest_kernel", lambda *_, **__: kernel)
     x, weight = operands(2 * 2048 + 1000, 256, 128)
     result, reference = silu_mul_linear(x, weight), expected(x, weight)
-    assert (result.double() - reference).norm() / reference.norm() < 5e-3
+    assert relative_error(result, reference) < 5e-3

@@ -15,12 +15,9 @@ from compile_and_serve.custom_ops.linear.token_chunks import bfloat16_chunk_toke
 from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear, takes_few_outputs
 from compile_and_serve.custom_ops.linear.triton_linear_configs import SmallBatchConfig
+from tests.support.numbers import relative_error
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((out.double() - reference).norm() / reference.norm()).item()
 
 
 def random(*size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,7 @@ from compile_and_serve.custom_ops.lora.limits import COLUMNS, TILE
 from compile_and_serve.custom_ops.lora.lora_add import lora_add, lora_groups, unblocked
 from compile_and_serve.custom_ops.lora.lora_linear import lora_linear
 from tests.support.hopper import LARGEST_SHARED, run_script
+from tests.support.numbers import relative_error
 
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SLOTS = 3
@@ -66,10 +67,6 @@ def make_index(tokens: int, mix: str) -> torch.Tensor:
         "runs": torch.arange(tokens) * (SLOTS + 1) // tokens,
         "many": torch.randint(0, SLOTS + 1, (tokens,)),
     }[mix].to(torch.int32)
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.moe import cuda_experts, triton_experts, triton_gemv_experts, triton_order, triton_route
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
 from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM, route
+from tests.support.numbers import relative_error
 
 X, K, D, FEATURES = 6, 2, 48, 40  # no multiples of a tile
 
@@ -47,10 +48,6 @@ def by_loops(args: list[torch.Tensor | None], activation: str, limit: float) -> 
                 h = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
             out[token] += weights[token, slot] * (down[expert] @ h + (0 if down_bias is None else down_bias[expert]))
     return out
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm()).item()
 
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

@@ -16,6 +16,7 @@ from compile_and_serve.custom_ops.quantized.quantized_linear import (
     unpack_quantized_weight,
 )
 from tests.support.kernels import require_cpu_kernels
+from tests.support.numbers import relative_error
 
 WEIGHT_DTYPES = [torch.int8, torch.float8_e4m3fn]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,10 +24,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
 SHAPES = [(960, 576), (64, 1536), (40, 33), (6, 7), (100, 18)]  # (O, I)
 ACTIVATIONS = ["none", "dynamic", "static"]
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def make_weight(out_features: int, in_features: int, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,15 +8,12 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
+from tests.support.numbers import relative_error
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 # Rounding of the output, 2^-8 at most, and float32 sums; the quantized activations are the reference's own.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales), ("dynamic", block_scales)]
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def reference(

@@ -16,6 +16,7 @@ from compile_and_serve.custom_ops.quantization import block_scales, quantize_act
 from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear
+from tests.support.numbers import relative_error
 
 CUDA = torch.device("cuda")
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales), ("dynamic", block_scales)]
@@ -90,10 +91,6 @@ def test_a_residual_alone(padding, scales, num_tokens) -> None:
     )
     for kernel in linear.kernels():
         assert relative_error(linear.run(kernel), expected) < 1e-2, kernel
-
-
-def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("activations", ["none", "dynamic"])

@@ -23,6 +23,7 @@ from compile_and_serve.custom_ops.quantized.group_layout import (
     unpack_scales,
 )
 from compile_and_serve.custom_ops.quantized.triton_group_matmul import dequantize, group_matmul
+from tests.support.numbers import relative_error
 
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}  # the interpreter does not multiply bfloat16
 OFFSETS = ("none", "zeros", "minima")
@@ -77,7 +78,7 @@ def call(
 
 
 def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((out.double() - expected).norm() / expected.norm()).item()
+    return relative_error(out, expected)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

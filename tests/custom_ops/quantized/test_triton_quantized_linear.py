@@ -17,6 +17,7 @@ from compile_and_serve.custom_ops.quantized import triton_matmul as triton_quant
 from compile_and_serve.custom_ops.quantized.cuda_linear import GEMV, TILE, QuantizedLinear, quantized_linear
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, TORCH, gemm_names
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
+from tests.support.numbers import relative_error
 
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales), ("dynamic", block_scales)]
@@ -57,10 +58,6 @@ def reference(a) -> torch.Tensor:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
     return y if a["residual_TO"] is None else y + a["residual_TO"].double()
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.pairwise

@@ -27,6 +27,7 @@ from tests.runtime.weights.test_float4_checkpoints import MODELOPT, packed
 from tests.support.engines import prompt_of, request, run_requests, tiny_config
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import write_grouped
+from tests.support.numbers import relative_error
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, step, tiny_spec
@@ -153,7 +154,7 @@ def test_merged_projections(name: str, limit: float, plain: Callable[[str], Path
     quantized, _ = write(plain("Llama"), tmp_path, name)
     expected = reference(quantized, monkeypatch)
     compiled = logits(load(add_scales(quantized), CompileConfig(cache_dir=tmp_path / "cache")))
-    assert (compiled - expected).norm() / expected.norm() < limit
+    assert relative_error(compiled, expected) < limit
 
 
 def run_rank(rank: int, folder: str, cache: str) -> torch.Tensor:
@@ -170,7 +171,7 @@ def test_two_ranks(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: py
     expected = reference(quantized, monkeypatch)
     add_scales(quantized)
     for found in run_ranks(2, run_rank, str(quantized), str(tmp_path / "cache"), folder=tmp_path):
-        assert (found - expected).norm() / expected.norm() < 0.02
+        assert relative_error(found, expected) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_values_beyond_float8_need_them(factors: tuple[float, float], scale: Any
     exact = load(plain("Llama"))
     expected = step(exact, TOKENS, 0, caches(exact.spec, torch.float32))  # type: ignore[attr-defined]
     add_scales(folder, values=(scale, scale))
-    error, without = ((logits(load(folder, fold=fold)) - expected).norm() / expected.norm() for fold in (True, False))
+    error, without = (relative_error(logits(load(folder, fold=fold)), expected) for fold in (True, False))
     assert error < 0.05 < 0.3 < without
 
 

@@ -19,6 +19,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import write_grouped
+from tests.support.numbers import relative_error
 from tests.support.tiny_models import caches, step
 
 CPU = torch.device("cpu")
@@ -80,10 +81,6 @@ def load(folder: Path, config: CompileConfig, **options: Any) -> Model:
 
 def logits(model: Model) -> torch.Tensor:
     return step(model, TOKENS, 0, caches(model.spec, torch.float32))  # type: ignore[attr-defined]
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((out - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("name", FORMATS)

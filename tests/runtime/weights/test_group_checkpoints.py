@@ -17,6 +17,7 @@ from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
 from tests.support.group_checkpoints import write_grouped
+from tests.support.numbers import relative_error
 from tests.support.tiny_models import caches, step
 
 CPU = torch.device("cpu")
@@ -70,10 +71,6 @@ def load(folder: Path, config: CompileConfig, dtype: torch.dtype = torch.float32
 
 def logits(model: Model, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return step(model, TOKENS, 0, caches(model.spec, dtype))  # type: ignore[attr-defined]
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((out.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("name", FORMATS)
