@@ -13,6 +13,7 @@ from compile_and_serve.compiler.capture import capture as capturing
 from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.capture.repeated_blocks import MAX_KINDS, block_classes, traced_once
 from compile_and_serve.compiler.compat import node_source_line, regions_are_reused
+from tests.support.rewriting import compute
 from tests.support.tiny_models import capture_decoder, capture_spec, tiny_spec
 
 FEATURES = 8
@@ -54,17 +55,7 @@ def of_random_weights(graph: CapturedGraph, factors: list[float]) -> tuple[torch
     for parameter in stack.parameters():
         nn.init.normal_(parameter)
     inputs = {"input_ids": torch.randint(32, (11,)), "logits_indices": torch.tensor([2, 7, 10])}
-    tensors = dict(stack.named_parameters())
-    args = []
-    for node in graph.gm.graph.find_nodes(op="placeholder"):
-        if name := node.meta.get("weight"):
-            args.append(tensors[name])
-        elif name := node.meta.get("input"):
-            args.append(inputs[name])
-        else:
-            args.append(11 if not any(isinstance(a, int) for a in args) else 3)
-    graph.gm.recompile()
-    [out] = graph.gm(*args)
+    out = compute(graph, graph.weights, dict(stack.named_parameters()), inputs)
     return out, stack(inputs["input_ids"], None, None, inputs["logits_indices"])
 
 

@@ -11,8 +11,8 @@ from compile_and_serve.compiler.weights.adapter_slots import LinearSite
 from compile_and_serve.compiler.weights.expert_slots import ExpertSite
 from compile_and_serve.custom_ops.lora.lora_add import unblocked
 from compile_and_serve.models.spec import ModelSpec
-from tests.compiler.passes.test_tensor_parallel import rewrite
 from tests.models.test_registry import EXPERTS
+from tests.support.rewriting import rewrite
 from tests.support.tiny_models import tiny_spec
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from compile_and_serve.compiler.passes.canonicalize import Canonicalize
 from compile_and_serve.compiler.passes.drop_batch_axis import DropBatchAxis
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
+from compile_and_serve.compiler.rewrite.graph_pass import PassResult
 from compile_and_serve.compiler.rewrite.verify import RandomWeights, compare, evaluate
+from tests.support.rewriting import pass_context
 from tests.support.tiny_models import capture_decoder
 
 FEATURES = 24
@@ -57,7 +58,7 @@ class Batched(nn.Module):
 )
 def test_the_result_is_the_same_without_the_axis(body: Body, kept: int) -> None:
     captured = capture_decoder(Batched(body), torch.float32)
-    ctx = PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode)
+    ctx = pass_context(captured, torch.float32)
     Canonicalize().run(captured.gm, ctx)
     before = evaluate(captured.gm, RandomWeights(captured.weights, {}, 0))
     result = DropBatchAxis().run(captured.gm, ctx)

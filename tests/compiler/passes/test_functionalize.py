@@ -21,6 +21,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.families.llama import LlamaDecoderLayer
+from tests.support.rewriting import compute, pass_context
 from tests.support.tiny_models import caches, capture_decoder, fill, step, tiny_spec
 
 FEATURES = 8
@@ -46,7 +47,7 @@ def rewritten(module: Callable[[], nn.Module]) -> tuple[CapturedGraph, PassConte
     """The graph after all passes, each of them verified, and what the first one says."""
     with torch.device("meta"):
         captured = capture_decoder(module(), torch.float32)
-    ctx = PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode)
+    ctx = pass_context(captured, torch.float32)
     records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier({}))
     assert all(record.verification is None or record.verification.passed for record in records)
     assert isinstance(records[0].result, PassResult)
@@ -61,16 +62,7 @@ def check(module: Callable[[], nn.Module], writes: int) -> None:
     for parameter in real.parameters():
         nn.init.normal_(parameter)
     inputs = {"input_ids": torch.randint(32, (11,)), "logits_indices": torch.tensor([2, 7, 10])}
-    tensors = {name: parameter.clone() for name, parameter in real.named_parameters()}
-    args = []
-    for node in captured.gm.graph.find_nodes(op="placeholder"):
-        if name := node.meta.get("weight"):
-            transform = ctx.weights[name]
-            args.append(transform.fn(*(tensors[source] for source in transform.sources)))
-        else:
-            args.append(inputs[node.meta["input"]] if "input" in node.meta else len(inputs["input_ids"]))
-    captured.gm.recompile()
-    [ours] = captured.gm(*args)
+    ours = compute(captured, ctx.weights, dict(real.named_parameters()), inputs)
     theirs = real(inputs["input_ids"], None, None, inputs["logits_indices"])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for node in captured.gm.graph.nodes:  # what is known of the result is what it is

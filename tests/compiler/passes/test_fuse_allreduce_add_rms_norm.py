@@ -14,10 +14,10 @@ from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
-from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
-from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, run
+from tests.compiler.passes.test_tensor_parallel import LAYERS, run
 from tests.support.ranks import run_ranks
+from tests.support.rewriting import KERNELS, check_unchanged, check_verified, result_of
 
 NAME = "fuse_allreduce_add_rms_norm"
 FUSED = torch.ops.cas.allreduce_add_rms_norm.default
@@ -28,21 +28,13 @@ def test_every_sum_of_ranks_in_a_layer_is_a_site() -> None:
     """Two a layer, the last before the final norm; only the embedding's sum stays, and the norms are no linear's any more."""
     captured, ctx, records = run(2, "Qwen3ForCausalLM", kernels=WITH_IT)
     assert records[NAME].result == PassResult(matched=2 * LAYERS)
-    verification = records[NAME].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    check_verified(records, NAME)
     targets = [node.target for node in captured.gm.graph.nodes]
     assert targets.count(FUSED) == 2 * LAYERS
     assert targets.count(torch.ops.cas.all_reduce.default) == 1
     normed = [n.args[3] is not None for n in captured.gm.graph.nodes if n.target == torch.ops.cas.fused_linear.default]
     assert normed == [True] + [False] * (4 * LAYERS)  # the first layer's norm follows the embedding
-    before = str(captured.gm.graph)
-    for record in run_passes(captured.gm, default_passes(CompileConfig(tensor_parallel_size=2)), ctx):
-        if isinstance(record.result, SkipReason):  # has no kernel
-            assert record.name != NAME
-            continue
-        assert record.result.matched == 0, record.name
-    assert str(captured.gm.graph) == before
+    check_unchanged(captured, ctx, default_passes(CompileConfig(tensor_parallel_size=2)))
 
 
 def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:
@@ -79,8 +71,7 @@ def test_near_misses_say_why() -> None:
         (float32_norm, 1, "the norm's weight is not a parameter of the activations' dtype"),
     ):
         _, _, records = run(2, kernels=WITH_IT, change=change)
-        result = records[NAME].result
-        assert isinstance(result, PassResult)
+        result = result_of(records, NAME)
         assert (result.matched, len(result.near_misses)) == (2 * LAYERS - count, count)
         assert reason in result.near_misses[0].reason
         assert "models/" in result.near_misses[0].source or "test_fuse" in result.near_misses[0].source

@@ -14,7 +14,6 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FuseAllreduceQuantize, may_quantize
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason, op_arguments
-from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     ALLREDUCE_ADD_RMS_NORM,
     ALLREDUCE_ADD_RMS_NORM_QUANTIZE,
@@ -25,9 +24,10 @@ from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
 from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
-from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
+from tests.compiler.passes.test_tensor_parallel import LAYERS
 from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT
 from tests.support.ranks import run_ranks
+from tests.support.rewriting import KERNELS, check_unchanged, check_verified, rewrite
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 NAME = "fuse_allreduce_quantize"
@@ -69,9 +69,7 @@ def test_every_norm_that_linears_quantize_is_quantized_once() -> None:
     captured, ctx, records = run(kernels=WITH_IT)
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS)
     assert records[NAME].result == PassResult(matched=SITES)
-    for record in records.values():
-        assert record.verification is None or record.verification.passed, record.name
-    assert records[NAME].verification.relative_error < 1e-12
+    check_verified(records, NAME)
     fused = calls(captured.gm, ALLREDUCE_ADD_RMS_NORM_QUANTIZE)
     assert (len(fused), len(calls(captured.gm, ALLREDUCE_ADD_RMS_NORM))) == (SITES, 1)
     readers = [node for node in calls(captured.gm, QUANTIZED_LINEAR) if op_arguments(node)["quantized"] is not None]
@@ -84,11 +82,7 @@ def test_every_norm_that_linears_quantize_is_quantized_once() -> None:
         x, values, scale = (part.meta["example_value"] for part in parts)
         assert (values.dtype, values.shape) == (torch.float8_e4m3fn, x.shape)
         assert (scale.dtype, scale.shape) == (torch.float32, (x.shape[0], 1))
-    before = str(captured.gm.graph)
-    config = CompileConfig(tensor_parallel_size=2, quantization="fp8")
-    for record in run_passes(captured.gm, default_passes(config), ctx):
-        assert isinstance(record.result, SkipReason) or record.result.matched == 0, record.name
-    assert str(captured.gm.graph) == before
+    check_unchanged(captured, ctx, default_passes(CompileConfig(tensor_parallel_size=2, quantization="fp8")))
 
 
 def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:

@@ -13,14 +13,15 @@ from compile_and_serve.compiler.passes.quantize_experts import KERNEL, PACKED_KE
 from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, op_arguments, tensor_of
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs
 from compile_and_serve.models.registry import build_model
-from tests.compiler.passes.test_tensor_parallel import KERNELS, rewrite
 from tests.models.test_registry import EXPERTS
 from tests.support.moe_models import FAMILIES
 from tests.support.quantized_checkpoints import compressed_tensors_config
+from tests.support.rewriting import KERNELS, check_verified, result_of, rewrite
 from tests.support.tiny_models import tiny_spec
 from tests.support.transformers_models import config_of
 
 LAYERS = 2
+GPT_OSS = {"architecture": "GptOssForCausalLM", "num_hidden_layers": LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
 _LARGE = EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 256}
 
 
@@ -35,9 +36,7 @@ def test_passes_are_verified(architecture: str, size: int) -> None:
     if size > 1:
         # attention, experts, and the shared expert's three linears; embedding and head
         assert records["tensor_parallel"].result == PassResult(matched=LAYERS * (5 + 3 * shared) + 2)
-    for record in records.values():
-        if record.verification is not None:
-            assert record.verification.passed, record.verification.reason
+    check_verified(records)
     nodes = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default)
     assert len(nodes) == LAYERS
     for node in nodes:
@@ -54,42 +53,24 @@ def test_features_that_ranks_cannot_share() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_experts_in_mxfp4_keep_their_codes(size: int) -> None:
-    config = config_of(
-        "GptOssForCausalLM",
-        num_hidden_layers=LAYERS,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        intermediate_size=128,
-        quantization_config={"quant_method": "mxfp4"},
-    )
+    config = config_of(**GPT_OSS, intermediate_size=128, quantization_config={"quant_method": "mxfp4"})
     spec = build_model(config, dtype=torch.bfloat16)
-    captured, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
+    captured, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
-    for record in records.values():
-        if record.verification is not None:
-            assert record.verification.passed, record.verification.reason
+    check_verified(records)
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         gate_up, down, gate_up_scale, down_scale = (tensor_of(node.args[at]) for at in (3, 4, 12, 13))
         assert (tuple(gate_up.shape), gate_up.dtype) == ((4, 256 // size, 2, 16), torch.uint8)
         assert tuple(down.shape) == (4, 64, 4 // size, 16)
         assert (gate_up_scale.shape, down_scale.shape) == (gate_up.shape[:3], down.shape[:3])
-    del ctx
 
 
 def test_blocks_of_mxfp4_that_ranks_would_divide_are_dequantized() -> None:
-    config = config_of(
-        "GptOssForCausalLM",
-        num_hidden_layers=LAYERS,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        intermediate_size=96,
-        quantization_config={"quant_method": "mxfp4"},
-    )
+    config = config_of(**GPT_OSS, intermediate_size=96, quantization_config={"quant_method": "mxfp4"})
     _, _, records = rewrite(
         build_model(config, dtype=torch.bfloat16), CompileConfig(tensor_parallel_size=2), kernels=KERNELS | {KERNEL}, verify=False
     )
-    result = records["quantize_experts"].result
-    assert isinstance(result, PassResult)
+    result = result_of(records, "quantize_experts")
     assert result.matched == 0
     assert {miss.reason for miss in result.near_misses} == {"scales are per block of 32, and a part of the weight has 48 columns"}
 
@@ -103,9 +84,7 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, ca
     config = CompileConfig(tensor_parallel_size=size, quantization=quantization)
     captured, _, records = rewrite(spec, config, kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
-    verification = records["quantize_experts"].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    check_verified(records, "quantize_experts")
     shape = (4, 512 // size // 128, 1) if quantization == "fp8-block" else (4, 512 // size)
     remark = "Activations of experts stay in torch.bfloat16: there is no kernel of experts with int8 activations."
     assert (remark in caplog.messages) == (quantization == "int8")
@@ -118,13 +97,11 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, ca
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
 def test_experts_that_a_checkpoint_holds_in_another_order_are_quantized(quantization: Any) -> None:
     """gpt-oss: transposed, and gate and up rows alternate."""
-    config = config_of("GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=256)
+    config = config_of(**GPT_OSS, intermediate_size=256)
     spec = build_model(config, dtype=torch.bfloat16)
     _, _, records = rewrite(spec, CompileConfig(quantization=quantization), kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
-    verification = records["quantize_experts"].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    check_verified(records, "quantize_experts")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +124,7 @@ def test_8bit_experts_of_compressed_tensors_keep_their_values(
     )
     captured, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
-    verification = records["quantize_experts"].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    check_verified(records, "quantize_experts")
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         assert tensor_of(op_arguments(node)["gate_up"]).dtype == torch.float8_e4m3fn
         assert tensor_of(op_arguments(node)["gate_up_scale"]).shape[1] == rows // size
@@ -169,8 +144,7 @@ def test_packed_codes_of_experts_are_dequantized_which_the_pass_says() -> None:
     config = config_of("Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS}, quantization_config=quantization)
     spec = build_model(config, dtype=torch.bfloat16)
     _, _, records = rewrite(spec, CompileConfig(), kernels=KERNELS | {KERNEL}, verify=False)
-    result = records["quantize_experts"].result
-    assert isinstance(result, PassResult)
+    result = result_of(records, "quantize_experts")
     assert len(result.near_misses) == LAYERS
     assert "no kernel takes it as the checkpoint holds it" in result.near_misses[0].reason
 
@@ -188,23 +162,14 @@ def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:
 @pytest.mark.parametrize(("quantization", "size"), [("fp8", 2), ("mxfp4", 1)])
 def test_quantized_experts_are_packed_for_the_cpu(quantization: Any, size: int) -> None:
     if quantization == "mxfp4":
-        config = config_of(
-            "GptOssForCausalLM",
-            num_hidden_layers=LAYERS,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            intermediate_size=128,
-            quantization_config={"quant_method": "mxfp4"},
-        )
+        config = config_of(**GPT_OSS, intermediate_size=128, quantization_config={"quant_method": "mxfp4"})
         spec, options = build_model(config, dtype=torch.bfloat16), CompileConfig(tensor_parallel_size=size)
     else:
         spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
         options = CompileConfig(tensor_parallel_size=size, quantization=quantization)
     captured, _, records = rewrite(spec, options, kernels=KERNELS | {PACKED_KERNEL})
     assert records["quantize_experts"].result == PassResult(matched=LAYERS)
-    for record in records.values():
-        if record.verification is not None:
-            assert record.verification.passed, record.verification.reason
+    check_verified(records)
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         assert is_packed(tensor_of(op_arguments(node)["gate_up"]), tensor_of(op_arguments(node)["gate_up_scale"]))
         assert op_arguments(node)["activations"] == ("dynamic" if quantization == "fp8" else "none")
@@ -215,8 +180,7 @@ def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them(caplog: pytest.Log
     spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
     config = CompileConfig(quantization="fp8-block")
     _, _, records = rewrite(spec, config, kernels=KERNELS | {PACKED_KERNEL}, verify=False)
-    result = records["quantize_experts"].result
-    assert isinstance(result, PassResult)
+    result = result_of(records, "quantize_experts")
     assert {miss.reason for miss in result.near_misses} == {"the CPU kernels take a scale per output, not per block"}
     assert records["fuse_experts"].result == PassResult(matched=LAYERS)  # packed unquantized
     assert (
@@ -230,9 +194,7 @@ def test_experts_that_a_checkpoint_holds_transposed_are_sharded_and_quantized() 
     spec = build_model(config_of("Llama4ForCausalLM", **config), dtype=torch.bfloat16)
     options = CompileConfig(tensor_parallel_size=2, quantization="int8")
     captured, _, records = rewrite(spec, options, kernels=KERNELS | {PACKED_KERNEL})
-    for record in records.values():
-        if record.verification is not None:
-            assert record.verification.passed, record.verification.reason
+    check_verified(records)
     nodes = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default)
     assert records["quantize_experts"].result == PassResult(matched=len(nodes))
     assert {packed_inputs(tensor_of(node.args[4])) for node in nodes} == {config["intermediate_size"] // 2}

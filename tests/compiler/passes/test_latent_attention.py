@@ -7,8 +7,8 @@ import torch
 
 from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.rewrite.graph_pass import PassError
-from tests.compiler.passes.test_tensor_parallel import rewrite
 from tests.models.test_registry import EXPERTS
+from tests.support.rewriting import check_verified, rewrite
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3  # the first without experts
@@ -24,10 +24,7 @@ def test_passes_are_verified(architecture: str, size: int) -> None:
         result = records["tensor_parallel"].result
         assert result is not None
         assert result.matched == (2 + 3) + 2 * (2 + 3 + 1) + 2
-    verified = [record.verification for record in records.values() if record.verification is not None]
-    assert verified
-    for verification in verified:
-        assert verification.passed, verification.reason
+    check_verified(records)
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.mla_attention.default):
         q_THE, kv_a, _, _, _, kv_b, cache = (arg.meta["example_value"] for arg in node.args[:7])
         assert q_THE.shape[1:] == (4 // size, 24)

@@ -15,6 +15,7 @@ from compile_and_serve.compiler.passes.eliminate_noops import EliminateNoops
 from compile_and_serve.compiler.passes.lift_norms import LiftNorms
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
+from tests.support.rewriting import compute, pass_context
 from tests.support.tiny_models import capture_decoder
 
 EPS = 1e-5
@@ -81,25 +82,10 @@ def lifted(
     norm: Spelling, dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None
 ) -> tuple[CapturedGraph, PassContext, PassResult]:
     captured = capture_decoder(Normed(norm, dtype, weight_dtype or dtype), dtype)
-    ctx = PassContext(device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode)
+    ctx = pass_context(captured, dtype)
     records = run_passes(captured.gm, (Canonicalize(), EliminateNoops(), LiftNorms()), ctx)
     assert isinstance(records[-1].result, PassResult)
     return captured, ctx, records[-1].result
-
-
-def value(captured: CapturedGraph, ctx: PassContext, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The rewritten graph on real tensors, in the dtypes that it was captured with."""
-    args = []
-    for node in captured.gm.graph.find_nodes(op="placeholder"):
-        if name := node.meta.get("weight"):
-            transform = ctx.weights[name]
-            args.append(transform.fn(*(tensors[source] for source in transform.sources)))
-        elif name := node.meta.get("input"):
-            args.append(tensors[name])
-        else:
-            args.append(len(tensors["input_ids"]))
-    captured.gm.recompile()
-    return captured.gm(*args)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,7 +105,7 @@ def test_lifted_norm_is_as_exact_as_the_spelling(norm: Spelling, dtype: torch.dt
     ids = torch.arange(64)
     exact = norm_in_float64(norm, table[ids], weight)
     theirs = norm(table[ids], weight)
-    ours = value(captured, ctx, {"table": table, "weight": weight, "input_ids": ids})
+    ours = compute(captured, ctx.weights, {"table": table, "weight": weight}, {"input_ids": ids, "logits_indices": ids})
     assert ours.dtype == theirs.dtype == dtype
     rounding = (theirs.double() - exact).abs().max()
     assert (ours.double() - exact).abs().max() <= rounding * (1 if dtype == torch.bfloat16 else 2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compile_and_serve.compiler import CompileConfig
-from tests.compiler.passes.test_tensor_parallel import rewrite
 from tests.models.test_registry import EXPERTS
+from tests.support.rewriting import check_verified, rewrite
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3  # the first without experts
@@ -20,10 +20,7 @@ def test_passes_are_verified(quantization: str | None, size: int) -> None:
     spec = tiny_spec("Glm4MoeForCausalLM", LAYERS, torch.bfloat16, **changes)
     config = CompileConfig(tensor_parallel_size=size, quantization=quantization)  # type: ignore[arg-type]
     captured, _, records = rewrite(spec, config)
-    verified = [record.verification for record in records.values() if record.verification is not None]
-    assert verified
-    for verification in verified:
-        assert verification.passed, verification.reason
+    check_verified(records)
     fused = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.rope_attention.default)
     assert len(fused) == LAYERS
     assert not captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.attention.default)

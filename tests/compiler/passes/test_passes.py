@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,29 +17,17 @@ from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttent
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
-from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
-from tests.support.tiny_models import capture_spec, tiny_spec
+from tests.support.rewriting import KERNELS, check_unchanged, result_of, rewrite
+from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3
-ALL_KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
+ALL_KERNELS = KERNELS | {"silu_mul", "add_rms_norm"}
 PASSES = default_passes()
 
 
-def run(
-    architecture: str = "LlamaForCausalLM",
-    kernels: frozenset[str] = ALL_KERNELS,
-    disabled: frozenset[str] = frozenset(),
-    change: Callable[[torch.nn.Module], object] = lambda module: None,
-    **config: object,
-) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
-    spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **config)
-    change(spec.module)
-    captured = capture_spec(spec, torch.bfloat16)
-    ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels
-    )
-    records = run_passes(captured.gm, PASSES, ctx, disabled)
-    return captured, ctx, {record.name: record for record in records}
+def run(architecture: str = "LlamaForCausalLM", model: dict[str, object] | None = None, **options: Any) -> Any:
+    spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **(model or {}))
+    return rewrite(spec, **{"kernels": ALL_KERNELS, "verify": False, **options})
 
 
 def targets(captured: CapturedGraph) -> list[object]:
@@ -61,11 +49,7 @@ def test_every_site_is_matched(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_a_second_run_changes_nothing(architecture: str) -> None:
     captured, ctx, _ = run(architecture)
-    before = str(captured.gm.graph)
-    for record in run_passes(captured.gm, PASSES, ctx):
-        assert isinstance(record.result, PassResult), record.name
-        assert record.result.matched == 0, record.name
-    assert str(captured.gm.graph) == before
+    check_unchanged(captured, ctx, PASSES)
 
 
 def test_merged_weights_come_from_their_parts() -> None:
@@ -77,7 +61,7 @@ def test_merged_weights_come_from_their_parts() -> None:
 
 
 def test_biases_are_merged_too() -> None:
-    _, ctx, records = run(attention_bias=True)
+    _, ctx, records = run(model={"attention_bias": True})
     assert records["merge_linears"].result == PassResult(matched=5 * LAYERS)
     assert ctx.weights["model.layers.0.self_attn.q_proj+k_proj+v_proj.bias"].spec.shape == (64 + 2 * 32,)
 
@@ -116,8 +100,7 @@ def test_float32_norm_weight_is_a_near_miss_with_its_place() -> None:
             layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.float()
 
     _, _, records = run(change=float32_norms)
-    result = records["fuse_linears"].result
-    assert isinstance(result, PassResult)
+    result = result_of(records, "fuse_linears")
     assert len(result.near_misses) == LAYERS
     assert "different dtypes (torch.float32 and torch.bfloat16)" in result.near_misses[0].reason
     assert "models/families/llama.py:" in result.near_misses[0].source
@@ -134,8 +117,7 @@ def test_row_wise_ops_are_fused_where_no_linear_takes_them(architecture: str) ->
     assert records["fuse_add_rms_norm"].result == PassResult(matched=2 * LAYERS, measured=("fused without measuring",))
     assert targets(captured).count(F.silu) == 0
     assert targets(captured).count(torch.rms_norm) == 1
-    again = run_passes(captured.gm, PASSES, ctx, WITHOUT_LINEARS)
-    assert {record.result.matched for record in again if isinstance(record.result, PassResult)} == {0}
+    check_unchanged(captured, ctx, PASSES, WITHOUT_LINEARS)
     _, _, with_linears = run(architecture)
     assert with_linears["fuse_silu_mul"].result == with_linears["fuse_add_rms_norm"].result == PassResult(matched=0)
 
@@ -164,8 +146,7 @@ def test_a_float32_norm_behind_an_add_is_left_alone() -> None:
             layer.post_attention_layernorm.weight.data = layer.post_attention_layernorm.weight.data.float()
 
     _, _, records = run(disabled=WITHOUT_LINEARS, change=float32_norms)
-    result = records["fuse_add_rms_norm"].result
-    assert isinstance(result, PassResult)
+    result = result_of(records, "fuse_add_rms_norm")
     assert (result.matched, len(result.near_misses)) == (LAYERS, LAYERS)
     assert "the norm's weight is torch.float32, and its input torch.bfloat16" in result.near_misses[0].reason
 

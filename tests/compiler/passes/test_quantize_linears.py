@@ -11,54 +11,26 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.artifacts.cache_key import plan_fields
-from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import SCHEMES, QuantizeLinears
-from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, PassResult, SkipReason, op_arguments
-from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
-from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason, op_arguments
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 from tests.support.numbers import relative_error
-from tests.support.tiny_models import caches, capture_spec, fill, step, tiny_spec
+from tests.support.rewriting import KERNELS, check_unchanged, check_verified, result_of, rewrite
+from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
 LAYERS = 2
-KERNELS = frozenset({"rope_attention", "fused_linear"})
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 
 
-def run(
-    architecture: str = "LlamaForCausalLM",
-    change=lambda module: None,
-    disabled=frozenset(),
-    model=None,
-    passes=None,
-    verify=False,
-    ranks=1,
-    kernels=KERNELS,
-    **options,
-) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
+def run(architecture="LlamaForCausalLM", model=None, ranks=1, **options):
+    """options: of `rewrite`, or of the config."""
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **(model or {}))
-    change(spec.module)
-    captured = capture_spec(spec, torch.bfloat16)
-    ctx = PassContext(
-        device=CPU,
-        dtype=torch.bfloat16,
-        weights=captured.weights,
-        fake_mode=captured.fake_mode,
-        kernels=kernels,
-        tensor_parallel_size=ranks,
-        tp_plan=spec.tp_plan,
-    )
-    passes = passes or default_passes(CompileConfig(tensor_parallel_size=ranks, **options))
-    records = run_passes(captured.gm, passes, ctx, disabled, PassVerifier(spec.buffers) if verify else None)
-    return captured, ctx, {record.name: record for record in records}
-
-
-def near_misses(record: PassRecord) -> tuple[NearMiss, ...]:
-    assert isinstance(record.result, PassResult)
-    return record.result.near_misses
+    given = {name: options.pop(name) for name in ("change", "disabled", "passes") if name in options}
+    verify = options.pop("verify", False)
+    return rewrite(spec, CompileConfig(tensor_parallel_size=ranks, **options), verify=verify, **given)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
@@ -82,10 +54,7 @@ def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) ->
         assert ctx.weights[scale.meta["weight"]].spec.shape == shape
         assert (activations, input_scale) == (expected.activations, None)
     assert sum(node.args[7] for node in nodes) == LAYERS
-    before = str(captured.gm.graph)
-    for record in run_passes(captured.gm, default_passes(CompileConfig(quantization=scheme)), ctx):
-        assert isinstance(record.result, SkipReason) or record.result == PassResult(matched=0), record.name
-    assert str(captured.gm.graph) == before
+    check_unchanged(captured, ctx, default_passes(CompileConfig(quantization=scheme)))
 
 
 def test_nothing_happens_unasked() -> None:
@@ -131,7 +100,7 @@ def test_exclusions_by_glob() -> None:
 
 def test_a_partly_excluded_merged_weight_is_a_near_miss() -> None:
     _, _, records = run(quantization="fp8", quantization_exclude=("*.k_proj",))
-    misses = near_misses(records["quantize_linears"])
+    misses = result_of(records, "quantize_linears").near_misses
     assert len(misses) == LAYERS
     assert misses[0].reason == "only a part of the merged weight is to be quantized"
     assert "models/families/llama.py:" in misses[0].source
@@ -155,7 +124,7 @@ def test_a_computed_weight_is_a_near_miss() -> None:
             layer.self_attn.o_proj.__class__ = Doubled
 
     captured, _, records = run(quantization="fp8", change=change)
-    misses = near_misses(records["quantize_linears"])
+    misses = result_of(records, "quantize_linears").near_misses
     assert [miss.reason for miss in misses] == ["its weight is computed, not a parameter"] * LAYERS
     assert len(captured.gm.graph.find_nodes(op="call_function", target=F.linear)) == LAYERS
 
@@ -163,7 +132,7 @@ def test_a_computed_weight_is_a_near_miss() -> None:
 def test_blocks_are_not_cut() -> None:
     """Queries of 64 rows are half a block: keys cannot follow them in one weight. Alone every weight will do."""
     _, _, records = run(quantization="fp8-block")
-    misses = near_misses(records["quantize_linears"])
+    misses = result_of(records, "quantize_linears").near_misses
     assert len(misses) == 2 * LAYERS
     assert misses[0].reason == "scales are per block of 128, and a part of the weight has 64 rows"
     _, _, records = run(quantization="fp8-block", disabled=frozenset({"merge_linears"}))
@@ -177,7 +146,7 @@ def test_float32_norms_stay_outside() -> None:
 
     captured, _, records = run(quantization="int8", change=float32_norms)
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS)
-    reasons = [miss.reason for miss in near_misses(records["fuse_linears"])]
+    reasons = [miss.reason for miss in result_of(records, "fuse_linears").near_misses]
     assert len(reasons) == LAYERS
     assert "different dtypes (torch.float32 and torch.bfloat16)" in reasons[0]
     norms = captured.gm.graph.find_nodes(op="call_function", target=torch.rms_norm)
@@ -227,8 +196,7 @@ def test_the_artifact_is_another_one() -> None:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Quantization) -> None:
     _, _, records = run(architecture, quantization=scheme, model=WIDE, verify=True)
-    _check_verified(records)
-    assert records["quantize_linears"].verification.sites
+    assert check_verified(records, "quantize_linears").sites
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "int8-weight-only"])
@@ -245,23 +213,10 @@ def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> Non
     _, ctx, records = run(quantization=scheme, model=model, verify=True, ranks=2)
     head = 1 if scheme == "int8-weight-only" else 0
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + head)
-    _check_verified(records)
+    check_verified(records, "quantize_linears")
     down = ctx.weights[f"model.layers.0.mlp.down_proj.weight.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}.scale"]
     scales = (f"{SCHEMES[scheme].scales}_scales", down.sources[0], SCHEMES[scheme].dtype)
     assert down.expression == (("shard_columns", scales, 2) if scheme == "fp8-block" else scales)
-
-
-def _check_verified(records: dict[str, PassRecord]) -> None:
-    """Every pass that has something to do here was compared, and is right."""
-    for name, record in records.items():
-        if record.verification is None:
-            assert isinstance(record.result, SkipReason), name
-            assert "no " in record.result.sentence, name  # kernel, on the CPU
-            continue
-        assert record.verification.reason is None, name
-        assert record.verification.relative_error < 1e-12, name
-    assert records["quantize_linears"].verification is not None
-    assert records["fuse_linears"].verification is not None
 
 
 class WrongScales(QuantizeLinears):

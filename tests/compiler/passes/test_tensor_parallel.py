@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,73 +10,24 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler import CompileConfig
-from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
-from compile_and_serve.compiler.passes.apply_lora import ADAPTER_INDEX
 from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason, tensor_of
-from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
-from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, tensor_of
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS
 from compile_and_serve.models.registry import build_model
-from compile_and_serve.models.spec import ModelSpec
-from tests.support.tiny_models import capture_spec, tiny_spec
+from tests.support.rewriting import check_unchanged, check_verified, result_of, rewrite
+from tests.support.tiny_models import tiny_spec
 from tests.support.transformers_models import config_of
 
 LAYERS = 2
-KERNELS = frozenset({"rope_attention", "fused_linear"})
 SITES = 7 * LAYERS + 2  # linears of a layer, embedding and head
 
 
-def run(
-    size: int,
-    architecture: str = "LlamaForCausalLM",
-    *,
-    kernels: frozenset[str] = KERNELS,
-    disabled: frozenset[str] = frozenset(),
-    change: Callable[[nn.Module], object] = lambda module: None,
-    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan,
-    verify: bool = True,
-    **config: Any,
-) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
-    """Every pass over a tiny model for `size` ranks, each verified in float64 unless `verify` is off."""
-    return rewrite(
-        tiny_spec(architecture, LAYERS, torch.bfloat16, **config),
-        CompileConfig(tensor_parallel_size=size),
-        kernels=kernels,
-        disabled=disabled,
-        change=change,
-        plan=plan,
-        verify=verify,
-    )
-
-
-def rewrite(
-    spec: ModelSpec,
-    config: CompileConfig,
-    *,
-    kernels: frozenset[str] = KERNELS,
-    disabled: frozenset[str] = frozenset(),
-    change: Callable[[nn.Module], object] = lambda module: None,
-    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan,
-    verify: bool = True,
-) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
-    change(spec.module)
-    captured = capture_spec(spec, torch.bfloat16, quantized=spec.quantized_weights)
-    ctx = PassContext(
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        weights=captured.weights,
-        fake_mode=captured.fake_mode,
-        kernels=kernels,
-        tensor_parallel_size=config.tensor_parallel_size,
-        tp_plan=plan(dict(spec.tp_plan)),
-        declared={ADAPTER_INDEX.name: ADAPTER_INDEX} if config.max_loras else {},
-    )
-    verifier = PassVerifier(spec.buffers) if verify else None
-    records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)
-    return captured, ctx, {record.name: record for record in records}
+def run(size: int, architecture: str = "LlamaForCausalLM", model: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Every pass over a tiny model for `size` ranks. options: of `rewrite`."""
+    spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **(model or {}))
+    return rewrite(spec, CompileConfig(tensor_parallel_size=size), **options)
 
 
 CASES = {
@@ -96,16 +46,10 @@ CASES = {
 def test_sharded_equals_unsharded(case: str) -> None:
     """In float64, attention by attention, and what the ranks' caches hold together."""
     size, architecture, config = CASES[case]
-    _, _, records = run(size, architecture, **config)
+    _, _, records = run(size, architecture, config)
     assert records["tensor_parallel"].result == PassResult(matched=SITES)
-    for record in records.values():
-        if isinstance(record.result, SkipReason):  # has no kernel
-            continue
-        assert record.verification is not None
-        assert record.verification.passed, record.verification.reason
-        assert record.verification.relative_error < 1e-12
-    verification = records["tensor_parallel"].verification
-    assert verification is not None
+    assert all((record.verification is None) == isinstance(record.result, SkipReason) for record in records.values())  # has no kernel
+    verification = check_verified(records, "tensor_parallel")
     assert len(verification.sites) == LAYERS + 1 + LAYERS  # attentions, the result, caches
     assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
     assert records["fuse_rope_attention"].result == PassResult(matched=LAYERS)
@@ -119,9 +63,7 @@ def test_unmodified_transformers_models_are_sharded(architecture: str) -> None:
     _, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=2))
     sites = 9 if architecture == "LlamaForCausalLM" else 6
     assert records["tensor_parallel"].result == PassResult(matched=sites)
-    verification = records["tensor_parallel"].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    verification = check_verified(records, "tensor_parallel")
     assert len(verification.sites) == 3
 
 
@@ -129,9 +71,7 @@ def test_unmodified_transformers_models_are_sharded(architecture: str) -> None:
 def test_quantized_shards_have_the_values_of_the_whole(quantization: Any) -> None:
     spec = tiny_spec("Qwen3ForCausalLM", LAYERS, torch.bfloat16)
     _, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=4, quantization=quantization))
-    verification = records["quantize_linears"].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    check_verified(records, "quantize_linears")
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + (quantization == "int8-weight-only"))
     dtype = "float8_e4m3fn" if quantization == "fp8" else "int8"
     weight = ctx.weights[f"model.layers.0.self_attn.o_proj.weight.{dtype}.scale"]
@@ -143,7 +83,7 @@ def test_quantized_shards_have_the_values_of_the_whole(quantization: Any) -> Non
 
 
 def test_shards_are_expressions_over_the_checkpoint() -> None:
-    captured, ctx, _ = run(4, verify=False, attention_bias=True)
+    captured, ctx, _ = run(4, verify=False, model={"attention_bias": True})
     qkv = ctx.weights["model.layers.1.self_attn.q_proj+k_proj+v_proj.weight.packed"]
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     shards = [("shard_rows", name, parts, 4) for name, parts in zip(names, (4, 2, 2), strict=True)]  # 2 key/value heads
@@ -173,29 +113,21 @@ def test_one_rank_needs_nothing() -> None:
 
 
 def test_a_second_run_changes_nothing() -> None:
-    captured, ctx, _ = run(2, verify=False, tie_word_embeddings=True)
-    before = str(captured.gm.graph)
-    for record in run_passes(captured.gm, default_passes(CompileConfig(tensor_parallel_size=2)), ctx):
-        if isinstance(record.result, SkipReason):  # has no kernel
-            continue
-        assert record.result.matched == 0, record.name
-    assert str(captured.gm.graph) == before
+    captured, ctx, _ = run(2, verify=False, model={"tie_word_embeddings": True})
+    check_unchanged(captured, ctx, default_passes(CompileConfig(tensor_parallel_size=2)))
 
 
 def test_a_module_without_a_plan_is_whole_on_every_rank_and_listed() -> None:
     def without_mlp(plan: dict[str, str]) -> dict[str, str]:
         return {pattern: style for pattern, style in plan.items() if ".mlp." not in pattern and pattern != "lm_head"}
 
-    _, ctx, records = run(2, plan=without_mlp, tie_word_embeddings=False)
-    result = records["tensor_parallel"].result
-    assert isinstance(result, PassResult)
+    _, ctx, records = run(2, plan=without_mlp)
+    result = result_of(records, "tensor_parallel")
     assert result.matched == 4 * LAYERS + 1
     assert len(result.near_misses) == 3 * LAYERS + 1
     assert "tp_plan has no model.layers.0.mlp.gate_proj: its weight is whole" in result.near_misses[0].reason
     assert "models/layers.py:" in result.near_misses[0].source
-    verification = records["tensor_parallel"].verification
-    assert verification is not None
-    assert verification.relative_error < 1e-12
+    check_verified(records, "tensor_parallel")
     assert ctx.weights["lm_head.weight"].expression == "lm_head.weight"
 
 
@@ -214,7 +146,7 @@ def test_a_module_without_a_plan_is_whole_on_every_rank_and_listed() -> None:
 )
 def test_sizes_that_do_not_divide_name_the_parameter(size: int, config: dict[str, int], message: str) -> None:
     with pytest.raises(PassError, match=message):
-        run(size, verify=False, **config)
+        run(size, model=config, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +252,6 @@ def test_each_rank_has_the_sinks_and_slopes_of_its_heads(size: int) -> None:
             layer.self_attn = SinksAttention(layer.self_attn)
 
     captured, _, records = run(size, change=add_sinks)
-    verification = records["tensor_parallel"].verification
-    assert verification is not None
-    assert verification.passed, verification.reason
-    assert verification.relative_error < 1e-12
+    check_verified(records, "tensor_parallel")
     nodes = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.attention.default)
     assert [tensor_of(vector).shape[0] for node in nodes for vector in node.args[7:9]] == [4 // size] * 2 * LAYERS

@@ -13,28 +13,21 @@ from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint, normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, make_plan
 from compile_and_serve.compiler.pieces.splitter import Piece, SplitError, is_contiguous, split
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import read_config
+from tests.support.rewriting import KERNELS, pass_context, rewrite
 from tests.support.tiny_models import capture_decoder, capture_spec, tiny_spec
 
-ALL_KERNELS = frozenset({"rope_attention", "fused_linear"})
 
-
-def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: frozenset[str] = ALL_KERNELS):
-    spec = tiny_spec(architecture, layers)
-    captured = capture_spec(spec, torch.float32)
-    ctx = PassContext(
-        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels
-    )
-    run_passes(captured.gm, default_passes(), ctx)
+def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: frozenset[str] = KERNELS):
+    captured, _, _ = rewrite(tiny_spec(architecture, layers), dtype=torch.float32, kernels=kernels, verify=False)
     return captured, split(captured.gm)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("kernels", [ALL_KERNELS, frozenset()], ids=["fused", "plain"])
+@pytest.mark.parametrize("kernels", [KERNELS, frozenset()], ids=["fused", "plain"])
 def test_distinct_pieces_do_not_grow_with_depth(architecture: str, kernels: frozenset[str]) -> None:
     distinct = {}
     for layers in (2, 5):
@@ -62,11 +55,7 @@ class _TwoAttentions(nn.Module):
 
 def test_values_between_pieces_are_contiguous_with_tokens_first() -> None:
     captured = capture_decoder(_TwoAttentions(), torch.float32, heads=[(2, 16)] * 2)
-    run_passes(
-        captured.gm,
-        default_passes(),
-        PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode),
-    )
+    run_passes(captured.gm, default_passes(), pass_context(captured, torch.float32))
     pieces = [stage for stage in split(captured.gm) if isinstance(stage, Piece)]
     crossing = [node for piece in pieces[1:] for node in piece.inputs if node.op == "call_function"]
     values = [node.meta["example_value"] for node in crossing if isinstance(node.meta["example_value"], torch.Tensor)]
@@ -83,11 +72,7 @@ def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: 
     distinct = {}
     for layers in (30, 2):
         spec = build_model({**config, "num_hidden_layers": layers}, dtype=torch.bfloat16)
-        captured = capture_spec(spec, torch.bfloat16)
-        ctx = PassContext(
-            device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=ALL_KERNELS
-        )
-        run_passes(captured.gm, default_passes(), ctx)
+        captured, _, _ = rewrite(spec, verify=False)
         distinct[layers] = {fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)}
     assert distinct[30] == distinct[2]
     assert len(distinct[30]) <= 4

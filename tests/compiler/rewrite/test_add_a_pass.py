@@ -13,9 +13,10 @@ from torch import nn
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.compiler.passes import default_passes
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
+from compile_and_serve.compiler.rewrite.graph_pass import PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.attention.attention import attention
+from tests.support.rewriting import pass_context
 from tests.support.tiny_models import capture_decoder
 from tests.support.transformers_models import greedy_tokens, write_random_model
 
@@ -36,7 +37,7 @@ def test_the_example_works() -> None:
     names: dict[str, Any] = {}
     exec(compile(code, str(DOC), "exec"), names)
     captured = capture_decoder(UnitScale(), torch.float32, [(1, 1)])
-    ctx = PassContext(device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode)
+    ctx = pass_context(captured, torch.float32)
     passes = (*default_passes(), names["DropUnitScales"]())
     assert run_passes(captured.gm, passes, ctx)[-1].result == PassResult(matched=2)
     scales = [node.args[1] for node in captured.gm.graph.find_nodes(op="call_function", target=torch.mul)]

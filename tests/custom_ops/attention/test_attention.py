@@ -13,6 +13,7 @@ from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, running
 from tests.support import attention_cases as cases
 from tests.support.kernels import require_cpu_kernels
+from tests.support.numbers import relative_error
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
@@ -72,7 +73,7 @@ def test_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype, b
         before[block, :, :, offset] = kv[t]
     assert torch.equal(kv_cache[1:], before[1:])
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata)
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+    assert relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -93,7 +94,7 @@ def test_tokens_that_read_all_of_their_sequence(heads: tuple[int, int, int], bac
             block, offset = divmod(int(metadata.slot_mapping[t]), batch.block_size)
             assert torch.equal(kv_cache[block, :, :, offset], kv[t])
     expected = cases.dense_attention(q, kv_cache, E**-0.5, cases.not_causal(metadata))
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[torch.float32]
+    assert relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.pairwise
@@ -122,7 +123,7 @@ def test_float8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype
         before[block, :, :, offset] = kv[t].float().clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(kv_cache[1:].view(torch.uint8), before[1:].view(torch.uint8))
     expected = cases.dense_attention(q, kv_cache.float(), E**-0.5, metadata)
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+    assert relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.pairwise
@@ -159,7 +160,7 @@ def test_int8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype, 
     assert torch.equal(values[1:], exact_values[1:])
     expected = cases.dense_attention(q, cases.dequantized(kv_cache), E**-0.5, metadata)
     # The cpu kernel rounds dequantized keys and values to bfloat16 (2^-9 of each), as the tolerance allows of a bfloat16 cache.
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+    assert relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -221,11 +222,11 @@ def test_rope_attention(
     k = norm_rope_reference(k, cos.double(), sin.double(), double[1], 1e-5)
     for t in range(metadata.num_tokens):
         block, offset = divmod(int(metadata.slot_mapping[t]), batch.block_size)
-        assert cases.relative_error(kv_cache[block, 0, :, offset], k[t]) < TOLERANCE[dtype]
+        assert relative_error(kv_cache[block, 0, :, offset], k[t]) < TOLERANCE[dtype]
         assert torch.equal(kv_cache[block, 1, :, offset].double(), v[t])
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata).flatten(1)
     # q and k are rounded before the product here, which the float64 q is not.
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype] * 2
+    assert relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype] * 2
 
 
 MASKS: dict[str, tuple[int | None, bool]] = {  # (window, chunked)
@@ -272,7 +273,7 @@ def test_windows_and_scores(
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5, "any", scores.soft_cap, scores.sinks_H, scores.alibi_slopes_H)
     assert out.isfinite().all()
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata, scores)
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+    assert relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -287,7 +288,7 @@ def test_rope_attention_takes_scores(backend: AttentionBackend) -> None:
         out = rope_attention(qkv, angle.cos(), angle.sin(), kv_cache, H, K, 0.25, soft_cap=scores.soft_cap, sinks_H=scores.sinks_H)
     q = norm_rope_reference(qkv.double().unflatten(1, (-1, E))[:, :H], angle.cos(), angle.sin(), None, 0.0)
     expected = cases.dense_attention(q, kv_cache, 0.25, metadata, scores).flatten(1)
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < 1e-5
+    assert relative_error(out[: metadata.num_tokens], expected) < 1e-5
 
 
 @pytest.mark.parametrize("use_norm", [False, True])
@@ -311,7 +312,7 @@ def test_large_scores_do_not_overflow() -> None:
     with running({KV_CACHES: metadata}):
         out = attention(q, kv[:, 0], kv[:, 1], kv_cache, 1.0)
     expected = cases.dense_attention(q, kv_cache, 1.0, metadata)
-    assert cases.relative_error(out[: metadata.num_tokens], expected) < 1e-4
+    assert relative_error(out[: metadata.num_tokens], expected) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from compile_and_serve.custom_ops.attention.triton_backend import TritonAttentio
 from compile_and_serve.custom_ops.step import KV_CACHES, SCALE_BYTES, AttentionFeature, running
 from tests.support import attention_cases as cases
 from tests.support.cuda import CUDA, LIMIT, random
+from tests.support.numbers import relative_error
 
 
 def to_cuda(metadata: object) -> None:
@@ -76,7 +77,7 @@ def test_prompts_run_in_flashinfer(
     assert backend.planned_step is not None
     [prefill] = backend.planned_step.prefills.values()
     assert prefill is not None
-    assert cases.relative_error(outs[0], outs[1].double()) < LIMIT
+    assert relative_error(outs[0], outs[1].double()) < LIMIT
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -120,10 +121,10 @@ def test_attention(
     count = metadata.num_tokens
     # FlashInfer attends a fresh prompt with the keys and values of the step, which are not quantized yet.
     unrounded = cache_dtype != torch.bfloat16 and backend.name == "flashinfer" and "prefill" in case
-    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
+    assert relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
     # A key whose last bit of bfloat16 differs may be rounded to the next float8, an eighth away, or to the next int8.
     found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.double() for one in caches)
-    assert cases.relative_error(found, expected) < (1e-3 if cache_dtype == torch.bfloat16 else 5e-3)
+    assert relative_error(found, expected) < (1e-3 if cache_dtype == torch.bfloat16 else 5e-3)
     assert outs[0].isfinite().all()
 
 
@@ -147,10 +148,10 @@ def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype, backen
             with running({KV_CACHES: metadata}):
                 outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5))
         count = metadata.num_seqs
-        assert count == 0 or cases.relative_error(outs[0][:count], outs[1][:count].double()) < LIMIT
+        assert count == 0 or relative_error(outs[0][:count], outs[1][:count].double()) < LIMIT
         assert outs[0].isfinite().all()
         found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.double() for one in caches)
-        assert cases.relative_error(found, expected) < (1e-3 if cache_dtype == torch.bfloat16 else 5e-3)
+        assert relative_error(found, expected) < (1e-3 if cache_dtype == torch.bfloat16 else 5e-3)
         cache = caches[1]
 
 
@@ -208,7 +209,7 @@ def test_windows_and_scores(
     unrounded = cache_dtype != torch.bfloat16 and backend.name == "flashinfer" and "prefill" in case
     count = metadata.num_tokens
     assert outs[0].isfinite().all()
-    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
+    assert relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
 
 
 @pytest.mark.parametrize("case", ["one token", "decodes", "mixed", "odd block size", "chunk after a cached prefix"])
@@ -233,7 +234,7 @@ def test_latent_attention(case: str, interleaved: bool, cache_dtype: torch.dtype
     out = backend.mla_forward(LatentOperands(*args, cache, *rest), metadata)
     # The reference rounds the step's own entries to float8 from float32, not from bfloat16.
     limit = 2e-2 if cache_dtype == torch.bfloat16 else 5e-2
-    assert cases.relative_error(out[: metadata.num_tokens], expected[: metadata.num_tokens].double()) < limit
+    assert relative_error(out[: metadata.num_tokens], expected[: metadata.num_tokens].double()) < limit
     assert not out[metadata.num_tokens :].any()
 
 

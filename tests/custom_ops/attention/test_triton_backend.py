@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from compile_and_serve.custom_ops.attention.triton_backend import TritonAttentio
 from compile_and_serve.custom_ops.step import KV_CACHES, running
 from compile_and_serve.custom_ops.triton_common import SPLIT_COUNTERS
 from tests.support import attention_cases as cases
+from tests.support.numbers import relative_error
 
 BLOCK_SIZE = 8
 FP8 = torch.float8_e4m3fn
@@ -45,34 +47,18 @@ def exact_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
-def random_cache(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape).to(dtype)
-
-
 def make_metadata(
-    query_lens: list[int], seq_lens: list[int], num_blocks: int, padding: int = 0, window: int | None = None, chunked: bool = False
-) -> AttentionMetadata:
-    columns = max(seq_lens) // BLOCK_SIZE + 1
-    table = torch.randperm(num_blocks)[: len(seq_lens) * columns].reshape(len(seq_lens), columns).int()
-    slots = [
-        int(table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE if seq_len else -1
-        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
-        for position in range(seq_len - query_len, seq_len)
-    ]
-    starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
-    return AttentionMetadata(
-        backend=TritonAttention(),
-        query_start_loc=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.tensor(slots + [-1] * padding),
-        num_seqs=len(seq_lens),
-        num_tokens=sum(query_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        window=window,
-        chunked=chunked,
-    )
+    query_lens: list[int], seq_lens: list[int], padding: int = 0, window: int | None = None, chunked: bool = False
+) -> tuple[AttentionMetadata, int]:
+    """→ (metadata, number of blocks). No token reads block 0."""
+    batch = cases.Batch(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens), padding=padding, block_size=BLOCK_SIZE)
+    return cases.make_metadata(batch, TritonAttention(), window=window, chunked=chunked)
+
+
+def random_cache(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    if dtype == torch.int8:
+        return cases.random_int8_cache(num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+    return torch.randn(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim).to(dtype)
 
 
 BATCHES = [([1, 1, 1], [1, 17, 70]), ([5, 1, 19], [5, 20, 50]), ([20], [20]), ([1, 66, 3], [9, 70, 3])]
@@ -95,18 +81,10 @@ def test_windows_and_scores(
     cache_dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(len(kind) + len(seq_lens))
-    num_blocks, total = 170, sum(query_lens)
-    metadata = make_metadata(query_lens, seq_lens, num_blocks, 0, *mask)
-    reads = torch.zeros(num_blocks, dtype=torch.bool)
-    for s, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        first = cases.first_visible(seq_len - query_len, *mask) // BLOCK_SIZE
-        reads[metadata.block_table[s, first : (seq_len - 1) // BLOCK_SIZE + 1].long()] = True
-    if cache_dtype == torch.int8:
-        cache = cases.random_int8_cache(num_blocks, kv_heads, BLOCK_SIZE, head_dim)
-        int8_parts(cache)[1][~reads] = float("nan")  # freed blocks: must never be read
-    else:
-        cache = torch.randn(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
-        cache[~reads] = float("nan")
+    total = sum(query_lens)
+    metadata, num_blocks = make_metadata(query_lens, seq_lens, 0, *mask)
+    cache = random_cache(num_blocks, kv_heads, head_dim, cache_dtype)
+    (int8_parts(cache)[1] if cache_dtype == torch.int8 else cache)[0] = float("nan")  # freed blocks: must never be read
     q, kv = torch.randn(total, heads, head_dim), torch.randn(total, 2, kv_heads, head_dim)
     scores = Scores(
         soft_cap=1.5 if "cap" in kind else 0.0,
@@ -142,7 +120,7 @@ def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> Non
         torch.testing.assert_close(*outs, atol=3e-5, rtol=1e-4)
         found, expected = (cases.dequantized(one) if cache_dtype == torch.int8 else one.float() for one in caches)
         assert not torch.equal(expected, cases.dequantized(kv_cache) if cache_dtype == torch.int8 else kv_cache.float())
-        assert cases.relative_error(found, expected) < 1e-3
+        assert relative_error(found, expected) < 1e-3
         kv_cache = caches[1]
 
 
@@ -154,16 +132,13 @@ def test_rope_attention(
     head_dim: int, heads: int, kv_heads: int, has_norm: bool, query_lens: list[int], seq_lens: list[int], cache_dtype: torch.dtype
 ) -> None:
     torch.manual_seed(head_dim + len(seq_lens))
-    num_blocks, total, padding = 40, sum(query_lens), 2
-    metadata = make_metadata(query_lens, seq_lens, num_blocks, padding)
+    total, padding = sum(query_lens), 2
+    metadata, num_blocks = make_metadata(query_lens, seq_lens, padding)
     width = (heads + 2 * kv_heads) * head_dim
     qkv = torch.randn(total + padding, width + 4)[:, :width]
     cos, sin = (torch.randn(total + padding, head_dim // 2).repeat(1, 2) for _ in range(2))
     norms = [torch.randn(head_dim), torch.randn(head_dim)] if has_norm else [None, None]
-    if cache_dtype == torch.int8:
-        cache = cases.random_int8_cache(num_blocks, kv_heads, BLOCK_SIZE, head_dim)
-    else:
-        cache = random_cache(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=cache_dtype)
+    cache = random_cache(num_blocks, kv_heads, head_dim, cache_dtype)
     results = {}
     for backend in (TritonAttention(), TorchAttention()):
         metadata.backend = backend
@@ -198,60 +173,51 @@ def test_rope_attention(
 
 def _padded_decodes(metadata: AttentionMetadata, padding: int) -> AttentionMetadata:
     rows = metadata.num_seqs + padding
-    return AttentionMetadata(
-        backend=metadata.backend,
+    return replace(
+        metadata,
         query_start_loc=torch.arange(rows + 1, dtype=torch.int32),
         seq_lens=torch.cat([metadata.seq_lens, torch.zeros(padding, dtype=torch.int32)]),
         block_table=torch.cat([metadata.block_table, metadata.block_table[:1].expand(padding, -1)]),
-        slot_mapping=metadata.slot_mapping,
-        num_seqs=metadata.num_seqs,
-        num_tokens=metadata.num_tokens,
-        max_query_len=1,
-        max_seq_len=metadata.max_seq_len,
     )
 
 
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> None:
     """Products of float16's smallest scales and small probabilities: values of about 1e-3."""
-    metadata = make_metadata(query_lens, seq_lens, 40)
+    metadata, num_blocks = make_metadata(query_lens, seq_lens)
     total = sum(query_lens)
     q, k, v = (torch.randn(total, heads, 32).half() for heads in (4, 2, 2))
-    cache = cases.random_int8_cache(40, 2, BLOCK_SIZE, 32)
+    cache = random_cache(num_blocks, 2, 32, torch.int8)
     int8_parts(cache)[1][:, 1] *= 1e-3
     outs = [
         backend.forward(q, k, v * 1e-3, cache.clone(), 32**-0.5, metadata).double() for backend in (TritonAttention(), TorchAttention())
     ]
     # Queries, probabilities and the result are rounded to float16 (2^-11); below 2^-14 by 2^-25.
-    assert cases.relative_error(outs[0], outs[1]) < 1e-3
+    assert relative_error(outs[0], outs[1]) < 1e-3
 
 
 @pytest.mark.parametrize("cache_dtype", [FP8, torch.int8])
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (64, 4, 4)])
 def test_bfloat16_decodes_over_8_bit_caches(cache_dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
     """Of one tile and of several; heads that fill their block and that don't. Products are float16's there."""
-    metadata = make_metadata([1, 1, 1], [1, 70, 300], 120)
+    metadata, num_blocks = make_metadata([1, 1, 1], [1, 70, 300])
     q, k, v = (torch.randn(3, n, head_dim).bfloat16() for n in (heads, kv_heads, kv_heads))
-    cache = (
-        cases.random_int8_cache(120, kv_heads, BLOCK_SIZE, head_dim)
-        if cache_dtype == torch.int8
-        else random_cache(120, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=cache_dtype)
-    )
+    cache = random_cache(num_blocks, kv_heads, head_dim, cache_dtype)
     outs = [backend.forward(q, k, v, cache.clone(), head_dim**-0.5, metadata).double() for backend in (TritonAttention(), TorchAttention())]
-    assert cases.relative_error(outs[0], outs[1]) < 2**-7  # a unit of bfloat16 from each of the two
+    assert relative_error(outs[0], outs[1]) < 2**-7  # a unit of bfloat16 from each of the two
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_plain_attention(query_lens: list[int], seq_lens: list[int], cache_dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    metadata = make_metadata(query_lens, seq_lens, 40)
+    metadata, num_blocks = make_metadata(query_lens, seq_lens)
     total = sum(query_lens)
     q, k, v = torch.randn(total, 4, 20), torch.randn(total, 2, 20), torch.randn(total, 2, 20)
     k[0, 0, :4], v[-1, 1, :2] = torch.tensor([1e-3, 2.0**-9, 448.0, -460.0]), torch.tensor([1e4, -torch.inf])
     if cache_dtype != FP8:
         k, v = k.clamp(-448, 448), v.clamp(-448, 448)
-    cache = random_cache(40, 2, 2, BLOCK_SIZE, 20, dtype=cache_dtype)
+    cache = random_cache(num_blocks, 2, 20, cache_dtype)
     outs, caches = [], []
     for backend in (TritonAttention(), TorchAttention()):
         caches.append(cache.clone())
@@ -262,10 +228,10 @@ def test_plain_attention(query_lens: list[int], seq_lens: list[int], cache_dtype
 
 
 def test_nan_stays_nan_in_float8() -> None:
-    metadata = make_metadata([1, 3], [9, 3], 40)
+    metadata, num_blocks = make_metadata([1, 3], [9, 3])
     q, k, v = torch.randn(4, 4, 20), torch.randn(4, 2, 20), torch.randn(4, 2, 20)
     v[0, 0, 5] = k[2, 1, 3] = torch.nan
-    cache = torch.zeros(40, 2, 2, BLOCK_SIZE, 20, dtype=FP8)
+    cache = torch.zeros(num_blocks, 2, 2, BLOCK_SIZE, 20, dtype=FP8)
     out = TritonAttention().forward(q, k, v, cache, 0.2, metadata)
     assert cache.float().isnan().sum() == 2
     assert out[0, :2, 5].isnan().all()
@@ -276,9 +242,9 @@ def test_nan_stays_nan_in_float8() -> None:
 def test_splits_agree(config: tuple[int, int, int, int, int], window: int | None, chunked: bool) -> None:
     """Every way of splitting gives the same attention, also where sequences fill a different number of splits."""
     torch.manual_seed(5)
-    metadata = make_metadata([1, 1, 1], [70, 3, 33], 40, window=window, chunked=chunked)
+    metadata, num_blocks = make_metadata([1, 1, 1], [70, 3, 33], window=window, chunked=chunked)
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    cache = torch.randn(40, 2, 2, BLOCK_SIZE, 16)
+    cache = random_cache(num_blocks, 2, 16)
     expected = TorchAttention().forward(q, k, v, cache.clone(), 0.25, metadata)
     for _ in range(2):  # twice: arrivals are counted from zero again
         out = torch.full_like(q, float("nan"))
@@ -335,11 +301,11 @@ def test_what_it_does_not_run_is_said() -> None:
 def test_each_draft_token_as_a_decode_of_its_own(window: int | None, chunked: bool) -> None:
     """Steps of equal query lengths, one sequence of padding: the same as the torch reference, and the same cache."""
     query_len, seq_lens = 3, [3, 21, 0, 9]
-    metadata = make_metadata([query_len] * 4, seq_lens, 40, window=window, chunked=chunked)
+    metadata, num_blocks = make_metadata([query_len] * 4, seq_lens, window=window, chunked=chunked)
     metadata.slot_mapping[2 * query_len : 3 * query_len] = -1
     num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 16, 4 * query_len
     q, k, v = (torch.randn(num_tokens, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
-    cache = random_cache(40, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.float32)
+    cache = random_cache(num_blocks, num_kv_heads, head_dim)
     other = cache.clone()
     metadata.add_rows(query_len)
     metadata.fill_rows(query_len)
@@ -347,18 +313,14 @@ def test_each_draft_token_as_a_decode_of_its_own(window: int | None, chunked: bo
     real = [token for token in range(num_tokens) if token // query_len != 2]
     starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
     kept = torch.tensor([0, 1, 3])
-    reference = AttentionMetadata(
-        backend=TorchAttention(),
+    reference = replace(
+        metadata,
         query_start_loc=starts,
         seq_lens=metadata.seq_lens[kept],
         block_table=metadata.block_table[kept],
         slot_mapping=metadata.slot_mapping[real],
         num_seqs=3,
         num_tokens=9,
-        max_query_len=3,
-        max_seq_len=21,
-        window=window,
-        chunked=chunked,
     )
     expected = TorchAttention().forward(q[real], k[real], v[real], other, 0.25, reference)
     torch.testing.assert_close(got[real], expected, rtol=1e-4, atol=1e-5)

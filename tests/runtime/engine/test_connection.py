@@ -12,10 +12,9 @@ import pytest
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.connection import EngineConnection, EngineDeadError, EngineFullError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, connect, make_client
+from tests.support.clients import PATIENCE, Reader, until
 from tests.support.engines import request, tiny_config, tokens_of, write_tiny_model
 from tests.support.fake_worker import use_fake_workers
-
-PATIENCE = 60.0
 
 
 @pytest.fixture
@@ -23,29 +22,6 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = write_tiny_model(tmp_path / "tiny")
     use_fake_workers(monkeypatch, folder, pause=0.005)
     return folder
-
-
-class Reader:
-    """Collects a client's outputs."""
-
-    def __init__(self, client: EngineConnection | DataParallelClient) -> None:
-        self.client = client
-        self.outputs: dict[str, list] = {}
-        self.error = ""
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async for step in self.client.outputs():
-                for output in step.outputs:
-                    self.outputs.setdefault(output.request_id, []).append(output)
-        except EngineDeadError as error:
-            self.error = str(error)
-
-    async def finished(self, *names: str) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not all(name in self.outputs and self.outputs[name][-1].finish_reason for name in names):
-                await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -70,16 +46,12 @@ async def test_each_client_gets_the_outputs_of_its_requests(model_dir: Path, siz
         for number, name in enumerate(names):
             reader = (first, second)[number % 2]
             await reader.client.add_request(request(name, [number + 1, 2, 3], max_tokens=100, ignore_eos=True))
-        async with asyncio.timeout(PATIENCE):
-            while (owner.num_others, first.client.num_others, second.client.num_others) != (6, 3, 3):
-                await asyncio.sleep(0.005)
+        await until(lambda: (owner.num_others, first.client.num_others, second.client.num_others) == (6, 3, 3))
         await first.finished(*names[::2])
         await second.finished(*names[1::2])
         assert (first.outputs.keys(), second.outputs.keys()) == (set(names[::2]), set(names[1::2]))
         assert {len(ids) for ids in tokens_of(first.outputs | second.outputs).values()} == {100}
-        async with asyncio.timeout(PATIENCE):
-            while owner.num_others or first.client.num_others or second.client.num_others:
-                await asyncio.sleep(0.005)
+        await until(lambda: not (owner.num_others or first.client.num_others or second.client.num_others))
 
 
 async def test_an_id_in_use_is_refused_to_the_client_that_uses_it_again(model_dir: Path) -> None:
@@ -99,13 +71,9 @@ async def test_the_requests_of_a_client_that_is_gone_are_aborted(model_dir: Path
         for number in range(4):
             await first.client.add_request(request(f"r{number}", [number + 1], max_tokens=250, ignore_eos=True))
         await second.client.add_request(request("other", [9], max_tokens=100, ignore_eos=True))
-        async with asyncio.timeout(PATIENCE):
-            while len(first.outputs) < 4:
-                await asyncio.sleep(0.005)
+        await first.begun(*(f"r{number}" for number in range(4)))
         first.client._context.destroy(linger=0)  # as if the process were killed
-        async with asyncio.timeout(PATIENCE):
-            while owner.num_others != 1:
-                await asyncio.sleep(0.005)
+        await until(lambda: owner.num_others == 1)
         await second.finished("other")
         stats = await second.client.utility("stats")
         assert stats["num_running"] == 0
@@ -128,8 +96,8 @@ async def test_the_death_of_an_engine_is_passed_on(model_dir: Path, size: int) -
     async with started(model_dir, data_parallel_size=size) as (_, first, second):
         call = asyncio.create_task(first.client.utility("ping"))
         first.client.die("The engine process was ended by signal 9.")
-        await asyncio.wait_for(first.task, PATIENCE)
-        assert "ended by signal 9" in first.error
+        await first.ended()
+        assert "ended by signal 9" in str(first.error)
         assert "ended by signal 9" in (first.client.health_problem() or "")
         with contextlib.suppress(EngineDeadError):
             await asyncio.wait_for(call, PATIENCE)

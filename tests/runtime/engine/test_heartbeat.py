@@ -7,9 +7,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,9 @@ from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import StepOutputs
+from tests.support.clients import PATIENCE, until
 from tests.support.engines import request, tiny_config, write_tiny_model
 from tests.support.fake_worker import FAKE_ENGINE_CODE, use_fake_workers
-
-PATIENCE = 60.0
 
 
 @pytest.fixture
@@ -38,12 +36,6 @@ async def started(model_dir: Path, **options: object) -> AsyncIterator[AsyncEngi
     finally:
         await client.shutdown(drain=False, timeout=0.1)
         await client.shutdown(drain=False, timeout=0.1)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_silent_engine_is_unhealthy_until_it_beats_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

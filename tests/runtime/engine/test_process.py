@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,13 +24,12 @@ from compile_and_serve.runtime.engine.client import AsyncEngineClient, SyncEngin
 from compile_and_serve.runtime.engine.connection import OUTPUTS_PER_TURN, EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.engine_socket import RECEIVED_TOKENS, EngineSocket, engine_address
 from compile_and_serve.runtime.engine.process import BOOT_CODE
-from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling
+from compile_and_serve.runtime.messages import AddRequest, Sibling
+from tests.support.clients import PATIENCE, Reader, reading, until
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.processes import cpu_seconds, is_running, wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-PATIENCE = 90.0  # seconds until a wait counts as a hang; processes start slowly on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -38,49 +37,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("process") / "tiny")
 
 
-class Reader:
-    """Collects the outputs of a client's engine."""
-
-    def __init__(self, client: AsyncEngineClient) -> None:
-        self.client = client
-        self.outputs: dict[str, list[RequestOutput]] = {}
-        self.error: Exception | None = None
-        self._changed = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async for step in self.client.outputs():
-                for output in step.outputs:
-                    self.outputs.setdefault(output.request_id, []).append(output)
-                self._changed.set()
-        except EngineDeadError as error:
-            self.error = error
-
-    async def until(self, condition: Callable[[dict[str, list[RequestOutput]]], bool]) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not condition(self.outputs):
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def until_finished(self, *names: str) -> None:
-        await self.until(lambda got: all(name in got and got[name][-1].finish_reason for name in names))
+Started = tuple[AsyncEngineClient, Reader[AsyncEngineClient]]
 
 
 @contextlib.asynccontextmanager
-async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple[AsyncEngineClient, Reader]]:
-    client = AsyncEngineClient(tiny_config(model_dir, **options))
-    await asyncio.wait_for(client.start(), PATIENCE)
-    reader = Reader(client)
-    try:
-        yield client, reader
-    finally:
-        await client.shutdown(drain=False)
-        await asyncio.wait_for(reader.task, PATIENCE)
+async def started(model_dir: Path, **options: object) -> AsyncIterator[Started]:
+    async with reading(AsyncEngineClient(tiny_config(model_dir, **options))) as reader:
+        yield reader.client, reader
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model_dir: Path) -> AsyncIterator[tuple[AsyncEngineClient, Reader]]:
+async def engine(model_dir: Path) -> AsyncIterator[Started]:
     async with started(model_dir, async_scheduling=True) as pair:
         yield pair
 
@@ -89,12 +56,12 @@ def requests_of(prefix: str, count: int) -> list:
     return [request(f"{prefix}{i}", [1 + i, 2, 3], temperature=0.9, seed=i, max_tokens=8 + i % 5) for i in range(count)]
 
 
-async def test_tokens_are_those_of_the_engine_in_this_process(engine: tuple[AsyncEngineClient, Reader], model_dir: Path) -> None:
+async def test_tokens_are_those_of_the_engine_in_this_process(engine: Started, model_dir: Path) -> None:
     client, reader = engine
     requests = requests_of("same", 12)
     for one in requests:
         await client.add_request(one)
-    await reader.until_finished(*(one.request_id for one in requests))
+    await reader.finished(*(one.request_id for one in requests))
     local = SyncEngine(tiny_config(model_dir))
     assert local.info == client.info
     expected = tokens_of(run_requests(local.core, requests))
@@ -104,25 +71,25 @@ async def test_tokens_are_those_of_the_engine_in_this_process(engine: tuple[Asyn
         local.step()
 
 
-async def test_64_requests_at_once_leave_no_block_behind(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_64_requests_at_once_leave_no_block_behind(engine: Started) -> None:
     client, reader = engine
     before = await client.utility("stats")
     requests = requests_of("many", 64)
     await asyncio.gather(*(client.add_request(one) for one in requests))
-    await reader.until_finished(*(one.request_id for one in requests))
+    await reader.finished(*(one.request_id for one in requests))
     after = await client.utility("stats")
     assert after["num_free_blocks"] == before["num_free_blocks"] == before["num_total_blocks"]
     assert after["num_running"] == after["num_waiting"] == 0
     assert client.stats.num_free_blocks == after["num_free_blocks"]
 
 
-async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(engine: Started) -> None:
     client, reader = engine
     good = request("good", [5, 6], max_tokens=20)
     await client.add_request(good)
     await client.add_request(request("bad", [5, 100000]))
     await client.add_request(request("hot", [5], temperature=-9.0))
-    await reader.until_finished("good", "bad", "hot")
+    await reader.finished("good", "bad", "hot")
     bad = reader.outputs["bad"][-1]
     assert (bad.finish_reason, bad.error_kind) == ("error", "invalid")
     assert bad.error == "The prompt has token id 100000, but the model's ids are 0 to 319."
@@ -130,11 +97,11 @@ async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(en
     assert len(tokens_of(reader.outputs)["good"]) == 20
 
 
-async def test_all_sequences_of_a_bad_request_come_back(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_all_sequences_of_a_bad_request_come_back(engine: Started) -> None:
     client, reader = engine
     bad = msgspec.structs.replace(request("refused", [5, 100000]), siblings=[Sibling("refused too")])
     await client.add_request(bad)
-    await reader.until_finished("refused", "refused too")
+    await reader.finished("refused", "refused too")
     assert all("token id 100000" in (reader.outputs[name][-1].error or "") for name in bad.request_ids)
 
 
@@ -158,10 +125,10 @@ async def test_prompts_are_received_within_a_bound_per_step(tmp_path: Path) -> N
         receiver.close()
 
 
-async def test_an_abort_frees_the_blocks_of_its_request(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_an_abort_frees_the_blocks_of_its_request(engine: Started) -> None:
     client, reader = engine
     await client.add_request(request("long", [9, 9], max_tokens=250))
-    await reader.until(lambda got: "long" in got)
+    await reader.begun("long")
     await client.abort(["long", "never heard of"])
     stats = await client.utility("stats")
     assert stats["num_running"] == 0
@@ -169,7 +136,7 @@ async def test_an_abort_frees_the_blocks_of_its_request(engine: tuple[AsyncEngin
     assert reader.outputs["long"][-1].finish_reason is None
 
 
-async def test_utility_calls_are_answered_while_requests_run(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_utility_calls_are_answered_while_requests_run(engine: Started) -> None:
     client, _ = engine
     await client.add_request(request("busy", [4], max_tokens=200))
     assert await client.utility("ping") == {"ok": True}
@@ -179,13 +146,13 @@ async def test_utility_calls_are_answered_while_requests_run(engine: tuple[Async
     assert client.is_alive
 
 
-async def test_a_client_that_lags_behind_yields_to_other_tasks(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_a_client_that_lags_behind_yields_to_other_tasks(engine: Started) -> None:
     """The engine runs ahead while this process does something else."""
     client, reader = engine
     names = [f"ahead{i}" for i in range(16)]
     for number, name in enumerate(names):
         await client.add_request(request(name, [1 + number], max_tokens=200, ignore_eos=True))
-    await reader.until(lambda got: all(name in got for name in names))
+    await reader.begun(*names)
     assert client.pid is not None
     before = cpu_seconds(client.pid)
     wait_until(lambda: cpu_seconds(client.pid) - before > 0.05, PATIENCE)  # for two of the 200 steps at least
@@ -197,7 +164,7 @@ async def test_a_client_that_lags_behind_yields_to_other_tasks(engine: tuple[Asy
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    await reader.until_finished(*names)
+    await reader.finished(*names)
     task.cancel()
     counts.append(sum(len(reader.outputs[name]) for name in names))
     most = max(after - before for before, after in pairwise(counts))
@@ -208,7 +175,7 @@ async def test_a_full_queue_is_not_reported_as_a_bad_request(model_dir: Path) ->
     async with started(model_dir, max_num_seqs=1, max_waiting=0) as (client, reader):
         await client.add_request(request("first", [1], max_tokens=200))
         await client.add_request(request("second", [2]))
-        await reader.until_finished("first", "second")
+        await reader.finished("first", "second")
         second = reader.outputs["second"][-1]
         assert (second.finish_reason, second.error_kind) == ("error", "overloaded")
 
@@ -216,10 +183,10 @@ async def test_a_full_queue_is_not_reported_as_a_bad_request(model_dir: Path) ->
 async def test_the_abort_of_the_last_request_updates_the_stats(model_dir: Path) -> None:
     async with started(model_dir, async_scheduling=False) as (client, reader):
         await client.add_request(request("only", [1], max_tokens=250))
-        await reader.until(lambda got: "only" in got)
+        await reader.begun("only")
         assert client.stats.num_running == 1
         await client.abort(["only"])
-        await reader.until(lambda _: client.stats.num_running == 0)
+        await until(lambda: client.stats.num_running == 0)
         assert client.stats.num_free_blocks == client.stats.num_total_blocks
         assert reader.outputs["only"][-1].finish_reason is None
 
@@ -227,12 +194,12 @@ async def test_the_abort_of_the_last_request_updates_the_stats(model_dir: Path) 
 async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         await client.add_request(request("running", [1], max_tokens=100))
-        await reader.until(lambda got: "running" in got)
+        await reader.begun("running")
         assert client.pid is not None
         for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal and systemd send them: they are for the parent
             os.kill(client.pid, number)
         await asyncio.wait_for(client.shutdown(drain=True), PATIENCE)
-        await asyncio.wait_for(reader.task, PATIENCE)
+        await reader.ended()
         assert reader.error is None
         assert len(tokens_of(reader.outputs)["running"]) == 100
         assert client.exit_status == 0
@@ -244,9 +211,9 @@ async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
 async def test_shutdown_without_drain_ends_running_requests(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         await client.add_request(request("running", [1], max_tokens=250))
-        await reader.until(lambda got: "running" in got)
+        await reader.begun("running")
         await asyncio.wait_for(client.shutdown(drain=False), PATIENCE)
-        await asyncio.wait_for(reader.task, PATIENCE)
+        await reader.ended()
         assert reader.outputs["running"][-1].finish_reason == "abort"
         assert client.exit_status == 0
 
@@ -260,7 +227,7 @@ async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> N
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="ended by signal 9"):
             await asyncio.wait_for(call, PATIENCE)
-        await asyncio.wait_for(reader.task, PATIENCE)
+        await reader.ended()
         assert "ended by signal 9" in str(reader.error)
         assert not client.is_alive
         with pytest.raises(EngineDeadError, match="ended by signal 9"):
@@ -293,7 +260,7 @@ async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypat
     monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", BOOT_CODE.removesuffix("main()\n") + sabotage)
     async with started(model_dir) as (client, reader):
         await client.add_request(request("one", [1]))
-        await asyncio.wait_for(reader.task, PATIENCE)
+        await reader.ended()
         assert str(reader.error) == "The engine failed while it computed a step: RuntimeError: kernel exploded"
         await client.shutdown()
         assert client.exit_status == 1
@@ -315,7 +282,8 @@ async def test_the_engine_ends_when_its_parent_is_killed(model_dir: Path) -> Non
         import asyncio, sys
         from pathlib import Path
         from compile_and_serve.runtime.engine.client import AsyncEngineClient
-        from tests.support.engines import tiny_config
+        from tests.support.clients import PATIENCE, Reader, reading, until
+from tests.support.engines import tiny_config
         async def main():
             client = AsyncEngineClient(tiny_config(Path({str(model_dir)!r})))
             await client.start()

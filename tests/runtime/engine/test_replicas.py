@@ -14,12 +14,10 @@ import pytest
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, SyncEngine
 from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
-from compile_and_serve.runtime.messages import RequestOutput
+from tests.support.clients import PATIENCE, Reader, reading, until
 from tests.support.engines import request, tiny_config, write_tiny_model
 from tests.support.fake_worker import use_fake_workers
 from tests.support.processes import is_running
-
-PATIENCE = 60.0
 
 
 @pytest.fixture
@@ -27,53 +25,15 @@ def model_dir(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "tiny")
 
 
-class Reader:
-    """Collects the replicas' outputs. replicas: request id → indices of the replicas that answered it."""
-
-    def __init__(self, client: DataParallelClient) -> None:
-        self.client = client
-        self.outputs: dict[str, list[RequestOutput]] = {}
-        self.replicas: dict[str, set[int]] = {}
-        self.num_held = 0  # as reported last
-        self.error: Exception | None = None
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async for step in self.client.outputs():
-                if step.stats is not None and step.replica == 0:
-                    self.num_held = step.stats.num_held
-                for output in step.outputs:
-                    self.outputs.setdefault(output.request_id, []).append(output)
-                    self.replicas.setdefault(output.request_id, set()).add(step.replica)
-        except EngineDeadError as error:
-            self.error = error
-
-    async def finished(self, *names: str) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not all(self.outputs.get(name, [RequestOutput(request_id="")])[-1].finish_reason for name in names):
-                await asyncio.sleep(0.01)
-
-    async def begun(self, *names: str) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not all(name in self.outputs for name in names):
-                await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
-async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple[DataParallelClient, Reader]]:
+async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple[DataParallelClient, Reader[DataParallelClient]]]:
     client = make_client(tiny_config(model_dir, **({"data_parallel_size": 2} | options)))
     assert isinstance(client, DataParallelClient)
-    await asyncio.wait_for(client.start(), PATIENCE)
-    reader = Reader(client)
-    pids = [replica.pid for replica in client.replicas]
-    try:
+    async with reading(client) as reader:
+        pids = [replica.pid for replica in client.replicas]
         yield client, reader
-    finally:
         await client.shutdown(drain=False)
-        await client.shutdown(drain=False)
-        await asyncio.wait_for(reader.task, PATIENCE)
-        assert not any(is_running(pid) for pid in pids if pid is not None)
+    assert not any(is_running(pid) for pid in pids if pid is not None)
 
 
 def prompt(seed: int) -> list[int]:
@@ -91,9 +51,7 @@ async def test_what_can_wait_does_not_run_beside_requests(model_dir: Path, tmp_p
             await client.add_request(request(name, prompt(i), max_tokens=8 + i))
         await reader.finished(*names)
         assert all(replica.stats.pending_work for replica in client.replicas)
-        async with asyncio.timeout(PATIENCE):
-            while any(replica.stats.pending_work for replica in client.replicas):
-                await asyncio.sleep(0.01)
+        await until(lambda: not any(replica.stats.pending_work for replica in client.replicas))
     for replica in range(2):
         done = (tmp_path / f"{replica}-0").read_text().split()
         first, last = done.index("step"), len(done) - 1 - done[::-1].index("step")
@@ -171,7 +129,7 @@ async def test_requests_without_room_end_with_the_replicas(model_dir: Path, monk
                 os.kill(replica.pid, signal.SIGKILL)
         else:
             await client.shutdown(drain=ending == "drain")
-        await asyncio.wait_for(reader.task, PATIENCE)
+        await reader.ended()
         expected = {"drain": "length", "stop": "abort", "kill": "error"}[ending]
         assert {reader.outputs[name][-1].finish_reason for name in names[:7]} == {expected}
         assert "r7" not in reader.outputs
@@ -268,7 +226,7 @@ async def test_all_dead_ends_the_outputs(model_dir: Path, monkeypatch: pytest.Mo
         for replica in client.replicas:
             assert replica.pid is not None
             os.kill(replica.pid, signal.SIGKILL)
-        await asyncio.wait_for(reader.task, PATIENCE)
+        await reader.ended()
         assert "was ended by signal 9" in str(reader.error)
 
 
