@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule
 
 from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.capture.capture import CapturedGraph
@@ -25,6 +28,22 @@ def pass_context(captured: CapturedGraph, dtype: torch.dtype, **options: Any) ->
     return PassContext(device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode, **options)
 
 
+def _unchanged(module: Any) -> None:
+    """Models are captured as they are."""
+
+
+_captures: dict[str | None, CapturedGraph] = {}  # a capture takes longer than all passes
+
+
+def _copied(captured: CapturedGraph) -> CapturedGraph:
+    graph = Graph()
+    graph.output(graph.graph_copy(captured.gm.graph, {}))
+    gm = GraphModule(captured.gm, graph)
+    for node, original in zip(gm.graph.nodes, captured.gm.graph.nodes, strict=True):
+        node.name, node.meta = original.name, dict(original.meta)
+    return replace(captured, gm=gm, weights=deepcopy(captured.weights))
+
+
 def rewrite(
     spec: ModelSpec,
     config: CompileConfig | None = None,
@@ -32,7 +51,7 @@ def rewrite(
     *,
     kernels: frozenset[str] = KERNELS,
     disabled: frozenset[str] = frozenset(),
-    change: Callable[[Any], object] = lambda module: None,
+    change: Callable[[Any], object] = _unchanged,
     plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan,
     passes: Sequence[GraphPass] | None = None,
     verify: bool = True,
@@ -40,7 +59,10 @@ def rewrite(
     """Every pass over a model, each verified in float64 unless `verify` is off. change: the module, plan: its tp_plan, before."""
     config = config or CompileConfig()
     change(spec.module)
-    captured = capture_spec(spec, dtype, quantized=spec.quantized_weights)
+    key = None if change is not _unchanged or spec.quantized_weights else f"{dict(spec.config)} {dtype} {type(spec.module)}"
+    captured = _copied(_captures[key]) if key in _captures else capture_spec(spec, dtype, quantized=spec.quantized_weights)
+    if key and key not in _captures:
+        _captures[key] = _copied(captured)
     ctx = pass_context(
         captured,
         dtype,

@@ -284,13 +284,9 @@ def test_estimate() -> None:
     assert runner.report()["estimated_bytes"] == runner.estimate_bytes(64, 10**6)
 
 
-def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
+def test_estimate_of_piecewise_graphs(shared_cache_dir: Path) -> None:
     """What the graphs of a size keep is what its capture holds; the others' share is by their length."""
-    spec = tiny_spec()
-    model = compile_model(
-        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32, kernels=frozenset({"rope_attention"})
-    )
-    fill(model)
+    spec, model = compiled(shared_cache_dir)
     state = caches(spec, torch.float32)
 
     def prompt(size: int) -> Step:

@@ -21,7 +21,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.families.llama import LlamaDecoderLayer
-from tests.support.rewriting import compute, pass_context
+from tests.support.rewriting import KERNELS, compute, pass_context
 from tests.support.tiny_models import caches, capture_decoder, fill, step, tiny_spec
 
 FEATURES = 8
@@ -448,15 +448,15 @@ def in_place_layer(
     return x_TD.add_(layer.mlp(layer.post_attention_layernorm(x_TD)))
 
 
-def test_a_model_that_writes_in_place_compiles_to_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_writes_in_place_compiles_to_the_same_code(shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(verify_passes: bool) -> tuple[torch.Tensor, CompiledModel]:
         spec = tiny_spec()
         model = compile_model(
             spec,
-            CompileConfig(cache_dir=tmp_path, verify_passes=verify_passes),
+            CompileConfig(cache_dir=shared_cache_dir, verify_passes=verify_passes),
             device=torch.device("cpu"),
             dtype=torch.float32,
-            kernels=frozenset({"fused_linear"}),
+            kernels=KERNELS,
         )
         fill(model)
         return step(model, [5, 6, 7, 8], 0, caches(spec, torch.float32)), model

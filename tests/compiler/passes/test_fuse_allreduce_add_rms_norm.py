@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,9 +12,7 @@ from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
-from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
 from tests.compiler.passes.test_tensor_parallel import LAYERS, run
-from tests.support.ranks import run_ranks
 from tests.support.rewriting import KERNELS, check_unchanged, check_verified, result_of
 
 NAME = "fuse_allreduce_add_rms_norm"
@@ -75,28 +71,3 @@ def test_near_misses_say_why() -> None:
         assert (result.matched, len(result.near_misses)) == (2 * LAYERS - count, count)
         assert reason in result.near_misses[0].reason
         assert "models/" in result.near_misses[0].source or "test_fuse" in result.near_misses[0].source
-
-
-def operands(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(99)
-    residual, weight = torch.randn(5, 24, generator=generator), torch.randn(24, generator=generator)
-    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
-    return x.to(dtype), residual.to(dtype), weight.to(dtype)
-
-
-def fuse(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [allreduce_add_rms_norm(*operands(rank, dtype), 1e-5) for dtype in (torch.float32, torch.bfloat16)]
-
-
-@pytest.mark.parametrize("size", [2])
-def test_the_op_equals_its_formula(size: int, tmp_path: Path) -> None:
-    by_rank = run_ranks(size, fuse, folder=tmp_path)
-    for i, (dtype, tolerance) in enumerate(((torch.float32, 1e-6), (torch.bfloat16, 2**-7))):
-        parts = [operands(rank, dtype) for rank in range(size)]
-        total = torch.stack([x.double() for x, _, _ in parts]).sum(0) + parts[0][1].double()
-        normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
-        for outs in by_rank:
-            torch.testing.assert_close(outs[i][0].double(), total, rtol=tolerance, atol=tolerance)
-            torch.testing.assert_close(outs[i][1].double(), normed, rtol=2 * tolerance, atol=2 * tolerance)
-            assert torch.equal(outs[i][0], by_rank[0][i][0])
-            assert torch.equal(outs[i][1], by_rank[0][i][1])

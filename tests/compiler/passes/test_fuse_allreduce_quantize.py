@@ -23,7 +23,6 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
-from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
 from tests.compiler.passes.test_tensor_parallel import LAYERS
 from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT
 from tests.support.ranks import run_ranks
@@ -127,6 +126,13 @@ def test_other_readers_and_static_scales_are_near_misses() -> None:
     assert "a scale from its checkpoint" in result.near_misses[1].reason
 
 
+def operands(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    residual, weight = torch.randn(5, 24, generator=generator), torch.randn(24, generator=generator)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+    return x.to(dtype), residual.to(dtype), weight.to(dtype)
+
+
 def fuse(rank: int) -> list[tuple[torch.Tensor, ...]]:
     """The op with and without quantization; float8 as bytes, which can be sent."""
     outs: list[tuple[torch.Tensor, ...]] = []
@@ -137,9 +143,15 @@ def fuse(rank: int) -> list[tuple[torch.Tensor, ...]]:
     return outs
 
 
-def test_the_op_is_the_sum_and_then_the_quantization(tmp_path: Path) -> None:
-    """Bit-identical on every rank. The sum and the norm have their own tests."""
+def test_the_ops_are_the_sum_the_norm_and_then_the_quantization(tmp_path: Path) -> None:
+    """Bit-identical on every rank."""
     by_rank = run_ranks(2, fuse, folder=tmp_path)
+    for (total, normed), (dtype, tolerance) in zip(by_rank[0][::2], ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)), strict=True):
+        parts = [operands(rank, dtype) for rank in range(2)]
+        exact = sum(x.double() for x, _, _ in parts) + parts[0][1].double()
+        exact_norm = exact / (exact.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
+        torch.testing.assert_close(total.double(), exact, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(normed.double(), exact_norm, rtol=2 * tolerance, atol=2 * tolerance)
     for outs in by_rank:
         for (total, normed), ours in zip(outs[::2], outs[1::2], strict=True):
             values, scale = quantize_activations(normed, torch.float8_e4m3fn)

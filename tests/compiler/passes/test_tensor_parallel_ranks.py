@@ -95,54 +95,39 @@ def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     assert reports[0]["distinct_pieces"] == 3
 
 
-PARTITIONS = {"tensor": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]]}
-
-
-def collectives_of_groups(rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    x, ones = random_part(rank, torch.float32), torch.ones(7)
-    results = {}
-    for name in PARTITIONS:
-        total, _ = allreduce_add_rms_norm(x, torch.ones_like(x), ones, 1e-6, name)
-        results[name] = (all_reduce(x, name), all_gather(x, 2, 14, name), total, torch.tensor(rank_group(name).rank))
-    assert torch.equal(all_reduce(x), results["tensor"][0])  # the default
-    return results
-
-
-def test_collectives_name_their_group(tmp_path: Path) -> None:
-    by_rank = run_ranks(4, collectives_of_groups, folder=tmp_path, partitions=PARTITIONS)
-    for name, partition in PARTITIONS.items():
-        for members in partition:
-            parts = [random_part(member, torch.float32) for member in members]
-            for index, member in enumerate(members):
-                total, gathered, with_residual, rank = by_rank[member][name]
-                torch.testing.assert_close(total, parts[0] + parts[1])
-                assert torch.equal(gathered, torch.cat(parts, dim=1))
-                torch.testing.assert_close(with_residual, 1 + parts[0] + parts[1])
-                assert rank == index
-
-
-def reduce_and_gather(rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    outs = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = random_part(rank, dtype)
-        outs.append((all_reduce(x), all_gather(x, size, 7 * size - 2)))
-    return outs
+PARTITIONS = {"tensor": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]], "all": [[0, 1, 2, 3]]}
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
 def random_part(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(5, 14, generator=torch.Generator().manual_seed(rank)).to(dtype)[:, ::2]  # strided
 
 
-def test_collectives_equal_their_definition(tmp_path: Path) -> None:
-    size = 3
-    by_rank = run_ranks(size, reduce_and_gather, size, folder=tmp_path)
-    for i, dtype in enumerate((torch.float32, torch.bfloat16)):
-        parts = [random_part(rank, dtype) for rank in range(size)]
-        total = torch.stack([part.double() for part in parts]).sum(0)
-        for outs in by_rank:
-            reduced, gathered = outs[i]
-            assert reduced.dtype == dtype
-            torch.testing.assert_close(reduced.double(), total, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
-            assert torch.equal(reduced, by_rank[0][i][0])
-            assert torch.equal(gathered, torch.cat(parts, 1)[:, : 7 * size - 2])
-            assert gathered.is_contiguous()
+def collectives_of_groups(rank: int) -> dict[tuple[str, torch.dtype], tuple[torch.Tensor, ...]]:
+    results = {}
+    for name, partition in PARTITIONS.items():
+        size = len(partition[0])
+        for dtype in DTYPES:
+            x = random_part(rank, dtype)
+            total, _ = allreduce_add_rms_norm(x, torch.ones_like(x), torch.ones(7, dtype=dtype), 1e-6, name)
+            index = torch.tensor(rank_group(name).rank)
+            results[name, dtype] = (all_reduce(x, name), all_gather(x, size, 7 * size - 2, name), total, index)
+    assert torch.equal(all_reduce(random_part(rank, torch.float32)), results["tensor", torch.float32][0])  # the default
+    return results
+
+
+def test_collectives_equal_their_definition_in_every_group(tmp_path: Path) -> None:
+    by_rank = run_ranks(4, collectives_of_groups, folder=tmp_path, partitions=PARTITIONS)
+    for name, dtype in by_rank[0]:
+        for members in PARTITIONS[name]:
+            parts = [random_part(member, dtype) for member in members]
+            expected = torch.stack([part.double() for part in parts]).sum(0)
+            for index, member in enumerate(members):
+                total, gathered, with_residual, rank = by_rank[member][name, dtype]
+                assert total.dtype == with_residual.dtype == dtype
+                torch.testing.assert_close(total.double(), expected, rtol=DTYPES[dtype], atol=1e-6)
+                torch.testing.assert_close(with_residual.double(), 1 + expected, rtol=2 * DTYPES[dtype], atol=2 * DTYPES[dtype])
+                assert torch.equal(total, by_rank[members[0]][name, dtype][0])
+                assert torch.equal(gathered, torch.cat(parts, dim=1)[:, : 7 * len(members) - 2])
+                assert gathered.is_contiguous()
+                assert rank == index

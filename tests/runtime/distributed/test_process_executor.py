@@ -245,10 +245,10 @@ def test_an_idle_task_that_never_ends_is_given_up(model_dir: Path, monkeypatch: 
 
 
 def test_a_long_step_is_not_given_up_while_ranks_make_progress(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=4)
-    executor = start(model_dir, Ranks(), stuck_seconds=1.2)
+    use_fake_workers(monkeypatch, model_dir, pause=0.5, collectives=6)
+    executor = start(model_dir, Ranks(), stuck_seconds=2.5)
     assert run(executor, range(1)) == [{"a": [0]}]
-    time.sleep(1.3)  # idle ranks send no reports
+    time.sleep(2.6)  # idle ranks send no reports
     assert run(executor, range(1, 2)) == [{"a": [1]}]
     executor.shutdown()
 
