@@ -6,15 +6,15 @@ place, unlike the decoders under test.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from tests.support.quantized_checkpoints import write_pair
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -120,15 +120,5 @@ def write_grouped(
         seed = int(layer) * 4 + ("o_proj" in module) + 2 * ("mlp" in module) + ("down" in module)
         tensors, dequantized[name] = pack(module, tensor, config, seed)
         quantized |= tensors
-    out = []
-    for kind, held in (("quantized", quantized), ("dequantized", dequantized)):
-        target = folder / kind
-        shutil.copytree(plain, target)
-        save_file({n: t.contiguous() for n, t in held.items()}, target / "model.safetensors", metadata={"format": "pt"})
-        out.append(target)
-    file = out[0] / "config.json"
-    settings = json.loads(file.read_text())
-    settings |= {"torch_dtype": "float16", "quantization_config": config}
-    settings.pop("dtype", None)
-    file.write_text(json.dumps(settings))
-    return out[0], out[1]
+    settings = {"dtype": None, "torch_dtype": "float16", "quantization_config": config}
+    return write_pair(plain, folder, quantized, dequantized, settings)

@@ -72,12 +72,16 @@ def write_quantized(plain: Path, folder: Path, config: dict[str, Any]) -> tuple[
         if is_static:
             quantized[f"{module}.input_scale"] = torch.tensor([12.0 / LARGEST[dtype]])
         dequantized[name] = dequantize_weight(quantized[name], scale.contiguous(), torch.float32)
-    out = []
-    for kind, held in (("quantized", quantized), ("dequantized", dequantized)):
-        target = folder / kind
-        shutil.copytree(plain, target)
-        save_file(held, target / "model.safetensors", metadata={"format": "pt"})
-        out.append(target)
-    settings = json.loads((plain / "config.json").read_text())
-    (out[0] / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
-    return out[0], out[1]
+    return write_pair(plain, folder, quantized, dequantized, {"quantization_config": config})
+
+
+def write_pair(
+    plain: Path, folder: Path, quantized: dict[str, torch.Tensor], dequantized: dict[str, torch.Tensor], settings: dict[str, Any]
+) -> tuple[Path, Path]:
+    """Copies of `plain` with other tensors. settings: of the first one's config.json"""
+    paths = folder / "quantized", folder / "dequantized"
+    for path, tensors in zip(paths, (quantized, dequantized), strict=True):
+        shutil.copytree(plain, path)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    (paths[0] / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | settings))
+    return paths

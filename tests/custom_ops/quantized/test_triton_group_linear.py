@@ -77,10 +77,6 @@ def call(
     return arguments, y if residual is None else y + residual.double()
 
 
-def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return relative_error(out, expected)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("out", "inner"), [(64, 128), (100, 200), (130, 576)])
 def test_layouts_give_back_the_codes(bits: int, out: int, inner: int) -> None:
@@ -96,14 +92,14 @@ def test_layouts_give_back_the_codes(bits: int, out: int, inner: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tiles(bits: int, offset: str, dtype: torch.dtype) -> None:
     arguments, expected = call(3, 100, 320, bits=bits, offset=offset, dtype=dtype, extras=True)
-    assert error_of(group_linear(**arguments), expected) < LIMITS[dtype]
+    assert relative_error(group_linear(**arguments), expected) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, 640])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_group_sizes(bits: int, group_size: int) -> None:
     arguments, expected = call(2, 64, 600, bits=bits, group_size=group_size)
-    assert error_of(group_linear(**arguments), expected) < LIMITS[torch.float32]
+    assert relative_error(group_linear(**arguments), expected) < LIMITS[torch.float32]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 80])
@@ -111,7 +107,7 @@ def test_group_sizes(bits: int, group_size: int) -> None:
 def test_silu_mul(num_tokens: int, extras: bool) -> None:
     for out in (256, 200):  # the halves are whole tiles, or not
         arguments, expected = call(num_tokens, out, 256, silu_mul=True, extras=extras)
-        assert error_of(GroupLinear(**arguments).run(TILE), expected) < 5e-6
+        assert relative_error(GroupLinear(**arguments).run(TILE), expected) < 5e-6
 
 
 @pytest.mark.parametrize("config", [(64, 1, 3, 4), (64, 4, 3, 4), (128, 2, 3, 8)])
@@ -121,7 +117,7 @@ def test_configurations(config: tuple[int, int, int, int]) -> None:
         arguments["x_TI"], arguments["packed"], arguments["scale"], arguments["offset"], 300, 4, 128, arguments["bias_O"],
         False, arguments["residual_TO"], config,
     )  # fmt: skip
-    assert error_of(out, expected) < LIMITS[torch.float32]
+    assert relative_error(out, expected) < LIMITS[torch.float32]
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
@@ -148,7 +144,7 @@ def test_expanded_weights_and_a_norm() -> None:
         *(arguments[name] for name in ("x_TI", "packed", "scale", "offset", "out_features", "bits", "group_size")), norm, 1e-5
     )
     for kernel in linear.kernels():
-        assert error_of(linear.run(kernel), reference.double()) < 1e-5
+        assert relative_error(linear.run(kernel), reference.double()) < 1e-5
 
 
 @pytest.mark.parametrize(("table", "group_size"), [("e2m1", 16), ("e2m1", 32), ("nf4", 64), ("fp4", 128)])
@@ -166,7 +162,7 @@ def test_tables(table: str, group_size: int) -> None:
         else:
             expected += residual.double()
         y = group_linear(x, *packed, 4, group_size, silu_mul=silu_mul, residual_TO=None if silu_mul else residual, table=table)
-        assert error_of(y, expected) < LIMITS[dtype]
+        assert relative_error(y, expected) < LIMITS[dtype]
         for stored in LIMITS:
             rounded = dequantize(*packed[:3], out, inner, 4, group_size, stored, table)
             reference = dequantize_groups(codes, scale, None, 4, group_size, stored, table=table)

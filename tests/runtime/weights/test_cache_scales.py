@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.models.cache_scales import UnfoldableScalesError, weight_factors
 from compile_and_serve.models.families import llama
 from compile_and_serve.models.quantization.stored_weights import checkpoint_cache_dtype
-from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.weights import load_weights, read_config
 from tests.runtime.weights.test_float4_checkpoints import MODELOPT, packed
+from tests.support import loaded_checkpoints
 from tests.support.engines import prompt_of, request, run_requests, tiny_config
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import write_grouped
+from tests.support.loaded_checkpoints import EAGER, TOKENS, write_plain
 from tests.support.numbers import relative_error
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
 from tests.support.ranks import run_ranks
@@ -34,7 +34,6 @@ from tests.support.tiny_models import caches, step, tiny_spec
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 CT = {"quant_method": "compressed-tensors"}
-TOKENS = [5, 6, 7, 8, 200, 41]
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 K_SCALE, V_SCALE = 0.05, 0.003  # used as 2^-4 and 2^-8
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -54,29 +53,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(family: str) -> Path:
         if family not in made:
-            import transformers
-
-            torch.manual_seed(0)
-            sizes = {
-                "vocab_size": 320,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "max_position_embeddings": 256,
-                "initializer_range": 0.08,
-                "tie_word_embeddings": False,
-                "attention_bias": True,
-            }
-            config = getattr(transformers, f"{family}Config")(**sizes)
-            model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    torch.nn.init.normal_(parameter, std=0.1)
-            made[family] = tmp_path_factory.mktemp(family)
-            model.save_pretrained(made[family])
+            made[family] = write_plain(tmp_path_factory.mktemp(family), torch.bfloat16, family, attention_bias=True)
         return made[family]
 
     return make
@@ -92,16 +69,12 @@ def add_scales(folder: Path, names: tuple[str, str] = NAMES[0], values: tuple[An
     return folder
 
 
-def load(folder: Path, config: CompileConfig | None = None, dtype: torch.dtype = torch.float32, fold: bool = True) -> Model:
-    spec = build_model(read_config(folder), dtype=dtype)
-    kernels = frozenset({"rope_attention", "fused_linear"})
-    model = compile_model(spec, config or CompileConfig(mode="eager"), device=CPU, dtype=dtype, kernels=kernels)
-    load_weights(model, spec, folder, load_format="auto", device=CPU, dtype=dtype, seed=0, fold_cache_scales=fold)
-    return model
+def load(folder: Path, config: CompileConfig = EAGER, dtype: torch.dtype = torch.float32, fold: bool = True) -> Model:
+    return loaded_checkpoints.load(folder, config, dtype, fold_cache_scales=fold)
 
 
 def logits(model: Model) -> torch.Tensor:
-    return step(model, TOKENS, 0, caches(model.spec, FP8))  # type: ignore[attr-defined]
+    return loaded_checkpoints.logits(model, FP8)
 
 
 def scaled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -159,10 +132,8 @@ def test_merged_projections(name: str, limit: float, plain: Callable[[str], Path
 
 def run_rank(rank: int, folder: str, cache: str) -> torch.Tensor:
     config = CompileConfig(cache_dir=Path(cache), tensor_parallel_size=2)
-    spec = build_model(read_config(Path(folder)), dtype=torch.float32)
-    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=frozenset({"rope_attention", "fused_linear"}))
-    load_weights(model, spec, Path(folder), load_format="auto", device=CPU, dtype=torch.float32, seed=0, rank=rank, fold_cache_scales=True)
-    return step(model, TOKENS, 0, caches(spec, FP8, tensor_parallel_size=2), TorchAttention())
+    model = loaded_checkpoints.load(Path(folder), config, rank=rank, fold_cache_scales=True)
+    return step(model, TOKENS, 0, caches(model.spec, FP8, tensor_parallel_size=2), TorchAttention())
 
 
 @pytest.mark.slow

@@ -11,19 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.compiler.model import Model
+from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.quantization import config_fields
 from compile_and_serve.models.registry import build_model
-from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
+from compile_and_serve.runtime.weights import WeightError, read_config
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import write_grouped
+from tests.support.loaded_checkpoints import EAGER, load, logits
 from tests.support.numbers import relative_error
-from tests.support.tiny_models import caches, step
 
 CPU = torch.device("cpu")
-TOKENS = [5, 6, 7, 8, 200, 41]
 LAYERS = 2
 
 
@@ -71,22 +69,10 @@ def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
     return write_grouped(plain, folder, FORMATS[name], pack=float4_linear)
 
 
-def load(folder: Path, config: CompileConfig, **options: Any) -> Model:
-    spec = build_model(read_config(folder), dtype=torch.float32)
-    kernels = frozenset({"rope_attention", "fused_linear"})
-    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
-    load_weights(model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": torch.float32, "seed": 0} | options))
-    return model
-
-
-def logits(model: Model) -> torch.Tensor:
-    return step(model, TOKENS, 0, caches(model.spec, torch.float32))  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write(plain, tmp_path, name)
-    held = dict(load(quantized, CompileConfig(mode="eager")).module.named_parameters())  # type: ignore[attr-defined, union-attr]
+    held = dict(load(quantized).module.named_parameters())  # type: ignore[attr-defined, union-attr]
     for key, expected in load_file(dequantized / "model.safetensors").items():
         # A product of three factors may be rounded in another order.
         assert torch.allclose(held[key].float(), expected.float(), rtol=2e-7, atol=0), key
@@ -96,7 +82,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write(plain, tmp_path, name)
-    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    reference = logits(load(dequantized))
     model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=True))
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
@@ -110,7 +96,7 @@ def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
 def test_dummy_weights_have_the_usual_spread(name: str, plain: Path, tmp_path: Path) -> None:
     settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": FORMATS[name]}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    model = load(tmp_path, CompileConfig(mode="eager"), load_format="dummy")
+    model = load(tmp_path, EAGER, load_format="dummy")
     weight = model.module.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined, union-attr]
     assert 0.6 < weight.std() / settings["initializer_range"] < 1.5
 
@@ -122,7 +108,7 @@ def test_old_modelopt_folders_have_a_second_config(plain: Path, tmp_path: Path) 
     (quantized / "config.json").write_text(json.dumps(settings))
     old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
     (quantized / "hf_quant_config.json").write_text(json.dumps(old))
-    held = dict(load(quantized, CompileConfig(mode="eager")).module.named_parameters())  # type: ignore[attr-defined, union-attr]
+    held = dict(load(quantized).module.named_parameters())  # type: ignore[attr-defined, union-attr]
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.allclose(held[name], load_file(dequantized / "model.safetensors")[name], rtol=2e-7, atol=0)
     (quantized / "hf_quant_config.json").write_text(json.dumps({"quantization": "NVFP4"}))
@@ -189,4 +175,4 @@ def test_a_quant_state_without_its_offset_is_an_error(plain: Path, tmp_path: Pat
             tensors[name] = torch.tensor(list(b'{"quant_type": "nf4"}'), dtype=torch.uint8)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises((WeightError, ValueError), match="has no nested_offset"):
-        load(quantized, CompileConfig(mode="eager"))
+        load(quantized)

@@ -8,19 +8,16 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.quantized.group_linear import layout_unsupported_reason
 from compile_and_serve.models.quantization.gguf import GGUF_FORMATS
-from compile_and_serve.models.registry import build_model
-from compile_and_serve.runtime.weights import iter_tensors, load_weights, read_config
+from compile_and_serve.runtime.weights import iter_tensors
 from tests.custom_ops.quantized.test_gguf_formats import random_rows
+from tests.support.loaded_checkpoints import load, logits
 from tests.support.numbers import relative_error
-from tests.support.tiny_models import caches, step
 
 CPU = torch.device("cpu")
-KERNELS = frozenset({"rope_attention", "fused_linear"})
-TOKENS = [5, 6, 7, 8, 200, 41]
 HIDDEN, INNER, VOCAB, LAYERS = 256, 512, 300, 2
 SHAPES = {
     "attn_q": (HIDDEN, HIDDEN),
@@ -66,23 +63,12 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def load(file: Path, config: CompileConfig, dtype: torch.dtype = torch.float32, requantize: bool = False) -> Model:
-    spec = build_model(read_config(file), dtype=dtype, requantize=requantize)
-    model = compile_model(spec, config, device=CPU, dtype=dtype, kernels=KERNELS)
-    load_weights(model, spec, file, load_format="auto", device=CPU, dtype=dtype, seed=0)
-    return model
-
-
-def logits(model: Model) -> torch.Tensor:
-    return step(model, TOKENS, 0, caches(model.spec, torch.float32))  # type: ignore[attr-defined]
-
-
 def quantize_row(model: Model) -> dict[str, object]:
     return next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
 
 
 def test_eager_weights_are_the_dequantized_ones(mixed: Path) -> None:
-    model = load(mixed, CompileConfig(mode="eager"))
+    model = load(mixed)
     held = dict(model.module.named_parameters())  # type: ignore[attr-defined, union-attr]
     expected = dict(iter_tensors(mixed))
     assert held.keys() == expected.keys()
@@ -98,7 +84,7 @@ def test_all_kinds_in_one_file(mixed: Path, tmp_path: Path) -> None:
     # Per layer q+k, v, o, gate+up and down, one pair of another kind apart; the embedding and the head.
     assert row["near_misses"] == []
     assert all(w.dtype not in (torch.float32,) or w.dim() != 2 for w in model.weights.values())  # type: ignore[attr-defined]
-    reference = logits(load(mixed, CompileConfig(mode="eager")))
+    reference = logits(load(mixed))
     assert relative_error(logits(model), reference) < 1e-3
     packed = sum(w.nbytes for name, w in model.weights.items() if "bits." in name)  # type: ignore[attr-defined]
     assert packed < 0.45 * 4 * sum(p.numel() for p in model.spec.module.parameters())  # type: ignore[attr-defined]
@@ -107,5 +93,5 @@ def test_all_kinds_in_one_file(mixed: Path, tmp_path: Path) -> None:
 def test_another_quantization_starts_from_dequantized_weights(mixed: Path, tmp_path: Path) -> None:
     config = CompileConfig(cache_dir=tmp_path / "cache", quantization="int8-weight-only")
     model = load(mixed, config, requantize=True)
-    reference = logits(load(mixed, CompileConfig(mode="eager")))
+    reference = logits(load(mixed))
     assert relative_error(logits(model), reference) < 0.05

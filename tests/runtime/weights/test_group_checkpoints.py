@@ -10,19 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.compiler.model import Model
+from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.custom_ops.quantized.round_activations import round_activations
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
-from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
+from compile_and_serve.runtime.weights import WeightError
 from tests.support.group_checkpoints import write_grouped
+from tests.support.loaded_checkpoints import EAGER, load, logits
 from tests.support.numbers import relative_error
-from tests.support.tiny_models import caches, step
 
 CPU = torch.device("cpu")
-KERNELS = frozenset({"rope_attention", "fused_linear"})
-TOKENS = [5, 6, 7, 8, 200, 41]
 LAYERS = 2
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -62,21 +59,10 @@ def with_inputs(**inputs: Any) -> dict[str, Any]:
 COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits", "w4a16")
 
 
-def load(folder: Path, config: CompileConfig, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    spec = build_model(read_config(folder), dtype=dtype)
-    model = compile_model(spec, config, device=CPU, dtype=dtype, kernels=KERNELS)
-    load_weights(model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": dtype, "seed": 0} | options))
-    return model
-
-
-def logits(model: Model, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return step(model, TOKENS, 0, caches(model.spec, dtype))  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
-    model = load(quantized, CompileConfig(mode="eager"))
+    model = load(quantized)
     held = dict(model.spec.module.named_parameters())  # type: ignore[attr-defined]
     held |= dict(model.module.named_parameters())  # type: ignore[attr-defined, union-attr]
     for key, expected in load_file(dequantized / "model.safetensors").items():
@@ -86,7 +72,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
-    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    reference = logits(load(dequantized))
     model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name in ("awq", "gptq-act-order")))
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
@@ -98,7 +84,7 @@ def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
 
 def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, AWQ)
-    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    reference = logits(load(dequantized))
     model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"), torch.float16)
     assert relative_error(logits(model, torch.float16), reference) < 5e-3
 
@@ -113,12 +99,12 @@ def test_activations_of_8_bits(kind: str, plain: Path, tmp_path: Path) -> None:
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
     dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
-    reference = load(dequantized, CompileConfig(mode="eager"))
+    reference = load(dequantized)
     for name, linear in reference.module.named_modules():  # type: ignore[attr-defined, union-attr]
         if name.endswith("_proj"):
             linear.register_forward_pre_hook(lambda _, inputs: (round_activations(inputs[0], dtype),))
     expected = logits(reference)
-    unrounded = relative_error(logits(load(quantized, CompileConfig(mode="eager"))), expected)
+    unrounded = relative_error(logits(load(quantized)), expected)
     assert unrounded > 3e-3
     # Noise of 2e-5 changes the reference by a third of that: a value near the middle of two steps takes the other one.
     assert relative_error(logits(model), expected) < 0.5 * unrounded
@@ -131,7 +117,7 @@ def test_modules_that_are_not_quantized(plain: Path, tmp_path: Path) -> None:
     model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS - 1, [])  # q and v are merged without k
-    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    reference = logits(load(dequantized))
     assert relative_error(logits(model), reference) < 1e-3
 
 
@@ -139,7 +125,7 @@ def test_dummy_weights_are_random_bits(plain: Path, tmp_path: Path) -> None:
     for config in (AWQ, FORMATS["gptq-act-order"], FORMATS["w4a16"]):
         settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
         (tmp_path / "config.json").write_text(json.dumps(settings))
-        model = load(tmp_path, CompileConfig(mode="eager"), load_format="dummy")
+        model = load(tmp_path, EAGER, load_format="dummy")
         weight = model.module.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined, union-attr]
         assert 0.6 < weight.std() / settings["initializer_range"] < 1.2
         assert logits(model).isfinite().all()
@@ -178,4 +164,4 @@ def test_scales_that_would_lose_bits_are_an_error(plain: Path, tmp_path: Path) -
     tensors = {n: t.float() * 1.0001 if n.endswith(".scales") else t for n, t in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(WeightError, match="is stored as torch.float32, but quantization_config makes it torch.float16"):
-        load(quantized, CompileConfig(mode="eager"))
+        load(quantized)

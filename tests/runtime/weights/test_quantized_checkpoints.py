@@ -10,19 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.compiler.model import Model
+from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.rewrite.graph_pass import PassError
 from compile_and_serve.custom_ops.quantized.quantized_linear import unpack_quantized_weight
-from compile_and_serve.models.registry import build_model
-from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
+from compile_and_serve.runtime.weights import WeightError
+from tests.support.loaded_checkpoints import EAGER, load, logits, write_plain
 from tests.support.numbers import relative_error
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
-from tests.support.tiny_models import caches, step
 
 CPU = torch.device("cpu")
-KERNELS = frozenset({"rope_attention", "fused_linear"})
-TOKENS = [5, 6, 7, 8, 200, 41]
 LAYERS = 2
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -40,41 +36,13 @@ SAME_AS_OTHERS = ("fp8-tensor-static", "fp8-block")  # once loaded, they compile
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama in bfloat16 whose sizes are multiples of the block size 128."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("plain")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def load(folder: Path, config: CompileConfig, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    spec = build_model(read_config(folder), dtype=dtype)
-    model = compile_model(spec, config, device=CPU, dtype=dtype, kernels=KERNELS)
-    load_weights(model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": dtype, "seed": 0} | options))
-    return model
-
-
-def logits(model: Model, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return step(model, TOKENS, 0, caches(model.spec, dtype))  # type: ignore[attr-defined]
+    return write_plain(tmp_path_factory.mktemp("plain"), torch.bfloat16, num_key_value_heads=4)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_quantized(plain, tmp_path, FORMATS[name])
-    eager = CompileConfig(mode="eager")
+    eager = EAGER
     reference = logits(load(dequantized, eager))
     assert torch.equal(logits(load(quantized, eager)), reference)
     if name in SAME_AS_OTHERS:
@@ -109,7 +77,7 @@ def test_a_linear_that_cannot_be_quantized_computes_with_dequantized_weights(pla
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert row["matched"] == 4 * LAYERS - 1
     assert [miss["reason"] for miss in row["near_misses"]] == ["only a part of the merged weight is to be quantized"]
-    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    reference = logits(load(dequantized))
     assert relative_error(logits(model), reference) < 1e-5
 
 
@@ -117,7 +85,7 @@ def test_dummy_weights_of_a_quantized_config(plain: Path, tmp_path: Path) -> Non
     for config in (FORMATS["fp8-channel"], FP8_BLOCKS, FORMATS["hf-static"]):
         settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
         (tmp_path / "config.json").write_text(json.dumps(settings))
-        model = load(tmp_path, CompileConfig(mode="eager"), load_format="dummy")
+        model = load(tmp_path, EAGER, load_format="dummy")
         weight = model.spec.module.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined]
         assert 0.9 < weight.std() / settings["initializer_range"] < 1.1
         assert logits(model).isfinite().all()
@@ -134,7 +102,7 @@ def test_a_wrong_config_is_one_sentence(plain: Path, tmp_path: Path) -> None:
     ):
         (quantized / "config.json").write_text(json.dumps(settings | {"quantization_config": change}))
         with pytest.raises(WeightError, match=message):
-            load(quantized, CompileConfig(mode="eager"), torch.bfloat16)
+            load(quantized, EAGER, torch.bfloat16)
 
 
 def test_contradicting_options_are_one_sentence(plain: Path, tmp_path: Path) -> None:

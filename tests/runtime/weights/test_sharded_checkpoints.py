@@ -7,35 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.quantized.group_layout import padded_order, padded_width
-from compile_and_serve.models.registry import build_model
-from compile_and_serve.runtime.weights import load_weights, read_config
 from tests.runtime.weights.test_float4_checkpoints import FORMATS as FLOAT4
 from tests.runtime.weights.test_group_checkpoints import FORMATS as GROUPED
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import packed_linear, write_grouped
+from tests.support.loaded_checkpoints import EAGER, TOKENS, load
 from tests.support.numbers import relative_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, step
 
 CPU, LAYERS, SIZE = torch.device("cpu"), 2, 2
-TOKENS = [5, 6, 7, 8, 200, 41]
-KERNELS = frozenset({"rope_attention", "fused_linear"})
 
 
 def run_rank(rank: int, folder: str, cache: str | None, size: int, verify: bool = False) -> tuple[torch.Tensor, list]:
     """Logits, and the rows of `quantize_linears` in the report."""
-    spec = build_model(read_config(Path(folder)), dtype=torch.float32)
-    config = (
-        CompileConfig(mode="eager")
-        if cache is None
-        else CompileConfig(cache_dir=Path(cache), tensor_parallel_size=size, verify_passes=verify)
-    )
-    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=KERNELS)
-    load_weights(model, spec, Path(folder), load_format="auto", device=CPU, dtype=torch.float32, seed=0, rank=rank)
-    logits = step(model, TOKENS, 0, caches(spec, torch.float32, tensor_parallel_size=size), TorchAttention())
+    config = EAGER if cache is None else CompileConfig(cache_dir=Path(cache), tensor_parallel_size=size, verify_passes=verify)
+    model = load(Path(folder), config, rank=rank)
+    logits = step(model, TOKENS, 0, caches(model.spec, torch.float32, tensor_parallel_size=size), TorchAttention())
     return logits, [row for row in model.report.get("passes", []) if row["name"] == "quantize_linears"]
 
 
