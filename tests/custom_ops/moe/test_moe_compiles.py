@@ -93,7 +93,7 @@ for scales in (1, 2):
         v._gemv_gate_up_kernel, rounded | dict(norm_ptr=None, CLAMPED=False, BLOCK_F=4, BLOCK_D=2048, LANES=16), 4)
     found[f"float8 gemv down {scales}"] = facts(v._gemv_down_kernel, rounded | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
     for tiles in {*e._FLOAT8_FEW, *e._FLOAT8_SOME, *e._FLOAT8_MORE, *e._FLOAT8_MANY}:
-        if scales == 2 and tiles.depth > 128:
+        if scales == 2 and tiles.depth > 128 or scales == 1 and tiles.depth <= 128 and tiles not in SOME:  # each tile once
             continue
         sizes = dict(BLOCK_P=tiles.block_p, STAGES=tiles.stages, ONE_SCALE=e.is_in_one_block(tiles.block_o))
         found[f"float8 gate_up {scales} {tiles.name}"] = facts(

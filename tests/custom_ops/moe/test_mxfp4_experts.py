@@ -88,8 +88,8 @@ def test_kernels_equal_the_definition(
 
 
 @pytest.mark.slow
-def test_a_thousand_tokens() -> None:
-    case = Case(1000, "even", torch.float32)
+def test_hundreds_of_tokens() -> None:
+    case = Case(300, "even", torch.float32)
     operands = case.operands()
     out = triton_mxfp4_experts.run_mxfp4(triton_mxfp4_experts.Mxfp4Tiles(64, 64, 128, 2, 4, True), False, operands, operands.gate_up)
     plain = triton_experts.expanded(triton_mxfp4_experts.dequantize, operands, operands.gate_up)

@@ -282,8 +282,7 @@ async def test_the_engine_ends_when_its_parent_is_killed(model_dir: Path) -> Non
         import asyncio, sys
         from pathlib import Path
         from compile_and_serve.runtime.engine.client import AsyncEngineClient
-        from tests.support.clients import PATIENCE, Reader, reading, until
-from tests.support.engines import tiny_config
+        from tests.support.engines import tiny_config
         async def main():
             client = AsyncEngineClient(tiny_config(Path({str(model_dir)!r})))
             await client.start()
