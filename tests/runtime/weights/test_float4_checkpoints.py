@@ -139,7 +139,7 @@ def test_modules_that_are_not_quantized(plain: Path) -> None:
 
 def test_activations_that_are_not_quantized_are_told_once(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": FORMATS["nvfp4"]}
-    config_fields._told.clear()
+    config_fields._logged.clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             build_model(settings, dtype=torch.float32)
