@@ -114,14 +114,15 @@ async def test_prompts_are_received_within_a_bound_per_step(tmp_path: Path) -> N
             sender.send(msgspec.msgpack.encode(message))
         received: list[str] = []
         counts = []
+        assert receiver.wait(60_000)
+        time.sleep(0.1)  # until all that was sent has arrived; on a busy machine less is seen, which is no failure
         while len(received) < 5:
-            assert receiver.wait(10_000)
+            assert receiver.wait(60_000)
             names = [one.request.request_id for _, one in receiver.arrived() if isinstance(one, AddRequest)]
             received += names
             counts.append(len(names))
-            time.sleep(0.1)  # until all that was sent has arrived
         assert received == [f"r{number}" for number in range(5)]
-        assert max(counts) == 3
+        assert max(counts) <= 3
         receiver.close()
 
 
