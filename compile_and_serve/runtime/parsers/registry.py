@@ -14,13 +14,23 @@ from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
 from compile_and_serve.runtime.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
 from compile_and_serve.runtime.parsers.tools.base import ToolParser
 from compile_and_serve.runtime.parsers.tools.deepseek_v3 import DeepseekV3Parser
+from compile_and_serve.runtime.parsers.tools.glm45 import Glm45Parser
 from compile_and_serve.runtime.parsers.tools.granite import GraniteParser
 from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
+from compile_and_serve.runtime.parsers.tools.hunyuan_a13b import HunyuanA13bParser
+from compile_and_serve.runtime.parsers.tools.internlm import InternlmParser
+from compile_and_serve.runtime.parsers.tools.kimi_k2 import KimiK2Parser
+from compile_and_serve.runtime.parsers.tools.lfm2 import Lfm2Parser
 from compile_and_serve.runtime.parsers.tools.llama3_json import Llama3JsonParser
+from compile_and_serve.runtime.parsers.tools.minimax_m2 import MinimaxM2Parser
 from compile_and_serve.runtime.parsers.tools.mistral import MistralParser
+from compile_and_serve.runtime.parsers.tools.olmo3 import Olmo3Parser
 from compile_and_serve.runtime.parsers.tools.phi4 import Phi4Parser
 from compile_and_serve.runtime.parsers.tools.pythonic import PythonicParser
 from compile_and_serve.runtime.parsers.tools.qwen3_coder import Qwen3CoderParser
+from compile_and_serve.runtime.parsers.tools.seed_oss import SeedOssParser
+from compile_and_serve.runtime.parsers.tools.step3 import Step3Parser
+from compile_and_serve.runtime.parsers.tools.xlam import XlamParser
 
 TOOL_ENTRY_POINTS = "compile_and_serve.tool_parsers"
 REASONING_ENTRY_POINTS = "compile_and_serve.reasoning_parsers"
@@ -34,14 +44,28 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     PythonicParser,
     GraniteParser,
     Phi4Parser,
+    Glm45Parser,
+    HunyuanA13bParser,
+    InternlmParser,
+    KimiK2Parser,
+    Lfm2Parser,
+    MinimaxM2Parser,
+    Olmo3Parser,
+    SeedOssParser,
+    Step3Parser,
+    XlamParser,
 )
 REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (DeepseekR1Parser, Qwen3Parser, GraniteReasoningParser, HarmonyParser)
 # vLLM's other names of the same formats.
 _ALIASES = {
     "deepseek_v31": "deepseek_v3",
+    "glm47": "glm45",
+    "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
     "phi4_mini_json": "phi4",
     "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
     "openai_gptoss": "gpt-oss",
     "gpt_oss": "gpt-oss",
 }

@@ -29,7 +29,17 @@ TOOL_TEMPLATES = {
     "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
     "granite": "<|start_of_role|>assistant<|end_of_role|><|tool_call|>",
     "phi4": "<|tool|>{{ tools }}<|/tool|>",
+    "glm45": "[gMASK]<sop>{{ tools }}<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments </tool_call>",
+    "hunyuan_a13b": "<|startoftext|><tool_calls>[{{ arguments }}]</tool_calls>",
+    "internlm": "<|im_start|>assistant<|action_start|><|plugin|>",
+    "kimi_k2": "<|im_system|>tool_declare<|im_middle|><|tool_calls_section_begin|>",
+    "lfm2": "List of tools: <|tool_list_start|>[{{ tools }}]<|tool_list_end|>",
+    "minimax_m2": "]~b]ai{{ tools }}<minimax:tool_call>\\n<invoke name=",
+    "olmo3": "<functions>{{ tools }}</functions><function_calls>",
+    "seed_oss": "<seed:bos>{{ tools }}<seed:tool_call>\\n<function=f>\\n<parameter=p></parameter>",
+    "step3": "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>",
 }
+UNDETECTED_TOOL_PARSERS = {"xlam"}  # no text of a template says that a model answers in this format
 REASONING_TEMPLATES = {
     "deepseek_r1": "<｜Assistant｜>{% if '</think>' in content %}",
     "qwen3": "<|im_start|>assistant\\n{% if enable_thinking %}<think>{% endif %}",
@@ -39,7 +49,7 @@ REASONING_TEMPLATES = {
 
 
 def test_every_parser_is_found_by_name_and_by_template() -> None:
-    assert {parser.name for parser in TOOL_PARSERS} == set(TOOL_TEMPLATES)
+    assert {parser.name for parser in TOOL_PARSERS} == set(TOOL_TEMPLATES) | UNDETECTED_TOOL_PARSERS
     assert {parser.name for parser in REASONING_PARSERS} == set(REASONING_TEMPLATES)
     for name, template in TOOL_TEMPLATES.items():
         found = detect_tool_parser([template])
@@ -48,6 +58,8 @@ def test_every_parser_is_found_by_name_and_by_template() -> None:
     for name, template in REASONING_TEMPLATES.items():
         assert detect_reasoning_parser([template]) is reasoning_parser(name)
     assert tool_parser("phi4_mini_json").name == "phi4"
+    for name in ("qwen3_xml", "llama4_json", "llama4_pythonic", "glm47", "step3p5", "mimo"):
+        assert tool_parser(name) in TOOL_PARSERS
 
 
 def test_ambiguous_and_unknown_templates_have_no_parser() -> None:
@@ -76,6 +88,6 @@ def test_plug_in_is_loaded_only_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("broken", "none", "my_parsers:Absent", "my_parsers:Abstract"):
         with pytest.raises(ParserError, match=name):
             tool_parser(name)
-    with pytest.raises(ParserError, match="no tool parser 'absent': expected broken, deepseek_v3"):
+    with pytest.raises(ParserError, match="no tool parser 'absent': expected broken, deepseek_v3, glm45"):
         tool_parser("absent")
     assert reasoning_parser("qwen3") is Qwen3Parser

@@ -44,6 +44,37 @@ def test_calls_are_found(format: Format) -> None:
         assert message.content == before.rstrip()
 
 
+@formats
+def test_every_split_and_every_cut(format: Format) -> None:
+    """The calls do not depend on where the text is split, and a text that ends early has those that are complete."""
+    text = "Let me see.\n\n" * format.before + format.write(TWO)
+    whole = parse(format.parser, [text])
+    for at in range(len(text)):
+        assert parse(format.parser, [text[:at], text[at:]]) == whole, at
+        cut = parse(format.parser, [text[:at]])
+        assert calls_in(cut) == list(TWO[: len(cut.calls)]), at
+        if not cut.calls:
+            assert cut.content == text[:at], at
+
+
+@formats
+def test_text_after_the_calls_is_content(format: Format) -> None:
+    if format.before:
+        message = parse(format.parser, [format.write(TWO) + "\n\nDone <b> [1] {2}.\n"])
+        assert calls_in(message) == list(TWO)
+        assert message.content.strip() == "Done <b> [1] {2}."
+
+
+@formats
+def test_unknown_tools_are_called_only_after_a_marker(format: Format) -> None:
+    text = format.write([("unknown", {"city": "Rome"})])
+    message = parse(format.parser, [text])
+    if text.startswith(("[{", "{", "[unknown", "```")):
+        assert (message.content, message.calls) == (text, [])
+    else:
+        assert (message.content, calls_in(message)) == ("", [("unknown", {"city": "Rome"})])
+
+
 NO_CALLS = ("", "  \n", "Hello [x](y) {1} <b> \n", "<", "{", "[", " <tool", "[TOOL_CAL", '{"a": 1}', "functools", "<function")
 
 
@@ -116,7 +147,8 @@ def test_no_text_raises_and_none_is_lost(format: Format, text: str) -> None:
 
 
 def test_arguments_stream_while_they_are_generated() -> None:
-    for name in ("hermes", "mistral", "mistral, named", "granite", "phi4", "deepseek_v3", "qwen3_coder", "llama3_json"):
+    for name in ("hermes", "mistral", "mistral, named", "granite", "phi4", "deepseek_v3", "qwen3_coder", "llama3_json", "glm45", "kimi_k2",
+        "minimax_m2", "hunyuan_a13b", "seed_oss", "step3", "internlm", "xlam"):  # fmt: skip
         format = FORMATS[name]
         text = format.write([("get_weather", {"city": "a long name of a city"})])
         events = events_of(format.parser, list(text))
@@ -158,6 +190,13 @@ def test_variants_of_a_call(text: str, expected: dict[str, Any]) -> None:
 def test_qwen3_coder_uses_the_schemas_types(key: str, value: str, expected: Any) -> None:
     text = f"<tool_call>\n<function=get_weather>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
     assert calls_in(parse(FORMATS["qwen3_coder"].parser, [text])) == [("get_weather", {key: expected})]
+
+
+@pytest.mark.parametrize("name", ["glm45", "glm45, 4.7", "minimax_m2", "seed_oss", "step3"])
+def test_xml_values_have_the_schemas_types(name: str) -> None:
+    arguments = {"days": 3, "wind": False, "heights": [1.5], "options": {"a": None}, "note": None, "city": "[1]", "other": "true"}
+    format = FORMATS[name]
+    assert calls_in(parse(format.parser, [format.write([("get_weather", arguments)])])) == [("get_weather", arguments)]
 
 
 def test_qwen3_coder_without_a_parameters_end_tag() -> None:

@@ -18,7 +18,8 @@ class HermesParser(JsonCallsParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        return mentions(template, "<tool_call>", "</tool_call>", "arguments") and "<function=" not in template
+        is_other = "<function=" in template or "<arg_key>" in template
+        return mentions(template, "<tool_call>", "</tool_call>", "arguments") and not is_other
 
     @classmethod
     def call_format(cls, name: str) -> tuple[str, str]:

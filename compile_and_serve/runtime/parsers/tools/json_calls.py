@@ -36,9 +36,9 @@ class JsonCallsParser(ToolParser):
 
     def _start(self) -> bool:
         stripped = self._buffer.lstrip()
-        if not stripped:
+        if not stripped or may_become(stripped, self.openers):
             return False
-        if stripped[0] in self.bare:
+        if stripped[0] in self.bare and not stripped.startswith(self.openers):
             self._only_known = True
             self._opened("")
         else:
