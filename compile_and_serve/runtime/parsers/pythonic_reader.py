@@ -194,7 +194,7 @@ class PythonicArgumentsReader:
         if char == "," and ends == _CALL_ENDS:
             return following == ")" or (yield from self._is_name(ahead))
         if char == ",":
-            return following in "}\"'" if ends == ",}" else following in "]){[('\"+-." or following.isalnum()
+            return (following in "}\"'-" or following.isdigit()) if ends == ",}" else following in "]){[('\"+-." or following.isalnum()
         if ends == _CALL_ENDS:
             return self._after_call is None or following in self._after_call
         return following in ",)]}:"

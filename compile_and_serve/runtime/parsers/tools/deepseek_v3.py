@@ -10,7 +10,7 @@ _SEPARATOR = "<｜tool▁sep｜>"
 
 
 class DeepseekV3Parser(SectionCallsParser):
-    """Calls between special tokens. V3: "function", a separator, the name and a code block. V3.1: the name, the separator, the arguments."""
+    """Calls between special tokens. V3: "function", a separator, the name and a code block. V3.1: name, separator, arguments."""
 
     name = "deepseek_v3"
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")

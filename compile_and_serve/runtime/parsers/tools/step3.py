@@ -11,7 +11,7 @@ _CALL_BEGIN, _SEPARATOR, _CALL_END = "<｜tool_call_begin｜>", "<｜tool_sep｜
 
 
 class Step3Parser(XmlCallsParser):
-    """Calls <steptml:invoke name="NAME"><steptml:parameter name="KEY">VALUE</steptml:parameter>…</steptml:invoke> between special tokens."""
+    """Special tokens around <steptml:invoke name="NAME"><steptml:parameter name="KEY">VALUE</steptml:parameter>…</steptml:invoke>."""
 
     name = "step3"
     block = ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>")

@@ -30,7 +30,8 @@ class XmlCallsParser(ToolParser):
 
     block: texts around a block of calls; empty if there are none. fillers: texts without meaning between the calls.
     name_opener, name_tag: text before the name of a call, and what follows it, whose first group is the name.
-    key_opener, key_tag: the same for the key of an argument. key_brackets: number of > in a key_tag. value_closer, call_closer: texts after a value and after a call.
+    key_opener, key_tag: the same for the key of an argument. key_brackets: number of > in a key_tag.
+    value_closer, call_closer: texts after a value and after a call.
     value_has_line: whether a line break may stand before and after a value, which is not a part of it.
     """
 
