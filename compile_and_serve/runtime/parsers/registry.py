@@ -11,7 +11,8 @@ from typing import TypeVar
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.granite import GraniteReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
-from compile_and_serve.runtime.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
+from compile_and_serve.runtime.parsers.reasoning.hunyuan_a13b import HunyuanA13bParser as HunyuanReasoningParser
+from compile_and_serve.runtime.parsers.reasoning.think import THINK_PARSERS
 from compile_and_serve.runtime.parsers.tools.base import ToolParser
 from compile_and_serve.runtime.parsers.tools.deepseek_v3 import DeepseekV3Parser
 from compile_and_serve.runtime.parsers.tools.glm45 import Glm45Parser
@@ -55,7 +56,7 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     Step3Parser,
     XlamParser,
 )
-REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (DeepseekR1Parser, Qwen3Parser, GraniteReasoningParser, HarmonyParser)
+REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (*THINK_PARSERS, GraniteReasoningParser, HarmonyParser, HunyuanReasoningParser)
 # vLLM's other names of the same formats.
 _ALIASES = {
     "deepseek_v31": "deepseek_v3",

@@ -11,10 +11,11 @@ from compile_and_serve.runtime.parsers.output import OutputParser
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.granite import GraniteReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
-from compile_and_serve.runtime.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
+from compile_and_serve.runtime.parsers.reasoning.hunyuan_a13b import HunyuanA13bParser
+from compile_and_serve.runtime.parsers.reasoning.think import THINK_PARSERS, DeepseekR1Parser, KimiK2Parser, Qwen3Parser, SeedOssParser
 from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
 
-PARSERS = (DeepseekR1Parser, Qwen3Parser, GraniteReasoningParser, HarmonyParser)
+PARSERS = (*THINK_PARSERS, GraniteReasoningParser, HarmonyParser, HunyuanA13bParser)
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 
 CASES: list[tuple[type[ReasoningParser], str, str, str, str]] = [
@@ -39,6 +40,15 @@ CASES: list[tuple[type[ReasoningParser], str, str, str, str]] = [
     (HarmonyParser, "", f"{ANALYSIS}A<|end|><|start|>assistant<|chan", "A", ""),
     (HarmonyParser, "", "<|channel|>commentary<|message|>Soon.<|end|>", "", "Soon."),
     (HarmonyParser, "", "no head", "", "no head"),
+    (SeedOssParser, "", "<seed:think>A</seed:think>\nC", "A", "C"),
+    (SeedOssParser, "…<seed:think>", "A</seed:think>C", "A", "C"),
+    (KimiK2Parser, "", "A</think>C", "A", "C"),
+    (KimiK2Parser, "", "A\n<|tool_calls_section_begin|>C", "A", "<|tool_calls_section_begin|>C"),
+    (KimiK2Parser, "…<think></think>", "C", "", "C"),
+    (HunyuanA13bParser, "", "<think>\nA\n</think>\n<answer>\nC d\n</answer>\n", "A", "C d"),
+    (HunyuanA13bParser, "", "<think>\nA\n</think>\n<answer>\nC d\n", "A", "C d\n"),
+    (HunyuanA13bParser, "", "<think>A</think><ans", "A", "<ans"),
+    (HunyuanA13bParser, "", "<think>A</think>C </answer>", "A", "C </answer>"),
 ]
 
 
@@ -57,8 +67,9 @@ def test_reasoning_and_content(parser: type[ReasoningParser], prompt: str, text:
         assert (message.reasoning, message.content, message.calls) == (reasoning, content, [])
 
 
-_PIECES = ["<think>", "</think>", "Here is my thought process:", "Here's my response:", *HarmonyParser.markers, "analysis",
-    "commentary to=functions.f <|constrain|>json", '{"a": 1}', "{", "\n", " ", "x", "<", "H"]  # fmt: skip
+_PIECES = ["<think>", "</think>", "<seed:think>", "</seed:think>",
+    "<answer>", "</answer>", "<|tool_calls_section_begin|>", "Here is my thought process:", "Here's my response:", *HarmonyParser.markers,
+    "analysis", "commentary to=functions.f <|constrain|>json", '{"a": 1}', "{", "\n", " ", "x", "<", "H"]  # fmt: skip
 
 
 @pytest.mark.parametrize("parser", PARSERS)

@@ -45,12 +45,19 @@ REASONING_TEMPLATES = {
     "qwen3": "<|im_start|>assistant\\n{% if enable_thinking %}<think>{% endif %}",
     "granite": "<|start_of_role|>Here is my thought process:",
     "gpt-oss": "<|channel|>analysis<|message|>",
+    "glm45": "[gMASK]<sop>{{ '\\n<think></think>' if not enable_thinking }}",
+    "seed_oss": "<seed:bos>assistant<seed:think>",
+    "kimi_k2": "<|im_assistant|>assistant<|im_middle|><think></think>",
+    "minimax_m2": "]~b]ai\\n<think>\\n",
+    "step3": "<｜tool_calls_begin｜><think>\\n",
+    "hunyuan_a13b": "{% set content = content.split('<answer>') %}</think>",
 }
+UNDETECTED_REASONING_PARSERS = {"olmo3"}  # its templates are those of qwen3
 
 
 def test_every_parser_is_found_by_name_and_by_template() -> None:
     assert {parser.name for parser in TOOL_PARSERS} == set(TOOL_TEMPLATES) | UNDETECTED_TOOL_PARSERS
-    assert {parser.name for parser in REASONING_PARSERS} == set(REASONING_TEMPLATES)
+    assert {parser.name for parser in REASONING_PARSERS} == set(REASONING_TEMPLATES) | UNDETECTED_REASONING_PARSERS
     for name, template in TOOL_TEMPLATES.items():
         found = detect_tool_parser([template])
         assert found is tool_parser(name)

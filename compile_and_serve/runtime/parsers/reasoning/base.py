@@ -16,7 +16,8 @@ class ReasoningParser:
     does not end stays reasoning.
 
     name: of the format. starts, ends: the markers. markers: all texts that the parser must see, even where they are special
-    tokens. opened_by_default: without a start marker the output begins with reasoning. parses_tools: it finds tool calls too.
+    tokens. opened_by_default: without a start marker the output begins with reasoning. interrupts: texts that end reasoning
+    without an end marker, and belong to the content. parses_tools: it finds tool calls too.
     """
 
     name: ClassVar[str] = ""
@@ -24,6 +25,7 @@ class ReasoningParser:
     ends: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
     opened_by_default: ClassVar[bool] = False
+    interrupts: ClassVar[tuple[str, ...]] = ()
     parses_tools: ClassVar[bool] = False
 
     def __init__(self, prompt: str) -> None:
@@ -96,12 +98,13 @@ class ReasoningParser:
         return []
 
     def _reasoning(self) -> list[Event] | None:
-        at, marker = find_marker(self._buffer, self.ends)
+        at, marker = find_marker(self._buffer, self.ends + self.interrupts)
         events = self._shown(self._buffer[:at])
         self._buffer = self._buffer[at:]
         if marker is None:
             return events or None
-        self._buffer = self._buffer[len(marker) :]
+        if marker in self.ends:
+            self._buffer = self._buffer[len(marker) :]
         self.in_reasoning = False
         self._state = self._content_head
         return events

@@ -1,17 +1,52 @@
-"""Reasoning between <think> and </think>: DeepSeek-R1 and Qwen3."""
+"""Reasoning between <think> and </think>, or the same tags of another name."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 
 
-class DeepseekR1Parser(ReasoningParser):
+class ThinkParser(ReasoningParser):
+    """The output is reasoning only after <think>, which the prompt may end with."""
+
+    starts = ("<think>",)
+    ends = ("</think>",)
+    markers: ClassVar[tuple[str, ...]] = starts + ends
+
+
+class Qwen3Parser(ThinkParser):
+    name = "qwen3"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        has_thinking = "enable_thinking" in template or "<|im_start|>assistant\\n<think>" in template
+        return "<|im_start|>" in template and has_thinking
+
+
+class Glm45Parser(ThinkParser):
+    name = "glm45"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "[gMASK]<sop>" in template and "<think>" in template
+
+
+class SeedOssParser(ThinkParser):
+    name = "seed_oss"
+    starts = ("<seed:think>",)
+    ends = ("</seed:think>",)
+    markers = starts + ends
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<seed:think>" in template
+
+
+class DeepseekR1Parser(ThinkParser):
     """The output begins with reasoning, also where the model leaves <think> out."""
 
     name = "deepseek_r1"
-    starts = ("<think>",)
-    ends = ("</think>",)
-    markers = starts + ends
     opened_by_default = True
 
     @classmethod
@@ -19,15 +54,51 @@ class DeepseekR1Parser(ReasoningParser):
         return "<｜Assistant｜>" in template and "</think>" in template
 
 
-class Qwen3Parser(ReasoningParser):
-    """The output is reasoning only after <think>, which the prompt may end with."""
+class KimiK2Parser(DeepseekR1Parser):
+    """A section of tool calls ends the reasoning, too."""
 
-    name = "qwen3"
-    starts = ("<think>",)
-    ends = ("</think>",)
-    markers = starts + ends
+    name = "kimi_k2"
+    interrupts = ("<|tool_calls_section_begin|>",)
+    markers = (*DeepseekR1Parser.markers, *interrupts)
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        has_thinking = "enable_thinking" in template or "<|im_start|>assistant\\n<think>" in template
-        return "<|im_start|>" in template and has_thinking
+        return "<|im_middle|>" in template and "</think>" in template
+
+
+class MinimaxM2Parser(DeepseekR1Parser):
+    name = "minimax_m2"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "]~b]" in template and "<think>" in template
+
+
+class Olmo3Parser(DeepseekR1Parser):
+    """Not detected: its templates are those of `qwen3`, whose reasoning is the same."""
+
+    name = "olmo3"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return False
+
+
+class Step3Parser(DeepseekR1Parser):
+    name = "step3"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<｜tool_calls_begin｜>" in template
+
+
+THINK_PARSERS: tuple[type[ReasoningParser], ...] = (
+    DeepseekR1Parser,
+    Qwen3Parser,
+    Glm45Parser,
+    SeedOssParser,
+    KimiK2Parser,
+    MinimaxM2Parser,
+    Olmo3Parser,
+    Step3Parser,
+)
