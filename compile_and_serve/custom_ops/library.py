@@ -6,6 +6,7 @@ live as long as the ops are used, so it is a module attribute.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -57,13 +58,14 @@ class Sharding:
 class OpInfo:
     """All that the compiler knows about an op.
 
-    name: with the namespace, "cas::silu_mul".
+    name: with the namespace, "cas::silu_mul". module: that defines it, for programs that have to import it.
     arguments: names in the schema's order, with their defaults (None if there is none).
     python: the function that a split point runs on every device, if it is one Python function. Calling it avoids the dispatcher.
     The other fields are arguments of `define`.
     """
 
     name: str
+    module: str
     kind: OpKind
     version: int
     arguments: Mapping[str, Any]
@@ -118,6 +120,7 @@ def define(
     one_function = kind is OpKind.SPLIT_POINT and kernels.keys() == {"CompositeExplicitAutograd"}
     OPS[overload.name()] = OpInfo(
         name=overload.name(),
+        module=sys._getframe(1).f_globals["__name__"],
         kind=kind,
         version=version,
         arguments=argument_defaults(overload),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
+from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.step import StateGroup, StepInput
 
 _ROOT = Path(__file__).parents[2]
@@ -34,8 +35,8 @@ import operator
 import torch
 import torch.nn.functional as F
 
-# defines the `cas` ops
-import compile_and_serve.compiler.passes
+# define the ops of the graph
+{modules}
 from compile_and_serve.compiler.reports.run_dump import main
 
 # name, dtype, shape, name in the model and kind of each input of `forward`
@@ -132,7 +133,9 @@ class GraphText:
             dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "length"
             name = node.meta.get("input") or node.meta.get("weight") or ""
             inputs.append(f"    ({self.name(node)!r}, {dtype!r}, {shape!r}, {name!r}, {_kind(node)!r}),")
-        head = HEADER.format(title=title, description=description, file=file, inputs="\n".join(inputs))
+        ops = (op_info(node.target) for node in self.gm.graph.nodes if node.op == "call_function")
+        modules = "\n".join(sorted({f"import {op.module}" for op in ops if op is not None}))
+        head = HEADER.format(title=title, description=description, file=file, modules=modules, inputs="\n".join(inputs))
         return head + self.function() + FOOTER
 
     def function(self) -> str:
