@@ -16,6 +16,8 @@ from compile_and_serve.runtime.tools.tool_prompt import show_tools
 from compile_and_serve.runtime.tools.tool_use import ToolUse, tool_use
 from compile_and_serve.serve.errors import user_errors
 from compile_and_serve.serve.protocol.chat import ChatFields
+from compile_and_serve.serve.protocol.client_parts import readable_messages
+from compile_and_serve.serve.protocol.client_tools import function_choice, function_tools
 
 
 class ChatPrompts:
@@ -34,13 +36,14 @@ class ChatPrompts:
     def tool_use(self, body: ChatFields, *, only_prompt: bool = False) -> ToolUse:
         """How the answer may use the request's tools. only_prompt: there is no answer. Raises a 400."""
         parallel = body.parallel_tool_calls is not False
+        tools, choice = function_choice(body.tool_choice, function_tools(body.tools))
         with user_errors():
-            return tool_use(body.tools, body.tool_choice, self._parsers, parallel=parallel, only_shown=only_prompt)
+            return tool_use(tools, choice, self._parsers, parallel=parallel, only_shown=only_prompt)
 
     def render(self, body: ChatFields, use: ToolUse) -> ChatText:
-        """The text of a conversation with its tools. Raises a `ValueError` of the runtime."""
+        """The text of a conversation with its tools. Raises a 400, or a `ValueError` of the runtime."""
         tokenizer = self._inputs.require_tokenizer("a conversation")
-        given, options = body.messages, body.template_options()
+        given, options = readable_messages(body.messages), body.template_options()
         if not self._escape_special_tokens:
             return ChatText(self._render(tokenizer, given, use, options))
         hidden = Placeholders(tokenizer)

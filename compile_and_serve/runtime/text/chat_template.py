@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_SYSTEM_ROLES = ("system", "developer")
 _CONTENT_IS_NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b", re.IGNORECASE)
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -62,6 +63,20 @@ class _Arguments(dict[str, Any]):
         return other + str(self)
 
 
+class _RawArguments(_Arguments):
+    """Arguments that are no JSON object, such as those of a call that was cut off: their text, and an object without entries."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RawArguments:
+        return self
+
+
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks an assistant's text for training. The body is rendered and the mark ignored."""
 
@@ -84,6 +99,8 @@ def _strftime_now(format: str) -> str:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
+    if isinstance(value, _RawArguments):
+        return value.text
     # Jinja's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -158,6 +175,8 @@ def render_chat(
     conversation = [_normalize(message, index, compiled) for index, message in enumerate(messages)]
     if not conversation:
         raise ChatTemplateError("messages must hold at least one message.")
+    if any(message["role"] in _SYSTEM_ROLES for message in conversation[1:]) and not _takes_late_instructions(source):
+        conversation = _with_early_instructions(conversation)
     if continue_final_message:
         conversation[-1] = _mark_end(conversation[-1])
     variables = {
@@ -217,6 +236,53 @@ def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> d
     return result
 
 
+@lru_cache(maxsize=32)
+def _takes_late_instructions(source: str) -> bool:
+    """Whether the template prints a system message that does not come first. Some refuse it, others leave it out."""
+    compiled = _compile(source)
+    mark = "LATE INSTRUCTIONS"
+    texts = (("system", "a"), ("user", "b"), ("assistant", "c"), ("system", mark), ("user", "d"))
+    messages = [{"role": role, "content": [{"type": "text", "text": text}] if compiled.iterates_parts else text} for role, text in texts]
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+    try:
+        return mark in compiled.template.render(**tokens, messages=messages, tools=None, documents=None, add_generation_prompt=True)
+    except Exception:  # a template is a foreign program and may raise anything
+        return False
+
+
+def _with_early_instructions(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with at most one system message, which comes first.
+
+    The system messages at the beginning are joined. Later ones stay in their places as text of the user, in the neighbouring message of
+    the user if there is one, because many templates demand that the roles alternate.
+    """
+    placed: list[dict[str, Any]] = []
+    joins = False  # whether the last message takes the text of the next one of its role
+    for message in conversation:
+        is_system = message["role"] in _SYSTEM_ROLES
+        if is_system and all(earlier["role"] in _SYSTEM_ROLES for earlier in placed):
+            joins = bool(placed)
+        elif is_system:
+            message = {"role": "user", "content": message["content"]}
+            joins = placed[-1]["role"] == "user"
+        else:
+            joins = joins and message["role"] == placed[-1]["role"] == "user"
+        if joins:
+            placed[-1] = {**placed[-1], "content": _joined(placed[-1]["content"], message["content"])}
+        else:
+            placed.append(message)
+        joins = is_system and placed[-1]["role"] == "user"
+    return placed
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents of messages as one."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)]
+    return [*parts[0], *parts[1]]
+
+
 def _known_role(role: str, where: str, constants: frozenset[str]) -> str:
     # A template that treats a role in a special manner contains its name as a string.
     if role in _ROLES or role in constants:
@@ -247,11 +313,14 @@ def _parse_arguments(call: Any, where: str) -> None:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise ChatTemplateError(f"{where}.tool_calls has arguments that are not valid JSON ({error}).") from error
-    if isinstance(function.get("arguments"), dict):
-        function["arguments"] = _Arguments(function["arguments"])
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass  # cut off, or written by a model that does not know better
+    if isinstance(arguments, dict) or arguments is None:
+        function["arguments"] = _Arguments(arguments or {})
+    else:
+        given = function["arguments"]
+        function["arguments"] = _RawArguments(given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
 
 
 def _mark_end(message: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, renamed_params, require_text
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
+from compile_and_serve.serve.protocol.client_parts import content_text, part_text, warn_once, without_billing_line
+from compile_and_serve.serve.protocol.client_tools import leave_out_tool
 from compile_and_serve.serve.protocol.fields import SamplingFields, check_fields
 from compile_and_serve.serve.protocol.messages_api import MessagesRequest, PromptFields
 
@@ -20,10 +22,11 @@ _NAMES = {
     "structured_outputs": "output_config.format",
 }
 _TEXTS = {".function.parameters": ".input_schema", ".function.name": ".name"}
-_REFUSED = {
-    "container": "This server runs no code: container must be null.",
-    "mcp_servers": "This server calls no tools itself: mcp_servers must be empty.",
-    "context_management": "This server does not edit conversations: context_management must be null.",
+# Field → why it has no effect here.
+_IGNORED = {
+    "container": "this server runs no code",
+    "mcp_servers": "this server calls no tools itself",
+    "context_management": "this server does not edit conversations",
 }
 
 
@@ -35,9 +38,9 @@ def own_names() -> AbstractContextManager[None]:
 def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
     """The chat request of a message request. Raises a 400."""
     check_fields(body)
-    for name, sentence in _REFUSED.items():
+    for name, reason in _IGNORED.items():
         if getattr(body, name):
-            raise ApiError(400, sentence, name)
+            warn_once(f"Requests contain {name}, which has no effect: {reason}.")
     fields = {name: getattr(body, name) for name in SamplingFields.model_fields}
     fields |= _prompt_fields(body)
     fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "response_format": _response_format(body)}
@@ -66,18 +69,27 @@ def _prompt_fields(body: PromptFields) -> dict[str, Any]:
     return {
         "messages": messages,
         "continue_final_message": continues,
-        "tools": None if body.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)],
+        "tools": _tools(body.tools),
         "tool_choice": _tool_choice(body),
         "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
         "chat_template_kwargs": {"enable_thinking": wants_thinking(body), **(body.chat_template_kwargs or {})},
     }
 
 
+def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools of the client. Those that Anthropic's servers run, or whose schemas only Anthropic's models know, are left out."""
+    if tools is None:
+        return None
+    kept = []
+    for index, tool in enumerate(tools):
+        if tool.get("type") in (None, "custom", "function") or isinstance(tool.get("input_schema"), Mapping):
+            kept.append(_tool(tool, f"tools[{index}]"))
+        else:
+            leave_out_tool(tool)
+    return kept
+
+
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        sentence = f"{where} has the type {kind!r:.{MAX_ECHO}}, but this server only supports tools of the client."
-        raise ApiError(400, sentence, "tools")
     name = require_text(tool.get("name"), f"{where}.name")
     if not isinstance(tool.get("input_schema"), Mapping):
         raise ApiError(400, f"{where}.input_schema must be a JSON schema, which is an object.", "tools")
@@ -111,22 +123,25 @@ def _response_format(body: MessagesRequest) -> dict[str, Any] | None:
 
 def _messages(body: PromptFields) -> list[dict[str, Any]]:
     runs: list[list[dict[str, Any]]] = []  # each becomes one message
-    if body.system:
-        runs.append([{"role": "system", "content": _text(body.system, "system")}])
+    if body.system and (system := without_billing_line(content_text(body.system, "system", own=True))):
+        runs.append([{"role": "system", "content": system}])
     names: dict[str, str] = {}
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant"):
-            raise ApiError(400, f"{where}.role must be user or assistant, got {role!r:.{MAX_ECHO}}.", "messages")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise ApiError(400, f"{where}.role must be user, assistant or system, got {role!r:.{MAX_ECHO}}.", "messages")
+        where = f"{where}.content"
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-            raise ApiError(400, f"{where}.content must be a text or a list of blocks.", "messages")
+            raise ApiError(400, f"{where} must be a text or a list of blocks.", "messages")
         if role == "user":
-            new = _user(blocks, f"{where}.content", names)
+            new = _user(blocks, where, names)
+        elif role == "assistant":
+            new = _assistant(blocks, where, names)
         else:
-            new = [_assistant(blocks, f"{where}.content", names)]
-        if runs and runs[-1][-1]["role"] == new[0]["role"] == role:
+            new = [{"role": "system", "content": without_billing_line(content_text(blocks, where, own=True))}]
+        if runs and runs[-1][-1]["role"] == new[0]["role"] and new[0]["role"] != "tool":
             runs[-1].append(new.pop(0))
         runs += [[message] for message in new]
     return [_joined(run) for run in runs]
@@ -150,55 +165,54 @@ def _user(blocks: Sequence[Mapping[str, Any]], where: str, names: Mapping[str, s
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
-        if block.get("type") == "tool_result":
-            call = require_text(block.get("tool_use_id"), f"{where}[{index}].tool_use_id")
-            text = _text(block.get("content") or "", f"{where}[{index}].content")
-            text = f"Error: {text}" if block.get("is_error") is True else text
-            results.append({"role": "tool", "tool_call_id": call, "content": text, "name": names.get(call, "")})
-        else:
-            texts.append(_block_text(block, f"{where}[{index}]"))
+        if _is_result(block):
+            results.append(_result(block, f"{where}[{index}]", names))
+        elif (text := part_text(block, f"{where}[{index}]", own=True)) is not None:
+            texts.append(text)
     if texts or not results:
         results.append({"role": "user", "content": "\n".join(texts)})
     return results
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, names: dict[str, str]) -> dict[str, Any]:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+def _is_result(block: Mapping[str, Any]) -> bool:
+    """Whether a block has what a tool returned: of the client, or of Anthropic's servers in a conversation that went on there."""
+    kind = block.get("type")
+    return isinstance(kind, str) and kind.endswith("tool_result")
+
+
+def _result(block: Mapping[str, Any], where: str, names: Mapping[str, str]) -> dict[str, Any]:
+    call = require_text(block.get("tool_use_id"), f"{where}.tool_use_id")
+    text = content_text(block.get("content"), f"{where}.content", own=False)
+    text = f"Error: {text}" if block.get("is_error") is True else text
+    return {"role": "tool", "tool_call_id": call, "content": text, "name": names.get(call, "")}
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """The assistant's messages: one, and one more after each result of a tool that ran on Anthropic's servers."""
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for index, block in enumerate(blocks):
         kind = block.get("type")
+        message = messages[-1]
+        if _is_result(block):
+            messages.append(_result(block, f"{where}[{index}]", names))
+            continue
+        if message["role"] != "assistant":
+            message = {"role": "assistant", "content": ""}
+            messages.append(message)
         if kind == "thinking":
-            thoughts.append(require_text(block.get("thinking"), f"{where}[{index}].thinking"))
-        elif kind == "tool_use":
+            thought = block.get("thinking")
+            message["reasoning"] = message.get("reasoning", "") + (thought if isinstance(thought, str) else "")
+        elif isinstance(kind, str) and kind.endswith("tool_use"):
             call_id = require_text(block.get("id"), f"{where}[{index}].id")
             name = require_text(block.get("name"), f"{where}[{index}].name")
-            arguments = block.get("input")
-            if not isinstance(arguments, Mapping):
-                raise ApiError(400, f"{where}[{index}].input must be an object.", "messages")
             names[call_id] = name
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            calls.append({"id": call_id, "type": "function", "function": function})
-        elif kind != "redacted_thinking":
-            texts.append(_block_text(block, f"{where}[{index}]"))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+            function = {"name": name, "arguments": _arguments(block.get("input"))}
+            message.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        elif kind != "redacted_thinking" and (text := part_text(block, f"{where}[{index}]", own=False)) is not None:
+            message["content"] += text
+    return messages
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise ApiError(400, f"{where} must be a text or a list of blocks.", where.partition("[")[0])
-    return "\n".join(_block_text(block, f"{where}[{index}]") for index, block in enumerate(content))
-
-
-def _block_text(block: Mapping[str, Any], where: str) -> str:
-    if block.get("type") != "text":
-        sentence = f"{where} has the type {block.get('type')!r:.{MAX_ECHO}}, which is not supported here: this model reads text."
-        raise ApiError(400, sentence, where.partition("[")[0])
-    return require_text(block.get("text"), f"{where}.text")
+def _arguments(given: Any) -> str:
+    """The arguments of a call, which a model may have written, so that they may be anything."""
+    return given if isinstance(given, str) else json.dumps({} if given is None else given, ensure_ascii=False)

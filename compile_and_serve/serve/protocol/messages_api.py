@@ -45,12 +45,14 @@ class PromptFields(RequestModel):
 
     messages: Objects = Field(
         min_length=1,
-        description='Objects with "role" (user or assistant) and "content": a text, or blocks of the types text, tool_use, '
-        "tool_result and thinking. If the last message is the assistant's, the answer continues it.",
+        description='Objects with "role" (user, assistant or system) and "content": a text, or blocks of the types text, '
+        "tool_use, tool_result, thinking, document and search_result. If the last message is the assistant's, the answer continues it.",
         examples=[EXAMPLE["messages"]],
     )
     system: str | Objects | None = Field(default=None, description="A text, or blocks of the type text.")
-    tools: Objects | None = Field(default=None, description="Objects with name, description, input_schema and strict.")
+    tools: Objects | None = Field(
+        default=None, description="Objects with name, description, input_schema and strict; those of Anthropic's servers are left out."
+    )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = Field(default=None, description="Without it, or disabled, the template gets enable_thinking=false.")
     chat_template_kwargs: dict[str, Any] | None = None
@@ -75,9 +77,9 @@ class MessagesRequest(PromptFields, SamplingFields):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = Field(default=None, description="The older name of output_config.format.")
     metadata: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
-    container: Any = Field(default=None, description="Refused unless null: this server runs no code.")
-    mcp_servers: Any = Field(default=None, description="Refused unless empty: this server calls no tools itself.")
-    context_management: Any = Field(default=None, description="Refused unless null.")
+    container: Any = Field(default=None, description="Accepted without effect: this server runs no code.")
+    mcp_servers: Any = Field(default=None, description="Accepted without effect: this server calls no tools itself.")
+    context_management: Any = Field(default=None, description="Accepted without effect.")
 
 
 RESPONSE_EXAMPLE = {

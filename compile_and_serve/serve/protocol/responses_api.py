@@ -38,15 +38,18 @@ class ResponsesRequest(SamplingFields):
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
     input: str | Objects = Field(
-        description="A text, or items of the types message, function_call, function_call_output and reasoning. Content is a "
-        "text, or a list of text parts.",
+        description="A text, or items of the types message, function_call, function_call_output, custom_tool_call, "
+        "custom_tool_call_output and reasoning; others are left out. Content is a text, or a list of text parts.",
         examples=[EXAMPLE["input"]],
     )
     instructions: str | None = Field(default=None, description="A system message before the conversation.")
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31, description="By default, as many as the model's limit allows.")
     stream: bool | None = False
     stream_options: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
-    tools: Objects | None = Field(default=None, description='Functions: {"type": "function", "name": …, "parameters": …}.')
+    tools: Objects | None = Field(
+        default=None,
+        description='Functions: {"type": "function", "name": …, "parameters": …}, custom tools, and namespaces of these. Others are left out.',
+    )
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="'none', 'auto', 'required', {'type': 'function', 'name': …} or allowed_tools."
     )
@@ -77,7 +80,7 @@ class ResponsesRequest(SamplingFields):
     user: str | None = Field(default=None, description="Accepted without effect.")
     conversation: Any = Field(default=None, description="Refused unless null: use previous_response_id.")
     prompt: Any = Field(default=None, description="Refused unless null: this server keeps no prompt templates.")
-    context_management: Any = Field(default=None, description="Refused unless null.")
+    context_management: Any = Field(default=None, description="Accepted without effect.")
 
 
 RESPONSE_EXAMPLE = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import msgspec
-
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, renamed_params, require_text
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
+from compile_and_serve.serve.protocol.client_parts import content_text, custom_arguments, texts_of, warn_once
+from compile_and_serve.serve.protocol.client_tools import function_choice, function_tools, in_namespace
 from compile_and_serve.serve.protocol.fields import SamplingFields, check_fields
 from compile_and_serve.serve.protocol.responses_api import ResponsesRequest
 
@@ -27,7 +28,6 @@ _TEXTS = {".function.parameters": ".parameters", ".function.name": ".name", "low
 _REFUSED = {
     "conversation": "This server keeps no conversations: use previous_response_id.",
     "prompt": "This server keeps no prompt templates: send the text in input.",
-    "context_management": "This server does not edit conversations: context_management must be null.",
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -43,6 +43,8 @@ def check(body: ResponsesRequest) -> None:
     for name, sentence in _REFUSED.items():
         if getattr(body, name):
             raise ApiError(400, sentence, name)
+    if body.context_management:
+        warn_once("Requests contain context_management, which has no effect: this server does not edit conversations.")
     if body.background and body.stream:
         raise ApiError(400, "A background response cannot be streamed: set one of the two to false.", "background")
 
@@ -50,8 +52,7 @@ def check(body: ResponsesRequest) -> None:
 def chat_request(body: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> ChatCompletionRequest:
     """The chat request. items: the whole conversation. Raises a 400."""
     fields = {name: getattr(body, name) for name in SamplingFields.model_fields}
-    tools = None if body.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
-    tools, choice = _tool_choice(body.tool_choice, tools)
+    tools, choice = _tool_choice(body.tool_choice, function_tools(body.tools))
     fields |= {
         "messages": _messages(items, body.instructions),
         "tools": tools,
@@ -94,33 +95,15 @@ def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return items
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        sentence = f"{where} has the type {kind!r:.{MAX_ECHO}}, but this server only supports tools of the type function."
-        raise ApiError(400, sentence, "tools")
-    require_text(tool.get("name"), f"{where}.name")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-
-
 def _tool_choice(
     choice: str | Mapping[str, Any] | None, tools: list[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
     """The tools that the model sees, and chat's tool_choice."""
-    if choice is None or isinstance(choice, str):
-        return tools, choice
-    kind = choice.get("type")
-    if kind == "function" and isinstance(choice.get("name"), str):
-        return tools, {"type": "function", "function": {"name": choice["name"]}}
-    allowed = choice.get("tools")
-    if kind == "allowed_tools" and choice.get("mode") in ("auto", "required") and isinstance(allowed, list):
-        # str, because a wrong name may be of any type.
-        names = {str(tool.get("name")) if isinstance(tool, Mapping) else "" for tool in allowed}
-        kept = [tool for tool in tools or () if tool["function"]["name"] in names]
-        if names - {tool["function"]["name"] for tool in kept}:
-            raise ApiError(400, "tool_choice.tools contains a tool that is not one of the tools.", "tool_choice")
-        return kept, choice["mode"]
+    kept, read = function_choice(choice, tools)
+    if read is None or isinstance(read, str) or isinstance(read.get("function"), Mapping):
+        return kept, read
+    if read.get("type") == "allowed_tools" and read.get("mode") in ("auto", "required") and isinstance(read.get("tools"), list):
+        raise ApiError(400, "tool_choice.tools contains a tool that is not one of the tools.", "tool_choice")
     sentence = (
         "tool_choice must be 'none', 'auto', 'required', {'type': 'function', 'name': …} or "
         "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': […]}."
@@ -147,32 +130,33 @@ def _messages(items: Sequence[Mapping[str, Any]], instructions: str | None) -> l
         raise ApiError(400, "input must have at least one item.", "input")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
+    answered = {str(item.get("call_id")) for item in items if _is_output(item)}
     for index, item in enumerate(items):
         where = f"input[{index}]"
-        match item.get("type"):
-            case "message":
-                _add_message(messages, item, where)
-            case "reasoning":
-                _assistant(messages)["reasoning"] = _reasoning(item, where)
-            case "function_call" if item.get("status") == "incomplete":
+        kind = item.get("type")
+        if kind == "message":
+            _add_message(messages, item, where)
+        elif kind == "reasoning":
+            if text := _reasoning(item):
+                _assistant(messages)["reasoning"] = text
+        elif _is_output(item):
+            call_id = require_text(item.get("call_id"), f"{where}.call_id")
+            content = content_text(item["output"], f"{where}.output", own=False)
+            messages.append({"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": content})
+        elif _is_call(item):
+            call_id = require_text(item.get("call_id"), f"{where}.call_id")
+            if item.get("status") == "incomplete" and call_id not in answered:
                 continue  # cut off or malformed
-            case "function_call":
-                call = {name: require_text(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")}
-                _check_arguments(call["arguments"], f"{where}.arguments")
-                names[call["call_id"]] = call["name"]
-                function = {"name": call["name"], "arguments": call["arguments"]}
-                calls = _assistant(messages).setdefault("tool_calls", [])
-                calls.append({"id": call["call_id"], "type": "function", "function": function})
-            case "function_call_output":
-                call_id = require_text(item.get("call_id"), f"{where}.call_id")
-                message = {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, "")}
-                messages.append({**message, "content": _content(item.get("output"), f"{where}.output")})
-            case kind:
-                sentence = (
-                    f"{where} has the type {kind!r:.{MAX_ECHO}}, which is not supported: send items of the types message, "
-                    "reasoning, function_call and function_call_output."
-                )
-                raise ApiError(400, sentence, "input")
+            names[call_id] = in_namespace(item.get("namespace"), item["name"])
+            function = {"name": names[call_id], "arguments": _arguments(item)}
+            calls = _assistant(messages).setdefault("tool_calls", [])
+            calls.append({"id": call_id, "type": "function", "function": function})
+        elif kind == "item_reference" or not isinstance(kind, str):
+            raise ApiError(400, f"{where} has the type {kind!r:.{MAX_ECHO}}: send the item itself, with its type.", "input")
+        else:
+            warn_once(f"Requests contain items of the type {kind!r:.{MAX_ECHO}}, which are left out.")
+    if not messages:
+        raise ApiError(400, "input must have at least one item that the model can read.", "input")
     if instructions:
         _instruct(messages, instructions)
     return messages
@@ -183,7 +167,11 @@ def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any], where:
     if role not in ("user", "assistant", "system", "developer"):
         sentence = f"{where}.role must be user, assistant, system or developer, got {role!r:.{MAX_ECHO}}."
         raise ApiError(400, sentence, "input")
-    content = _content(content, f"{where}.content")
+    if role == "assistant" and content is None:
+        content = ""
+    if not isinstance(content, str):
+        texts = texts_of(content, f"{where}.content", own=role != "assistant")
+        content = [{"type": "text", "text": text} for text in texts]
     if role != "assistant":
         messages.append({"role": role, "content": content})
         return
@@ -201,35 +189,28 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _content(content: Any, where: str) -> str | list[Any]:
-    """The text or text parts of an item, checked."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-        raise ApiError(400, f"{where} must be a text or a list of parts.", "input")
-    for index, part in enumerate(content):
-        kind = part.get("type")
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            sentence = f"{where}[{index}] has the type {kind!r:.{MAX_ECHO}}, but this model only reads text."
-            raise ApiError(400, sentence, "input")
-        name = "refusal" if kind == "refusal" else "text"
-        require_text(part.get(name), f"{where}[{index}].{name}")
-    return content
+def _is_output(item: Mapping[str, Any]) -> bool:
+    """Whether an item has what a tool returned: of a function, a custom tool or any other that the client ran."""
+    kind = item.get("type")
+    return isinstance(kind, str) and kind.endswith("_output") and "output" in item
 
 
-def _check_arguments(arguments: str, where: str) -> None:
-    try:
-        # Checked without decoding, which would hold up the event loop for a long text.
-        msgspec.json.decode(arguments or "{}", type=msgspec.Raw)
-    except (msgspec.DecodeError, RecursionError):
-        raise ApiError(400, f"{where} must be JSON text.", "input") from None
+def _is_call(item: Mapping[str, Any]) -> bool:
+    kind = item.get("type")
+    return isinstance(kind, str) and kind.endswith("_call") and isinstance(item.get("name"), str) and "call_id" in item
 
 
-def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    parts = item.get("content") or ()
-    if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
-        raise ApiError(400, f"{where}.content must be a list of parts.", "input")
-    return "".join(require_text(part.get("text"), f"{where}.content.text") for part in parts)
+def _arguments(item: Mapping[str, Any]) -> str:
+    """The arguments of a call as the model wrote them, which may be cut off."""
+    if item["type"] == "custom_tool_call":
+        return custom_arguments(item.get("input"))
+    arguments = item.get("arguments")
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item. One whose content is encrypted has none; its summary is not what the model wrote."""
+    return "".join(texts_of(item.get("content"), "content", own=False))
 
 
 def _instruct(messages: list[dict[str, Any]], instructions: str) -> None:
