@@ -137,7 +137,6 @@ async def test_history_is_rendered_by_the_template(start_server: StartServer) ->
 
 
 BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "retrieval"}]}, "tools[0].type must be 'function'"),
     ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function must be an object"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name must be"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -312,10 +313,8 @@ def _parse_arguments(call: Any, where: str) -> None:
         raise ChatTemplateError(f"{where}.tool_calls must be objects with the key function.")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # cut off, or written by a model that does not know better
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            pass  # cut off, or written by a model that does not know better
     if isinstance(arguments, dict) or arguments is None:
         function["arguments"] = _Arguments(arguments or {})
     else:

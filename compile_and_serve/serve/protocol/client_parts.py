@@ -66,6 +66,8 @@ def texts_of(content: Any, where: str, *, own: bool) -> list[str]:
         return [text for text in texts if text is not None]
     if own:
         raise ApiError(400, f"{where} must be a text or a list of parts.", where.partition("[")[0])
+    if isinstance(content, Mapping) and _is_media(content):
+        return texts_of([content], where, own=False)
     return [] if content is None else [_json_text(content)]
 
 
@@ -86,8 +88,7 @@ def part_text(part: Mapping[str, Any] | str, where: str, *, own: bool) -> str | 
     if found is not None:
         warn_once(f"Requests contain parts of the type {name!r:.{MAX_ECHO}}, of which the model reads the text.")
         return found
-    is_media = isinstance(kind, str) and _MEDIA_KIND.search(kind) is not None
-    if is_media or not _MEDIA_FIELDS.isdisjoint(part):
+    if _is_media(part):
         if own:
             sentence = f"{where} has the type {kind!r:.{MAX_ECHO}}, which is not supported: this model only reads text."
             raise ApiError(400, sentence, where.partition("[")[0])
@@ -97,13 +98,18 @@ def part_text(part: Mapping[str, Any] | str, where: str, *, own: bool) -> str | 
     return None
 
 
+def _is_media(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return (isinstance(kind, str) and _MEDIA_KIND.search(kind) is not None) or not _MEDIA_FIELDS.isdisjoint(part)
+
+
 def _described(part: Mapping[str, Any], kind: Any) -> str | None:
     """The text that a part of another type holds; None if it holds none."""
     source = part.get("source")
     if kind == "tool_reference" and isinstance(part.get("tool_name"), str):
         return f"[tool: {part['tool_name']}]"
-    if kind == "search_result":
-        head = [text for text in (part.get("title"), source) if isinstance(text, str)]
+    if kind in ("search_result", "web_search_result"):
+        head = [text for text in (part.get("title"), source, part.get("url")) if isinstance(text, str)]
         return "\n".join([*head, *_inner_texts(part.get("content"))])
     if kind == "document" and isinstance(source, Mapping):
         text = _document_text(source)
@@ -201,3 +207,13 @@ def _function_call(call: Any) -> Any:
 def custom_arguments(text: Any) -> str:
     """The arguments of a function that stands for a custom tool, which takes one text."""
     return json.dumps({CUSTOM_ARGUMENT: text if isinstance(text, str) else ""}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The text in the arguments of such a function; of arguments that were cut off, the arguments themselves."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get(CUSTOM_ARGUMENT, "") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else _json_text(text)

@@ -48,7 +48,8 @@ class ResponsesRequest(SamplingFields):
     stream_options: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
     tools: Objects | None = Field(
         default=None,
-        description='Functions: {"type": "function", "name": …, "parameters": …}, custom tools, and namespaces of these. Others are left out.',
+        description='Functions: {"type": "function", "name": …, "parameters": …}, custom tools, and namespaces of these; '
+        "others are left out.",
     )
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="'none', 'auto', 'required', {'type': 'function', 'name': …} or allowed_tools."

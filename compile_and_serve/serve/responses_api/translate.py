@@ -144,10 +144,10 @@ def _messages(items: Sequence[Mapping[str, Any]], instructions: str | None) -> l
             content = content_text(item["output"], f"{where}.output", own=False)
             messages.append({"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": content})
         elif _is_call(item):
-            call_id = require_text(item.get("call_id"), f"{where}.call_id")
+            call_id = item["call_id"]
             if item.get("status") == "incomplete" and call_id not in answered:
                 continue  # cut off or malformed
-            names[call_id] = in_namespace(item.get("namespace"), item["name"])
+            names[call_id] = _called_name(item, where)
             function = {"name": names[call_id], "arguments": _arguments(item)}
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append({"id": call_id, "type": "function", "function": function})
@@ -195,16 +195,22 @@ def _is_output(item: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind.endswith("_output") and "output" in item
 
 
+def _called_name(item: Mapping[str, Any], where: str) -> str:
+    """The name of a call's tool. Calls of OpenAI's own tools, such as local_shell_call, have none but their type's."""
+    name = item.get("name", item["type"].removesuffix("_call"))
+    return in_namespace(item.get("namespace"), require_text(name, f"{where}.name"))
+
+
 def _is_call(item: Mapping[str, Any]) -> bool:
     kind = item.get("type")
-    return isinstance(kind, str) and kind.endswith("_call") and isinstance(item.get("name"), str) and "call_id" in item
+    return isinstance(kind, str) and kind.endswith("_call") and isinstance(item.get("call_id"), str)
 
 
 def _arguments(item: Mapping[str, Any]) -> str:
     """The arguments of a call as the model wrote them, which may be cut off."""
     if item["type"] == "custom_tool_call":
         return custom_arguments(item.get("input"))
-    arguments = item.get("arguments")
+    arguments = item.get("arguments", item.get("action"))
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
 
 

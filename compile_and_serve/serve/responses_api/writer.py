@@ -13,13 +13,20 @@ from compile_and_serve.serve.conversation.chat_message import call_id
 from compile_and_serve.serve.conversation.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError
 from compile_and_serve.serve.http.responses import named_event
+from compile_and_serve.serve.protocol.client_parts import custom_input
+from compile_and_serve.serve.protocol.client_tools import custom_names, namespaces
 from compile_and_serve.serve.protocol.responses_api import ResponsesRequest
 from compile_and_serve.serve.protocol.usage import Usage
 from compile_and_serve.serve.responses_api.text_logprobs import TextLogprobs
 from compile_and_serve.serve.responses_api.translate import new_id
 
 # Item type → the prefix of its events' names, and the type of its content part.
-_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text", "function_call": "response.function_call_arguments"}
+_EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
+}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -30,6 +37,8 @@ class ResponseWriter:
         self._usage = conversation.usage
         self._id_length = conversation.id_length
         self._blocks = Blocks()
+        self._custom = custom_names(body.tools)
+        self._namespaces = namespaces(body.tools)
         self._output: list[dict[str, Any]] = []
         self._text = ""  # of the open item
         self._text_logprobs: list[dict[str, Any]] = []  # of the open item
@@ -83,16 +92,17 @@ class ResponseWriter:
                 case BlockBegin(kind, name):
                     parts += self._begin_item(kind, name)
                 case BlockText(text):
-                    parts.append(self._item_event("delta", delta=text, **self._delta_logprobs(text)))
+                    if self._output[-1]["type"] != "custom_tool_call":  # its text is known once the arguments are complete
+                        parts.append(self._item_event("delta", delta=text, **self._delta_logprobs(text)))
                     self._text += text
                 case BlockEnd(complete):
                     parts += self._end_item("completed" if complete else "incomplete")
         return b"".join(parts)
 
     def _begin_item(self, kind: str, name: str) -> list[bytes]:
+        item: dict[str, Any]
         if kind == "call":
-            call = {"call_id": call_id(self._id_length), "name": name, "arguments": ""}
-            item: dict[str, Any] = {"id": new_id("fc"), "type": "function_call", "status": "in_progress", **call}
+            item = self._new_call(name)
         elif kind == "text":
             item = {"id": new_id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
         else:
@@ -104,6 +114,20 @@ class ResponseWriter:
             parts.append(self._part_event("added"))
         return parts
 
+    def _new_call(self, name: str) -> dict[str, Any]:
+        """The item of a call, as the client declared the tool. name: under which the model sees the tool."""
+        kind, text, prefix = ("custom_tool_call", "input", "ctc") if name in self._custom else ("function_call", "arguments", "fc")
+        namespace, own_name = self._namespaces.get(name, (None, name))
+        item = {
+            "id": new_id(prefix),
+            "type": kind,
+            "status": "in_progress",
+            "call_id": call_id(self._id_length),
+            "name": own_name,
+            text: "",
+        }
+        return item if namespace is None else {**item, "namespace": namespace}
+
     def _end_item(self, status: str) -> list[bytes]:
         item, text = self._output[-1], self._text
         item["status"] = status
@@ -111,6 +135,9 @@ class ResponseWriter:
         if item["type"] == "function_call":
             item["arguments"] = text
             parts.append(self._item_event("done", arguments=text, name=item["name"]))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input(text)
+            parts += [self._item_event("delta", delta=item["input"]), self._item_event("done", input=item["input"])]
         else:
             logprobs = {"logprobs": self._text_logprobs} if item["type"] == "message" else {}
             parts += [self._item_event("done", text=text, **logprobs), self._part_event("done")]
@@ -143,7 +170,7 @@ class ResponseWriter:
         """An event about the text of the open item."""
         item = self._output[-1]
         place: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._output) - 1}
-        if item["type"] != "function_call":
+        if item["type"] in _PARTS:
             place["content_index"] = 0
         return self._event(f"{_EVENTS[item['type']]}.{what}", **place, **fields)
 
