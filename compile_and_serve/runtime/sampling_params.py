@@ -47,7 +47,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: the model's end-of-sequence ids do not end the request.
     logprobs, prompt_logprobs: None is off; k returns the chosen token and the k likeliest; -1 the whole vocabulary. The engine's
         max_logprobs limits them.
-    logprob_token_ids: also return the log-probabilities of these tokens, with each generated token; needs `logprobs`.
+    logprob_token_ids: return the log-probabilities of these tokens with each generated token, instead of the likeliest ones; needs
+        `logprobs`.
     logit_bias: token id → value added to its logit. allowed_token_ids: sample only these.
     bad_words: strings that must not occur: at most MAX_BAD_WORDS of at most MAX_BAD_WORD_TOKENS tokens each, and at most
         MAX_BAD_TOKENS tokens together. bad_words_token_ids: their token sequences, filled in by `InputProcessor`.

@@ -99,7 +99,7 @@ async def test_a_message_has_anthropics_shape(server: Server) -> None:
     message = (await send(server, system="Be brief.")).json()
     assert message["id"].startswith("msg_")
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "test-model")
-    assert message["content"] == [{"type": "text", "text": ANSWER, "citations": None}]
+    assert message["content"] == [{"type": "text", "text": ANSWER}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     num_prompt = len(server.engine.requests[0].prompt_token_ids)
     assert message["usage"]["input_tokens"] == num_prompt
@@ -211,6 +211,14 @@ async def test_structured_output_and_thinking_reach_the_engine(start_server: Sta
         assert prompt_of(server) == "answers"
 
 
+async def test_thinking_has_no_effect_without_a_reasoning_parser(start_server: StartServer) -> None:
+    server = await started(start_server, ANSWER)
+    for kind in ({"type": "enabled", "budget_tokens": 5}, {"type": "adaptive"}):
+        answer = (await send(server, thinking=kind)).json()
+        assert [block["type"] for block in answer["content"]] == ["text"]
+        assert server.engine.requests[-1].sampling_params.structured_outputs is None
+
+
 async def test_cached_tokens_are_reported_where_the_server_reports_them(start_server: StartServer) -> None:
     server = await start_server(prompt_tokens_details=True)
     num_prompt = None
@@ -242,7 +250,6 @@ async def test_cached_tokens_are_reported_where_the_server_reports_them(start_se
         ({"tools": [TOOL], "tool_choice": {"type": "must"}}, "tool_choice.type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature must be"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens needs a reasoning parser"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format must be"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
         ({"messages": [{"role": "user", "content": "x" * 10000}]}, "256"),

@@ -189,7 +189,8 @@ class Sampler:
             logits=logits,
             logprob_rows=logprob_rows,
             logprob_rows_L=self._upload(np.array(logprob_rows, dtype=np.int64)) if logprob_rows else None,
-            logprob_counts=[params[row].logprobs or 0 for row in logprob_rows],
+            # Named tokens take the place of the likeliest ones, as in vLLM.
+            logprob_counts=[0 if params[row].logprob_token_ids else params[row].logprobs or 0 for row in logprob_rows],
             logprob_others_Lw=self._upload(_padded(other_ids)) if any(other_ids) else None,
             num_logprob_others=[len(ids) for ids in other_ids],
             valid_steps=FOREVER if logits is None else logits.valid_steps,

@@ -35,8 +35,8 @@ def own_names() -> AbstractContextManager[None]:
     return renamed_params(_NAMES, _TEXTS)
 
 
-def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
-    """The chat request of a message request. Raises a 400."""
+def chat_request(body: MessagesRequest, *, reasons: bool) -> ChatCompletionRequest:
+    """The chat request of a message request. reasons: whether reasoning can be told from the answer. Raises a 400."""
     check_fields(body)
     for name, reason in _IGNORED.items():
         if getattr(body, name):
@@ -47,7 +47,10 @@ def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
     if body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
     if body.thinking is not None and body.thinking.type == "enabled":
-        fields["thinking_token_budget"] = body.thinking.budget_tokens
+        if reasons:
+            fields["thinking_token_budget"] = body.thinking.budget_tokens
+        else:
+            warn_once("Requests contain thinking.budget_tokens, which has no effect without a reasoning parser (--reasoning-parser).")
     return ChatCompletionRequest.model_construct(**fields)
 
 

@@ -90,7 +90,7 @@ class MessageWriter:
         if kind == "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         if kind == "text":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
         return {"type": "tool_use", "id": call_id(self._id_length, prefix="toolu"), "name": name, "input": {}}
 
     def _delta(self, text: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class GenerationFields(SamplingFields):
     )
     prompt_logprobs: int | None = Field(default=None, description="-1: the whole vocabulary.", json_schema_extra={"minimum": -1})
     logprob_token_ids: Integers | None = Field(
-        default=None, description="Also return the log-probabilities of these tokens; needs logprobs."
+        default=None, description="Return the log-probabilities of these tokens instead of the likeliest ones; needs logprobs."
     )
     response_format: dict[str, Any] | None = Field(
         default=None, description='{"type": "text"}, "json_object", "json_schema" or "structural_tag".'

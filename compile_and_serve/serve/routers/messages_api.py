@@ -29,7 +29,7 @@ router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 async def create_message(body: MessagesRequest, request: Request, context: Context) -> Response:
     """Answer a conversation in the form of Anthropic's API. With `stream`, its server-sent events."""
     with own_names():
-        chat = await context.bodies.run(request, lambda: chat_request(body))
+        chat = await context.bodies.run(request, lambda: chat_request(body, reasons=bool(context.parsers.reasoning_ends())))
         conversation = await Conversation.create(chat, request, context, f"msg_{uuid.uuid4().hex[:24]}")
     writer = MessageWriter(conversation, with_thinking=wants_thinking(body))
     if body.stream:
