@@ -314,3 +314,54 @@ async def test_calls_that_ran_on_anthropics_servers_stay_in_their_order(start_se
         '<|start|>assistant\nI look.<tool_call>web_search:{"query": "x"}</tool_call><|end|>\n<|start|>tool\nT\nhttp://a<|end|>\n'
         "<|start|>assistant\nIt is T.<|end|>\n"
     ) in prompt_of(server)
+
+
+# Sessions
+
+
+async def test_five_turns_of_codex(start_server: StartServer) -> None:
+    server = await started(start_server, CALL)
+    others = [PATCH, {"type": "web_search", "external_web_access": False}, {"type": "namespace", "name": "mcp__a", "tools": [FLAT]}]
+    fields = {"tools": [FLAT, *others], "tool_choice": "auto", "parallel_tool_calls": False, "store": False, "stream": True}
+    fields |= {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}
+    items: list[Any] = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first."}]}]
+    for turn in range(5):
+        items.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": f"Turn {turn}"}]})
+        response = await respond(server, input=items, instructions="You code.", **fields)
+        assert response.status_code == 200, response.text
+        events = [json.loads(line[5:]) for line in response.text.splitlines() if line.startswith("data:")]
+        [call] = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        items.append({name: call[name] for name in ("type", "call_id", "name", "arguments")})
+        items.append({"type": "function_call_output", "call_id": call["call_id"], "output": f"Result {turn}"})
+    assert all(f"Result {turn}<|end|>" in prompt_of(server) for turn in range(4))
+
+
+async def test_five_turns_of_claude_code(start_server: StartServer) -> None:
+    server = await started(start_server, CALL)
+    system = [{"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}}]
+    fields = {"tools": [ANTHROPIC], "thinking": {"type": "adaptive"}, "context_management": {"edits": []}, "metadata": {"user_id": "x"}}
+    talk: list[Any] = []
+    for turn in range(5):
+        talk += [{"role": "user", "content": [{"type": "text", "text": f"Turn {turn}"}]}, {"role": "system", "content": "Be brief."}]
+        response = await message(server, talk, system=system, **fields)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        assert answer["stop_reason"] == "tool_use"
+        talk.append({"role": "assistant", "content": answer["content"]})
+        result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"], "content": [PICTURE]}
+        talk.append({"role": "user", "content": [result]})
+    assert prompt_of(server).count("[image omitted") == 4
+
+
+@pytest.mark.parametrize("tools", [[TOOL], None])  # Cline calls functions, aider writes its edits as text
+async def test_five_turns_of_cline_and_aider(start_server: StartServer, tools: list[Any] | None) -> None:
+    server = await started(start_server, CALL if tools else ANSWER)
+    talk: list[Any] = [{"role": "system", "content": [{"type": "text", "text": "You code."}]}]
+    for turn in range(5):
+        talk.append({"role": "user", "content": [{"type": "text", "text": f"Turn {turn}"}]})
+        response = await server.chat(messages=talk, tools=tools)
+        assert response.status_code == 200, response.text
+        answer = response.json()["choices"][0]["message"]
+        talk.append(answer)
+        talk += [{"role": "tool", "tool_call_id": call["id"], "content": f"Result {turn}"} for call in answer["tool_calls"]]
+    assert all(f"Turn {turn}<|end|>" in prompt_of(server) for turn in range(5))
