@@ -173,7 +173,6 @@ class EngineConnection:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is gone
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.set_hwm(0)
         heartbeats = self._context.socket(zmq.SUB)
@@ -203,10 +202,8 @@ class EngineConnection:
         if self._stopping and not isinstance(message, (Shutdown, AbortRequests)):
             raise EngineDeadError("The engine is shutting down.")
         assert self._context is not None, "the engine has not started"
-        try:
-            await self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)  # the queue is unlimited
-        except zmq.Again as error:  # no peer: the process is gone, and `_watch` will report it
-            raise EngineDeadError("The engine process has ended.") from error
+        # The queue is unlimited. Not ZMQ's IMMEDIATE: with it, messages that an engine sent before its end may be lost.
+        await self._socket.send(self._encoder.encode(message))
 
     async def _read(self) -> None:
         """Read the engine's messages until one cannot be read; then nobody would answer the requests."""
