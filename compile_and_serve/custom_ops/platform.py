@@ -14,12 +14,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.compat import current_raw_stream
+from compile_and_serve.custom_ops.device_names import BUILT_IN_DEVICES
+from compile_and_serve.plugins import load_plugins
 
 _DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last on WSL
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, Arm
@@ -452,6 +454,7 @@ _makers: dict[str, Callable[[torch.device], Platform]] = {"cpu": CpuPlatform, "c
 @functools.cache
 def platform_of(device: torch.device) -> Platform:
     """The device's platform: one instance for each device. Raises `ValueError` for a type of device that is not registered."""
+    load_plugins("platforms")
     make = _makers.get(device.type)
     if make is None:
         raise ValueError(f"There is no platform for {device.type} devices: known are {', '.join(_makers)}.")
@@ -467,11 +470,17 @@ def register_platform(device_type: str, make: Callable[[torch.device], Platform]
     platform_of.cache_clear()
 
 
-def resolve_device(name: Literal["auto", "cpu", "cuda"], index: int | None = None) -> torch.device:
-    """The torch device; "auto" is CUDA if available. index: of the CUDA device, which becomes the current one.
+def resolve_device(name: str, index: int | None = None) -> torch.device:
+    """The torch device; "auto" is CUDA if available. index: of the device, which becomes the current one.
 
-    Raises `ValueError` if CUDA is wanted and not available, or has no such device.
+    name: "auto", "cpu", "cuda", or the type of device of a plug-in's platform. Raises `ValueError` for another name, and if CUDA is
+    wanted and not available, or has no such device.
     """
+    if name not in BUILT_IN_DEVICES:
+        load_plugins("platforms")  # which also make the type known to torch
+        device = torch.device(name) if index is None else torch.device(name, index)
+        platform_of(device).make_current()
+        return device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", str(index))
     is_hidden = visible.strip() in ("", "-1")  # on purpose
     if name != "cpu" and index is not None and not is_hidden and not torch.cuda.is_available() and _has_cuda():

@@ -15,7 +15,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.step import CLASS_LOGITS, HIDDEN_STATES, ROWS, StepOutput
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.families import FAMILIES
+from compile_and_serve.models.families import known_families
 from compile_and_serve.models.families.gemma import GemmaForCausalLM
 from compile_and_serve.models.registry import ModelImpl, architecture_of, build_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
@@ -42,7 +42,7 @@ def build_pooling_model(
     """
     architecture = architecture_of(config)
     family, is_classifier = architecture, architecture.endswith(_CLASSIFIES)
-    if architecture in FAMILIES:
+    if architecture in known_families():
         pass
     elif is_classifier:
         family = architecture.removesuffix(_CLASSIFIES) + _GENERATES
@@ -52,10 +52,10 @@ def build_pooling_model(
     if spec.pooling is not None:
         return spec
     old_head = getattr(spec.module, "lm_head", None)
-    if model_impl == "transformers" or family not in FAMILIES or not isinstance(old_head, nn.Linear):
+    if model_impl == "transformers" or family not in known_families() or not isinstance(old_head, nn.Linear):
         raise ModelConfigError(
             f"{architecture} cannot compute embeddings or classes: only models with a native implementation can "
-            f"({', '.join(sorted(FAMILIES))}, and the same families' {_CLASSIFIES} and {_BARE})."
+            f"({', '.join(sorted(known_families()))}, and the same families' {_CLASSIFIES} and {_BARE})."
         )
     hidden_size = old_head.in_features
     names: dict[str, str | None] = {"lm_head.weight": None}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from compile_and_serve.models.config import ModelConfigError, UnsupportedConfigError
-from compile_and_serve.models.families import FAMILIES
+from compile_and_serve.models.families import known_families
 from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.spec import ModelSpec
 
@@ -26,7 +26,7 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
     Raises `ModelConfigError` for a config without an architecture, an unsupported architecture, invalid sizes, or an
     unsupported quantization.
     """
-    family = FAMILIES.get(architecture_of(config))
+    family = known_families().get(architecture_of(config))
     if family is None or model_impl == "transformers":
         spec = _build_with_transformers(config, dtype)
     else:
@@ -43,7 +43,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if not isinstance(names, list) or not names:
         raise ModelConfigError(
             'The model\'s config names no architecture: expected "architectures" to be one of '
-            f"{', '.join(sorted(FAMILIES))}, or another decoder of the transformers package."
+            f"{', '.join(sorted(known_families()))}, or another decoder of the transformers package."
         )
     return names[0]
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
 
+from compile_and_serve.custom_ops.device_names import BUILT_IN_DEVICES
 from compile_and_serve.runtime.logs import JsonHandler, LogFormat
 
 EXIT_FAILURE = 1
@@ -45,12 +46,14 @@ main()
 """
 
 
-def one_device(index: int) -> tuple[dict[str, str], int]:
+def one_device(index: int, device: str) -> tuple[dict[str, str], int]:
     """Environment variables with which a child sees a single CUDA device, and that device's number in the child.
 
     index: the device's number in this process. Every child then calls its device 0, so all of them can share compiled
-    artifacts. If CUDA_VISIBLE_DEVICES names too few devices, the child sees what this process sees and reports the error.
+    artifacts. device: the option; of a plug-in's platform, a child sees all devices. If CUDA_VISIBLE_DEVICES names too few devices, the child sees what this process sees and reports the error.
     """
+    if device not in BUILT_IN_DEVICES:
+        return {}, index
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return {"CUDA_VISIBLE_DEVICES": str(index)}, 0

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.custom_ops.device_names import is_device_name
 from compile_and_serve.option_fields import at_least, option, parse_size
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["last", "mean", "cls"]
-Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
 MIN_DRAFTED_ROWS = 512  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
@@ -235,7 +235,12 @@ class EngineConfig:
     enable_lora: bool = _lora_option(False, "Let requests use LoRA adapters.")
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    device: Device = _device_option("auto", "auto: CUDA if there is a CUDA device, else CPU.")
+    device: str = _device_option(
+        "auto",
+        "auto: CUDA if there is a CUDA device, else CPU. NAME: of a plug-in's platform.",
+        metavar="auto|cpu|cuda|NAME",
+        checks=((is_device_name, "one of auto, cpu, cuda, or a plug-in's platform"),),
+    )
     attention_backend: str | None = _device_option(None, "By default the first one that supports the model and the device.")
     num_threads: int | None = _device_option(
         None, "CPU threads per rank. By default OMP_NUM_THREADS, or the rank's share of the cores.", checks=(at_least(1),)

@@ -74,7 +74,7 @@ def _run_rank(
     for name, value in {"GLOO_SOCKET_IFNAME": "lo", **rank_environment()}.items():
         os.environ.setdefault(name, value)
     torch.set_num_threads(1)
-    environment, index = ({}, rank) if sees_all else one_device(rank)
+    environment, index = ({}, rank) if sees_all else one_device(rank, kind)
     os.environ.update(environment)  # CUDA looks at it when it is first used
     device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     try:

@@ -7,11 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassError
-
-ENTRY_POINTS = "compile_and_serve.passes"  # the group of entry points
+from compile_and_serve.plugins import declared_plugins, load_plugin
 
 
 def with_user_passes(pipeline: Sequence[GraphPass], names: Sequence[str]) -> tuple[GraphPass, ...]:
@@ -40,19 +38,16 @@ def with_user_passes(pipeline: Sequence[GraphPass], names: Sequence[str]) -> tup
 def load_pass(name: str) -> GraphPass:
     """An instance of the pass class `package.module:Class`, or of the entry point `name` of an installed package.
 
-    Modules of the current folder are found, too. Raises `PassError`.
+    Modules of the current folder are found, too. Raises `PassError`, or `PluginError` for an entry point that cannot be imported.
     """
     if ":" in name:
         found = _imported(name)
     else:
-        declared = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        declared = declared_plugins("passes")
         if name not in declared:
             known = f"; installed packages declare {', '.join(sorted(declared))}" if declared else ""
             raise PassError(f"There is no pass {name!r}: expected package.module:Class{known}.")
-        try:
-            found = declared[name].load()
-        except Exception as error:
-            raise PassError(f"Pass {name!r} ({declared[name].value}) cannot be imported: {_reason(error)}.{_import_hint(error)}") from error
+        found = load_plugin(declared[name])
     if not isinstance(found, type):
         raise PassError(f"{name} is not a pass: expected a class, got a {type(found).__name__}.")
     try:

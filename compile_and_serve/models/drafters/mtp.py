@@ -21,7 +21,7 @@ from compile_and_serve.models.drafters.drafter_spec import (
     reads_hidden_states,
     with_hidden_states,
 )
-from compile_and_serve.models.families import FAMILIES
+from compile_and_serve.models.families import known_families
 from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.spec import ModelSpec
 
@@ -30,9 +30,9 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
     """The target's own layers for multi-token prediction, as many as `num_tokens` drafts need. Raises `ModelConfigError` if it has none."""
     config = target.config
     architecture = (config.get("architectures") or ["?"])[0]
-    family = FAMILIES.get(architecture)
+    family = known_families().get(architecture)
     if family is None or family.build_mtp_layer is None or not config.get("num_nextn_predict_layers"):
-        families = sorted(name for name, one in FAMILIES.items() if one.build_mtp_layer is not None)
+        families = sorted(name for name, one in known_families().items() if one.build_mtp_layer is not None)
         raise ModelConfigError(
             f"{architecture} brings no layer for multi-token prediction that is known here: it must be one of {', '.join(families)} with "
             "num_nextn_predict_layers in its config."

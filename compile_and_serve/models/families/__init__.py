@@ -1,6 +1,7 @@
 """Model families, a file each. A file registers the architectures that it builds, by the names that config.json files give them.
 
 All files of this folder are imported with it, so that a family from outside, which registers itself in the same way, comes later and wins.
+`known_families` also imports those of installed packages (docs/plug-ins.md).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.plugins import load_plugins
 
 ModelBuilder = Callable[[Mapping[str, Any], torch.dtype], ModelSpec]
 # The same for a layer for multi-token prediction. Also takes its number in the checkpoint and whether it is the only one.
@@ -42,6 +44,12 @@ def register_model(
     features: what `compile-and-serve models` says. build_mtp_layer: makes a layer for multi-token prediction, if the family has them.
     """
     FAMILIES[architecture] = Family(build=build, features=features, build_mtp_layer=build_mtp_layer)
+
+
+def known_families() -> Mapping[str, Family]:
+    """All families by architecture, those of plug-ins included. Raises `PluginError`."""
+    load_plugins("models")
+    return FAMILIES
 
 
 for _module in pkgutil.iter_modules(__path__):

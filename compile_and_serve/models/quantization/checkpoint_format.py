@@ -11,6 +11,7 @@ from torch import nn
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.plugins import load_plugins
 
 CacheDtype = Literal["fp8", "int8"]
 
@@ -78,12 +79,18 @@ def register_checkpoint_format(
     return register
 
 
+def known_formats() -> Mapping[str, CheckpointFormat]:
+    """All formats by `quant_method`, those of plug-ins included. Raises `PluginError`."""
+    load_plugins("checkpoint_formats")
+    return CHECKPOINT_FORMATS
+
+
 def format_of(quantization: Mapping[str, Any]) -> CheckpointFormat:
     """The format of a quantization_config. Raises `ModelConfigError` for an unknown one."""
-    method = quantization.get("quant_method")
-    if not isinstance(method, str) or method not in CHECKPOINT_FORMATS:
+    method, formats = quantization.get("quant_method"), known_formats()
+    if not isinstance(method, str) or method not in formats:
         raise ModelConfigError(
             f"quantization_config's quant_method {method!r} is not supported: use a checkpoint in the format "
-            f"{', '.join(sorted(CHECKPOINT_FORMATS))}, or an unquantized one with --quantization."
+            f"{', '.join(sorted(formats))}, or an unquantized one with --quantization."
         )
-    return CHECKPOINT_FORMATS[method]
+    return formats[method]

@@ -21,7 +21,7 @@ from compile_and_serve.models.quantization import (  # noqa: F401
     quark,
     torchao,
 )
-from compile_and_serve.models.quantization.checkpoint_format import CHECKPOINT_FORMATS, CacheDtype, format_of
+from compile_and_serve.models.quantization.checkpoint_format import CacheDtype, format_of, known_formats
 from compile_and_serve.models.spec import ModelSpec
 
 
@@ -46,6 +46,6 @@ def with_stored_weights(spec: ModelSpec, *, requantize: bool = False) -> ModelSp
 def checkpoint_cache_dtype(config: Mapping[str, Any]) -> CacheDtype | None:
     """The 8-bit dtype of the KV cache that a config.json says the checkpoint is made for; None: none."""
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") not in CHECKPOINT_FORMATS:
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in known_formats():
         return None
-    return CHECKPOINT_FORMATS[quantization["quant_method"]].cache_dtype(quantization)
+    return known_formats()[quantization["quant_method"]].cache_dtype(quantization)

@@ -22,5 +22,5 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
         return InProcessExecutor(config, on_stage)
     if parallel.executor == "ray":
         return DistributedExecutor(config, RayRanks(config), on_stage)
-    host = LocalRanks(parallel.data_parallel_rank * config.num_ranks, config.compile.work_dir)
+    host = LocalRanks(config.device, parallel.data_parallel_rank * config.num_ranks, config.compile.work_dir)
     return DistributedExecutor(config, host, on_stage)

@@ -83,7 +83,7 @@ class RankHost(Protocol):
         ...
 
     def device_index(self, rank: int) -> int:
-        """Number of the rank's CUDA device among those that its process sees."""
+        """Number of the rank's device among those that its process sees."""
         ...
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
@@ -384,11 +384,12 @@ def _ranks(numbers: Sequence[int]) -> str:
 class LocalRanks:
     """A `RankHost` of child processes on this host. Sockets and rendezvous lie in a folder that only this user can enter."""
 
-    def __init__(self, first_device: int, parent: Path | None) -> None:
-        """first_device: CUDA device of rank 0; the other ranks get the devices after it.
+    def __init__(self, device: str, first_device: int, parent: Path | None) -> None:
+        """device: the option. first_device: number of rank 0's device; the other ranks get the devices after it.
 
         parent: where the folder is created; None is the system's temporary folder.
         """
+        self._device = device
         self._first_device = first_device
         self._folder = private_folder(parent)
         self.rendezvous = f"file://{self._folder}/meeting"
@@ -400,8 +401,8 @@ class LocalRanks:
         return f"ipc://{self._folder}/{name}"
 
     def device_index(self, rank: int) -> int:
-        """Each rank sees only its own device, which is device 0 there."""
-        return one_device(self._first_device + rank)[1]
+        """A rank sees only its own CUDA device, which is device 0 there."""
+        return one_device(self._first_device + rank, self._device)[1]
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
         """All ranks share this host."""
@@ -414,7 +415,7 @@ class LocalRanks:
             # All ranks are on this host: gloo and NCCL need not resolve its name, nor listen on the network.
             environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
         for bootstrap in bootstraps:
-            device = one_device(self._first_device + bootstrap.rank.index)[0]
+            device = one_device(self._first_device + bootstrap.rank.index, self._device)[0]
             process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env={**environment, **device})
             self._processes.append(process)
             assert process.stdin is not None

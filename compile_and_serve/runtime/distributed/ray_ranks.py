@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compile_and_serve.custom_ops.device_names import BUILT_IN_DEVICES
 from compile_and_serve.runtime.child_process import describe_exit, private_folder, remove_after_exit
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.rank_process import RankBootstrap, RankProcess, rank_environment
@@ -43,6 +44,7 @@ class RayRanks:
             ) from error
         self._ray = ray
         self.keys: EngineKeys | None = EngineKeys()
+        self._hides_devices = config.device in BUILT_IN_DEVICES
         self._runs: list[Any] = []
         self._actors: list[Any] = []
         self._started_ray = not ray.is_initialized()
@@ -80,8 +82,8 @@ class RayRanks:
         return f"tcp://{self._own_address}:*"
 
     def device_index(self, rank: int) -> int:
-        """Always 0: Ray lets an actor see only its own GPU."""
-        return 0
+        """0, because Ray lets an actor see only its own GPU. Of a plug-in's platform, the ranks of a host take its devices in order."""
+        return 0 if self._hides_devices else self._hosts[:rank].count(self._hosts[rank])
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
         """See `ranks_on_host`."""

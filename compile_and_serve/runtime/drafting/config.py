@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from compile_and_serve.runtime.config import SpeculativeConfig
-from compile_and_serve.runtime.drafting.method import METHODS, method_of
+from compile_and_serve.runtime.drafting.method import known_methods, method_of
 
 MAX_DRAFT_TOKENS = 64
 
@@ -28,11 +28,11 @@ def parse_speculative_config(given: Mapping[str, Any] | str | None) -> Speculati
     unknown = [str(key) for key in given if key not in known]
     if unknown:
         raise ValueError(f"speculative_config has no key {', '.join(unknown):.200}: known are {', '.join(known)}.")
-    method = given.get("method")
-    if method not in METHODS:
-        raise ValueError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {method!r:.200}.")
+    method, methods = given.get("method"), known_methods()
+    if method not in methods:
+        raise ValueError(f"speculative_config: method must be one of {', '.join(methods)}, got {method!r:.200}.")
     if given.get("num_speculative_tokens") is None:
-        given = {**given, "num_speculative_tokens": METHODS[method].default_tokens}
+        given = {**given, "num_speculative_tokens": methods[method].default_tokens}
     config = SpeculativeConfig(**given)
     _check(config)
     return config

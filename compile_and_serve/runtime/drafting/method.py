@@ -5,11 +5,12 @@ The API process checks the options, and imports no torch for it. So the class th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from compile_and_serve.plugins import load_plugins
 from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.host_drafter import HostDrafter
 
@@ -48,9 +49,15 @@ def register_method(method: DraftMethod) -> None:
     METHODS[method.name] = method
 
 
+def known_methods() -> Mapping[str, DraftMethod]:
+    """All methods by name, those of plug-ins included. Raises `PluginError`."""
+    load_plugins("drafters")
+    return METHODS
+
+
 def method_of(config: SpeculativeConfig) -> DraftMethod:
     """The method that a config names."""
-    return METHODS[config.method]
+    return known_methods()[config.method]
 
 
 def in_package(module: str, name: str) -> Callable[[], Any]:

@@ -143,7 +143,7 @@ class AsyncEngineClient(EngineConnection):
         config, environment = self.config, dict(os.environ)
         parallel = config.parallel
         if parallel.data_parallel_size > 1 and parallel.executor is None and config.num_ranks == 1:
-            named, index = one_device(parallel.data_parallel_rank)
+            named, index = one_device(parallel.data_parallel_rank, config.device)
             config, environment = replace(config, parallel=replace(parallel, device_index=index)), environment | named
         return config, environment
 

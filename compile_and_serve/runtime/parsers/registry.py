@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from inspect import isabstract
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from compile_and_serve.plugins import declared_plugins, load_plugin, load_plugins
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.granite import GraniteReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
@@ -32,9 +32,6 @@ from compile_and_serve.runtime.parsers.tools.qwen3_coder import Qwen3CoderParser
 from compile_and_serve.runtime.parsers.tools.seed_oss import SeedOssParser
 from compile_and_serve.runtime.parsers.tools.step3 import Step3Parser
 from compile_and_serve.runtime.parsers.tools.xlam import XlamParser
-
-TOOL_ENTRY_POINTS = "compile_and_serve.tool_parsers"
-REASONING_ENTRY_POINTS = "compile_and_serve.reasoning_parsers"
 
 TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     HermesParser,
@@ -79,17 +76,17 @@ class ParserError(ValueError):
 
 
 def tool_parser(name: str) -> type[ToolParser]:
-    """The class of a name, of an entry point of an installed package, or of "package.module:Class"."""
-    return _find(name, TOOL_PARSERS, TOOL_ENTRY_POINTS, ToolParser, "tool")
+    """The class of a name, of a plug-in, or of "package.module:Class". Raises `ParserError` or `PluginError`."""
+    return _find(name, TOOL_PARSERS, ToolParser, "tool")
 
 
 def reasoning_parser(name: str) -> type[ReasoningParser]:
     """`tool_parser` for reasoning parsers."""
-    return _find(name, REASONING_PARSERS, REASONING_ENTRY_POINTS, ReasoningParser, "reasoning")
+    return _find(name, REASONING_PARSERS, ReasoningParser, "reasoning")
 
 
 def check_names(tools: str | None, reasoning: str | None) -> None:
-    """Raise `ParserError` if one of the parsers does not exist. None is no parser."""
+    """Raise `ParserError` or `PluginError` if one of the parsers does not exist. None is no parser."""
     if tools is not None:
         tool_parser(tools)
     if reasoning is not None:
@@ -97,41 +94,59 @@ def check_names(tools: str | None, reasoning: str | None) -> None:
 
 
 def detect_tool_parser(templates: Iterable[str]) -> type[ToolParser] | None:
-    """The parser whose format the chat templates use; None if it is none, or more than one."""
-    return _detect(templates, TOOL_PARSERS)
+    """The parser whose format the chat templates use; None if it is none, or more than one. Plug-ins are asked first."""
+    return _detect(templates, TOOL_PARSERS, ToolParser)
 
 
 def detect_reasoning_parser(templates: Iterable[str]) -> type[ReasoningParser] | None:
     """`detect_tool_parser` for reasoning parsers."""
-    return _detect(templates, REASONING_PARSERS)
+    return _detect(templates, REASONING_PARSERS, ReasoningParser)
 
 
-def _detect(templates: Iterable[str], known: Sequence[type[P]]) -> type[P] | None:
-    found = {parser for template in templates for parser in known if parser.matches(template)}
-    return found.pop() if len(found) == 1 else None
+def _detect(templates: Iterable[str], known: Sequence[type[P]], base: type[Any]) -> type[P] | None:
+    templates = list(templates)
+    for parsers in (_plugins(base).values(), known):
+        found = {parser for template in templates for parser in parsers if parser.matches(template)}
+        if found:
+            return found.pop() if len(found) == 1 else None
+    return None
 
 
-def _find(name: str, known: Sequence[type[P]], group: str, base: type, kind: str) -> type[P]:
+def _plugins(base: type[Any]) -> dict[str, type[Any]]:
+    """The plug-ins in `compile_and_serve.parsers` that derive from `base`, by name. Those of the other kind are checked as well."""
+    found = load_plugins("parsers")
+    for name, parser in found.items():
+        if not _is_parser(parser, ToolParser) and not _is_parser(parser, ReasoningParser):
+            raise ParserError(f"The plug-in {name!r} in compile_and_serve.parsers is no parser: {_advice(ToolParser)}")
+    return {name: parser for name, parser in found.items() if issubclass(parser, base)}
+
+
+def _find(name: str, known: Sequence[type[P]], base: type[Any], kind: str) -> type[P]:
     wanted = _ALIASES.get(name, name)
     by_name: dict[str, type[P]] = {parser.name: parser for parser in known}
     if wanted in by_name:
         return by_name[wanted]
-    try:
-        if ":" in name:
-            module, _, attribute = name.partition(":")
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
             found = getattr(import_module(module), attribute)
-        else:
-            point = next((point for point in entry_points(group=group) if point.name == name), None)
-            if point is None:
-                names = ", ".join(sorted({*by_name, *(p.name for p in entry_points(group=group))}))
-                raise ParserError(f"There is no {kind} parser {name!r}: expected {names}, or package.module:Class.")
-            found = point.load()
-    except ParserError:
-        raise
-    except Exception as error:  # a plug-in may raise anything
-        raise ParserError(f"The {kind} parser {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
-    is_parser = isinstance(found, type) and issubclass(found, base) and not isabstract(found)
-    if not is_parser:
-        parent = f"{base.__module__}.{base.__name__}"
-        raise ParserError(f"{name} is no {kind} parser: derive it from {parent} and implement the abstract methods.")
+        except Exception as error:  # the user's module may raise anything
+            raise ParserError(f"The {kind} parser {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+    else:
+        by_name |= _plugins(base)
+        declared = declared_plugins(f"{kind}_parsers")
+        if name not in by_name and name not in declared:
+            names = ", ".join(sorted({*by_name, *declared}))
+            raise ParserError(f"There is no {kind} parser {name!r}: expected {names}, or package.module:Class.")
+        found = by_name[name] if name in by_name else load_plugin(declared[name])
+    if not _is_parser(found, base):
+        raise ParserError(f"{name} is no {kind} parser: {_advice(base)}")
     return found
+
+
+def _is_parser(found: object, base: type) -> bool:
+    return isinstance(found, type) and issubclass(found, base) and not isabstract(found)
+
+
+def _advice(base: type) -> str:
+    return f"derive it from {base.__module__}.{base.__name__} and implement the abstract methods."

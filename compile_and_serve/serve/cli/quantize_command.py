@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from compile_and_serve.runtime.config import Device
 from compile_and_serve.serve.cli.flags import ModelArgument
 from compile_and_serve.serve.cli.output import error_console
 
@@ -26,7 +25,7 @@ def quantize_command(
         ),
     ] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Sequences of 512 tokens to calibrate with.")] = 128,
-    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. By default all cores.")] = None,
 ) -> None:
     """Quantize a model and write it as a checkpoint in the compressed-tensors format, with llm-compressor."""

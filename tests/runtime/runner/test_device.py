@@ -78,7 +78,7 @@ def test_a_child_sees_one_device(monkeypatch: pytest.MonkeyPatch, visible: str |
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     seen = []
     for index in range(3):
-        environment, device = one_device(index)
+        environment, device = one_device(index, "cuda")
         seen.append(((os.environ | environment)["CUDA_VISIBLE_DEVICES"], device))
     assert seen == expected
 
