@@ -50,7 +50,8 @@ def one_device(index: int, device: str) -> tuple[dict[str, str], int]:
     """Environment variables with which a child sees a single CUDA device, and that device's number in the child.
 
     index: the device's number in this process. Every child then calls its device 0, so all of them can share compiled
-    artifacts. device: the option; of a plug-in's platform, a child sees all devices. If CUDA_VISIBLE_DEVICES names too few devices, the child sees what this process sees and reports the error.
+    artifacts. If CUDA_VISIBLE_DEVICES names too few devices, the child sees what this process sees and reports the error.
+    device: the option. A child sees all devices of a plug-in's platform.
     """
     if device not in BUILT_IN_DEVICES:
         return {}, index

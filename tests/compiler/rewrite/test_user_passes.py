@@ -17,6 +17,7 @@ from compile_and_serve.compiler.rewrite import user_passes
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassError, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
+from compile_and_serve.plugins import PluginError
 from tests.support.tiny_models import tiny_spec
 
 MODULE = """
@@ -77,14 +78,14 @@ def test_passes_are_inserted_at_their_places(module: Path) -> None:
 
 
 def test_a_pass_of_an_installed_package(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("mine", "brought_passes:Early", user_passes.ENTRY_POINTS)
-    broken = importlib.metadata.EntryPoint("broken", "no_such_module:Pass", user_passes.ENTRY_POINTS)
-    monkeypatch.setattr(user_passes, "entry_points", lambda group: [point, broken])
+    values = {"mine": "brought_passes:Early", "broken": "no_such_module:Pass"}
+    points = {name: importlib.metadata.EntryPoint(name, value, "compile_and_serve.passes") for name, value in values.items()}
+    monkeypatch.setattr(user_passes, "declared_plugins", lambda kind: points)
     monkeypatch.syspath_prepend(module.parent)
     assert "early" in [p.name for p in with_user_passes(default_passes(), ["mine"])]
     with pytest.raises(PassError, match=r"There is no pass 'other'.* installed packages declare broken, mine"):
         with_user_passes(default_passes(), ["other"])
-    with pytest.raises(PassError, match="Pass 'broken' .no_such_module:Pass. cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(PluginError, match="'broken' in compile_and_serve.passes .no_such_module:Pass. cannot be imported: ModuleNotFound"):
         with_user_passes(default_passes(), ["broken"])
 
 
