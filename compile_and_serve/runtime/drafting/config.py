@@ -28,7 +28,8 @@ def parse_speculative_config(given: Mapping[str, Any] | str | None) -> Speculati
     unknown = [str(key) for key in given if key not in known]
     if unknown:
         raise ValueError(f"speculative_config has no key {', '.join(unknown):.200}: known are {', '.join(known)}.")
-    method, methods = given.get("method"), known_methods()
+    method: Any = given.get("method")
+    methods = known_methods()
     if method not in methods:
         raise ValueError(f"speculative_config: method must be one of {', '.join(methods)}, got {method!r:.200}.")
     if given.get("num_speculative_tokens") is None:
