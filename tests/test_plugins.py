@@ -152,10 +152,11 @@ def test_a_broken_package_fails_a_start_and_not_the_help(tmp_path: Path, tiny_ll
     everything = broken_site(tmp_path / "everything", *KINDS)
     assert command(everything, "--help").returncode == command(everything, "serve", "--help").returncode == 0
     site = broken_site(tmp_path / "models", "models")
-    failed = command(site, "compile", str(tiny_llama_dir), "--device", "cpu")
-    assert failed.returncode == 2, failed.stderr
-    assert "of the package broken-plugins (no_such_module) cannot be imported" in failed.stderr
-    assert "Traceback" not in failed.stderr
+    for name in ("compile", "serve"):
+        failed = command(site, name, str(tiny_llama_dir), "--device", "cpu")
+        assert failed.returncode == 2, failed.stderr
+        assert "of the package broken-plugins (no_such_module) cannot be imported" in failed.stderr
+        assert "Traceback" not in failed.stderr
 
 
 def test_device_takes_the_name_of_a_plug_ins_platform(site: Path) -> None:
