@@ -47,6 +47,8 @@ class Option:
 
     def of_argument(self, given: Any) -> Any:
         """The field's value. Raises `ValueError` with one sentence if it is not allowed."""
+        if given is None and self.default is not None and type(None) not in get_args(self.type):
+            require(False, self.name, "given", given)
         value = given
         if self.convert is not None and given is not None:
             value = self.convert(given)

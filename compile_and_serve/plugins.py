@@ -18,7 +18,7 @@ def declared_plugins(kind: str) -> Mapping[str, EntryPoint]:
     for point in entry_points(group=f"compile_and_serve.{kind}"):
         other = found.setdefault(point.name, point)
         if other is not point:
-            raise PluginError(f"{_describe(point)} has the name of {_describe(other)}: uninstall one of the packages.")
+            raise PluginError(f"The {_describe(point)} has the name of the {_describe(other)}: uninstall one of the packages.")
     return found
 
 
@@ -28,7 +28,7 @@ def load_plugin(point: EntryPoint) -> Any:
         return point.load()
     except Exception as error:  # a plug-in may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")
-        raise PluginError(f"{_describe(point)} cannot be imported: {reason}: update or uninstall the package.") from error
+        raise PluginError(f"The {_describe(point)} cannot be imported: {reason}: update or uninstall the package.") from error
 
 
 @cache
@@ -42,4 +42,4 @@ def load_plugins(kind: str) -> Mapping[str, Any]:
 
 def _describe(point: EntryPoint) -> str:
     package = f" of the package {point.dist.name}" if point.dist is not None else ""
-    return f"The plug-in {point.name!r} in {point.group}{package} ({point.value})"
+    return f"plug-in {point.name!r} in {point.group}{package} ({point.value})"

@@ -176,7 +176,9 @@ class GroupedParts:
     def layout(self) -> Any:
         """As of `ScaledParts`."""
         functions = [(part[0], *(a for a in part if isinstance(a, Text))) for part in (self.codes, self.offset) if isinstance(part, tuple)]
-        parts = (self.offset is not None, self.input_groups is not None)
+        # Without a table or zero points, the bits say what is subtracted from codes.
+        zero_point = None if self.table or self.offset is not None else self.bits
+        parts = (self.offset is not None, self.input_groups is not None, zero_point)
         return self.container_bits, self.group_size, *functions, self.table, *parts, self.activations
 
     def plain(self, dtype: torch.dtype) -> Expression:

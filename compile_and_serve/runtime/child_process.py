@@ -30,7 +30,7 @@ EXIT_FAILURE = 1
 EXIT_ORPHANED = 3
 LINGER_MS = 2000  # how long a closing socket may take to deliver its queued messages
 _LENGTH = struct.Struct("<Q")  # of a message in a pipe
-_MAX_FOLDER_BYTES = 100  # a Unix socket's path has at most 107 bytes
+_MAX_FOLDER_BYTES = 97  # a Unix socket's path has at most 107 bytes, and the longest name is "/heartbeat"
 _held_open: list[int] = []  # file descriptors, until this process ends
 
 

@@ -106,7 +106,7 @@ async def _run(bootstrap: ApiBootstrap, ready: asyncio.Event) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     siblings = Siblings(Path(bootstrap.folder), settings.api_server_count)
     with closing(TemplatePool()) as templates:
-        client = connect(bootstrap.config, bootstrap.engine_folders, f"api-{bootstrap.process}")
+        client = connect(bootstrap.config, bootstrap.engine_folders, f"api-{bootstrap.process}", num_clients=settings.api_server_count)
         await client.start()
         tokenizer, settings = await asyncio.to_thread(_read_files, bootstrap.config, settings, templates)
         adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir, loaded=bootstrap.adapters, siblings=siblings)

@@ -43,9 +43,9 @@ def test_an_embedding_is_read_only_by_a_head_that_shares_it(architecture: str) -
     config.pop("tie_word_embeddings", None)  # Gemma's default is to share it
     spec = build_model(config, dtype=torch.bfloat16)
     model = SimpleNamespace(weight_memory=lambda: [torch.empty(1 << 20, dtype=torch.bfloat16)])
-    worker = SimpleNamespace(_spec=spec, model=model, _dtype=torch.bfloat16, _cache_dtype=torch.bfloat16)
+    loaded = SimpleNamespace(spec=spec, model=model, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
     not_read = 0 if architecture.startswith("Gemma") else 2 * config["vocab_size"] * config["hidden_size"]
-    assert Bench.decode_bytes(SimpleNamespace(worker=worker), 0, 0) == (2 << 20) - not_read  # type: ignore[arg-type]
+    assert Bench.decode_bytes(SimpleNamespace(worker=SimpleNamespace(loaded=loaded)), 0, 0) == (2 << 20) - not_read  # type: ignore[arg-type]
 
 
 def test_times_of_decodes_leave_out_steps_with_prompts_and_other_batches() -> None:

@@ -37,7 +37,7 @@ def test_device_times_are_those_of_the_batch_with_and_without_drafts() -> None:
     platform = SimpleNamespace(record_timed_event=Event, synchronize=lambda: None)
     steps, drafted, drafter = Work(), Work(), Work()
     runner = SimpleNamespace(steps=steps, plain_steps=steps, _drafted_steps=drafted, drafter=drafter, platform=platform)
-    with DeviceTimes(SimpleNamespace(runner=runner), batch=2, max_drafts=4) as times:
+    with DeviceTimes(SimpleNamespace(worker=SimpleNamespace(runner=runner)), batch=2, max_drafts=4) as times:
         for num_seqs, query_len in ((2, 128), (2, 1), (1, 3)):  # a prompt, a plain step, another batch
             steps.run(SimpleNamespace(num_seqs=num_seqs, max_query_len=query_len))
         step = SimpleNamespace(num_seqs=2, max_query_len=5)

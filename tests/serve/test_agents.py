@@ -206,8 +206,9 @@ async def test_the_billing_line_at_the_head_is_dropped(start_server: StartServer
         ({"type": "tool_reference", "tool_name": "Read"}, "[tool: Read]"),
         ({"type": "resource", "resource": {"uri": "file:///a", "text": "hello"}}, "hello"),
         ({"type": "of next year", "text": "hello"}, "hello"),
-        ({"type": "of next year"}, ""),
-        ({"type": ["of next year"]}, ""),
+        ({"type": "of next year", "n": 1}, '{"type": "of next year", "n": 1}'),
+        ({"type": ["of next year"]}, '[{"type": ["of next year"]}]'),
+        ({"id": 1, "price": 3}, '[{"id": 1, "price": 3}]'),
     ],
 )
 async def test_what_tools_return_becomes_text(start_server: StartServer, part: dict[str, Any], text: str) -> None:

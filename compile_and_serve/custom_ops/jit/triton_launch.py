@@ -70,8 +70,11 @@ def _limit_shared_memory(compiled: Any, resident: int, device: torch.device) -> 
     programs as could ever run. That split stays while kernels overlap, so the linears after a decode's attention had hardly any L1 cache:
     a step of Llama-3.1-8B at batch size 1 took 4.25 ms on an H200, and takes 3.81 ms with this limit.
     """
+    available = platform_of(device).shared_bytes_per_multiprocessor
+    if not available:  # no NVIDIA device
+        return
     needed = resident * (compiled.metadata.shared + _RESERVED_SHARED_BYTES)
-    percent = min(100, math.ceil(100 * needed / platform_of(device).shared_bytes_per_multiprocessor))
+    percent = min(100, math.ceil(100 * needed / available))
     error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(compiled.function), _PREFERRED_SHARED_PERCENT, percent)
     if error:
         log.warning("%s keeps the driver's split of shared memory and L1 cache: CUDA error %d. Decode may be slower.", compiled.name, error)

@@ -30,7 +30,7 @@ def parse_speculative_config(given: Mapping[str, Any] | str | None) -> Speculati
         raise ValueError(f"speculative_config has no key {', '.join(unknown):.200}: known are {', '.join(known)}.")
     method: Any = given.get("method")
     methods = known_methods()
-    if method not in methods:
+    if not isinstance(method, str) or method not in methods:
         raise ValueError(f"speculative_config: method must be one of {', '.join(methods)}, got {method!r:.200}.")
     if given.get("num_speculative_tokens") is None:
         given = {**given, "num_speculative_tokens": methods[method].default_tokens}

@@ -76,7 +76,7 @@ class TargetLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TargetStep:
-    """A step of the target. layout: None: it is made up. sampled: int64, the token of each sampled row; None: no row is."""
+    """A step of the target. layout: None: a dummy step. sampled: int64, the token of each sampled row; None: no row is."""
 
     step: Step
     layout: TargetLayout | None

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.weights.joined import drafter_config, drafter_sha
 
 
 class Eagle3(HiddenDrafts):
-    """See the file's first line."""
+    """An EAGLE-3 head."""
 
     @classmethod
     def build_model(cls, config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec:

@@ -86,7 +86,7 @@ class HiddenDrafts(ChainedDrafts):
         keeps_state_only: bool = False,
     ) -> None:
         """The head's pass over a step. next_T: int64, the token behind each of the step's. rows, slots: int64 [S], where each sequence
-        goes on; slots is None where none does. sequences: all of the step, for further layers; None: it is made up.
+        goes on; slots is None where none does. sequences: all of the step, for further layers; None: a dummy step.
         """
         if "fc.weight" in self._extras:
             hidden_TD = F.linear(hidden_TD, self._extras["fc.weight"], self._extras.get("fc.bias"))

@@ -60,7 +60,7 @@ class LaterLayers:
         self._ends[slot] = -1
 
     def follow(self, first: Step, hidden_TD: torch.Tensor, sequences: SequenceRows | None) -> None:
-        """Compute the entries of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: it is made up."""
+        """Compute the entries of the first layer's step. hidden_TD: what that layer gave. sequences: of the step; None: a dummy step."""
         positions_T = first.inputs[POSITIONS.name]
         if sequences is not None:
             (metadata,) = first.metadata.values()

@@ -108,8 +108,8 @@ class EngineConnection:
 
     async def start(self) -> EngineInfo:
         """Connect, and wait until the engine is ready. Raises `EngineStartError` with the engine's own sentence if it cannot start."""
-        self._connect()
         try:
+            self._connect()
             self._info = await self._ready
         except BaseException:
             await self._close()

@@ -55,21 +55,23 @@ def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> 
     return DataParallelClient(config, replicas)
 
 
-def connect(config: EngineConfig, folders: list[str], name: str) -> ConnectedEngine:
+def connect(config: EngineConfig, folders: list[str], name: str, *, num_clients: int) -> ConnectedEngine:
     """A client, not started, of engines that another process has started with `config`.
 
-    folders: of the engine, or of each replica. name: unlike those of the engines' other clients.
+    folders: of the engine, or of each replica. name: unlike those of the engines' other clients. num_clients: how many
+    clients the engines have; each may hold back its share of the requests that may wait.
     """
     connections = [EngineConnection(name, folder) for folder in folders]
-    return connections[0] if len(connections) == 1 else DataParallelClient(config, connections)
+    return connections[0] if len(connections) == 1 else DataParallelClient(config, connections, num_clients=num_clients)
 
 
 class DataParallelClient(Generic[Replica]):
     """An `EngineConnection` to several replicas. Other processes may have one too: each routes its own requests."""
 
-    def __init__(self, config: EngineConfig, replicas: list[Replica]) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, replicas: list[Replica], *, num_clients: int = 1) -> None:
+        self.config, self._num_clients = config, num_clients
         self.dead_reason: str | None = None
+        self._was_told = False  # by `die`, whose reason names the replica
         self.replicas = replicas
         # With priorities, a replica may preempt for a request, so it has to have it.
         self._may_hold = config.scheduler.policy != "priority"
@@ -153,7 +155,7 @@ class DataParallelClient(Generic[Replica]):
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         router, num_held = self._router, self._held.num_sequences
-        if self._may_hold and (num_held or not router.has_room(request)) and router.accepts(request, num_held):
+        if self._may_hold and (num_held or not router.has_room(request)) and router.accepts(request, num_held * self._num_clients):
             self._held.add(request)
         else:
             await self._send(request)
@@ -213,13 +215,17 @@ class DataParallelClient(Generic[Replica]):
         return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}
 
     async def flush(self) -> None:
-        """Return once the replicas have received everything that was sent so far, and what was held back."""
+        """Return once the replicas have received everything that was sent so far, and what was held back.
+
+        Replicas are flushed before they sleep, which empties their caches.
+        """
         await self._hand_out(at_once=True)
+        self._router.forget_prefixes()
         await self.utility("ping")
 
     def die(self, reason: str) -> None:
         """The process that started the replicas says that one is dead."""
-        self.dead_reason = self.dead_reason or reason
+        self.dead_reason, self._was_told = self.dead_reason or reason, True
         for replica in self.replicas:
             replica.die(reason)
 
@@ -300,7 +306,7 @@ class DataParallelClient(Generic[Replica]):
 
     def _handle_death(self, index: int, reason: str) -> None:
         """Mark the replica as dead, and end its requests and those that were held back with the reason."""
-        reason = f"Replica {index} of {len(self.replicas)}: {reason}"
+        reason = reason if self._was_told else f"Replica {index} of {len(self.replicas)}: {reason}"
         self.dead_reason = self.dead_reason or reason
         self._end_held("error", reason)
         outputs = []

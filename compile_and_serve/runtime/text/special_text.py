@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 _TRUSTED_ROLES = ("assistant", "model")  # what the model wrote may hold its control tokens
-_KEPT_KEYS = ("role", "type")  # templates compare these
 _INDEX_DIGITS = 6
 
 
@@ -66,7 +65,7 @@ class Placeholders:
             # A template may join texts, so that parts of two become a special token.
             return [self._hide_beginning(self.hide(one)) if i + 1 < len(value) else self.hide(one) for i, one in enumerate(value)]
         if isinstance(value, Mapping):
-            return {key: one if key in _KEPT_KEYS else self.hide(one) for key, one in value.items()}
+            return {key: self.hide(one) for key, one in value.items()}
         return value
 
     def hide_in_messages(self, messages: Sequence[Any]) -> list[Any]:

@@ -247,11 +247,11 @@ def _joined(
 
 
 def _check_exact(name: str, tensor: torch.Tensor, dtype: torch.dtype, path: Path) -> None:
-    """Raise `WeightError` if a tensor of a quantized weight would lose values as `dtype`."""
+    """Raise `WeightError` if a tensor of a quantized weight would lose values as `dtype`. Scales are rounded to float32."""
     if tensor.dtype == dtype:
         return
-    is_exact = tensor.is_floating_point() and dtype.is_floating_point and bool((tensor.to(dtype) == tensor).all())
-    if not is_exact:
+    is_float = tensor.is_floating_point() and dtype.is_floating_point
+    if not is_float or (dtype != torch.float32 and not torch.equal(tensor.to(dtype).double(), tensor.double())):
         raise WeightError(
             f"{name} in {path} is stored as {tensor.dtype}, but quantization_config makes it {dtype}: use the config.json that belongs "
             "to these weights (for scales of compressed-tensors, its torch_dtype)."

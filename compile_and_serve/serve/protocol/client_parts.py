@@ -61,7 +61,8 @@ def texts_of(content: Any, where: str, *, own: bool) -> list[str]:
     """
     if isinstance(content, str):
         return [content]
-    if isinstance(content, list) and all(isinstance(part, (Mapping, str)) for part in content):
+    is_list = isinstance(content, list) and all(isinstance(part, (Mapping, str)) for part in content)
+    if is_list and (own or not content or any(isinstance(part, str) or _looks_like_a_part(part) for part in content)):
         texts = (part_text(part, f"{where}[{index}]", own=own) for index, part in enumerate(content))
         return [text for text in texts if text is not None]
     if own:
@@ -94,8 +95,15 @@ def part_text(part: Mapping[str, Any] | str, where: str, *, own: bool) -> str | 
             raise ApiError(400, sentence, where.partition("[")[0])
         warn_once(f"Requests contain parts of the type {name!r:.{MAX_ECHO}}, which this model cannot read: a remark takes their place.")
         return f"[{name.removeprefix('input_').removesuffix('_url'):.{MAX_ECHO}} omitted: this model reads text]"
+    if not own:
+        return _json_text(part)
     warn_once(f"Requests contain parts of the type {name!r:.{MAX_ECHO}}, which are left out.")
     return None
+
+
+def _looks_like_a_part(value: Mapping[str, Any]) -> bool:
+    """Whether an object is a part of a message. What a tool returned may also be a list of other objects, which is data."""
+    return isinstance(value.get("type"), str) or isinstance(value.get("text"), str) or _is_media(value)
 
 
 def _is_media(part: Mapping[str, Any]) -> bool:

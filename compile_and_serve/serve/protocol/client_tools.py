@@ -54,7 +54,8 @@ def function_choice(choice: Any, tools: list[Any] | None) -> tuple[list[Any] | N
     if kind in _MODES:
         return tools, _MODES[kind]
     if kind == "allowed_tools" and isinstance(allowed := choice.get("allowed_tools", choice), Mapping):
-        names = {_chosen_name(tool) for tool in allowed.get("tools") or () if isinstance(tool, Mapping)}
+        chosen = (_chosen_name(tool) for tool in allowed.get("tools") or () if isinstance(tool, Mapping))
+        names = {name for name in chosen if name is not None}  # tools of other types were left out
         kept = [tool for tool in tools or () if _name_of(tool) in names]
         if kept and names <= {_name_of(tool) for tool in kept} and allowed.get("mode") in ("auto", "required"):
             return kept, allowed["mode"]

@@ -151,6 +151,10 @@ def _messages(items: Sequence[Mapping[str, Any]], instructions: str | None) -> l
             function = {"name": names[call_id], "arguments": _arguments(item)}
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append({"id": call_id, "type": "function", "function": function})
+        elif kind in ("function_call", "custom_tool_call"):
+            raise ApiError(400, f"{where}.call_id must be a text.", "input")
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            raise ApiError(400, f"{where}.output is missing.", "input")
         elif kind == "item_reference" or not isinstance(kind, str):
             raise ApiError(400, f"{where} has the type {kind!r:.{MAX_ECHO}}: send the item itself, with its type.", "input")
         else:

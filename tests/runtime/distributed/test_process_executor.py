@@ -54,7 +54,7 @@ class Ranks(LocalRanks):
     """Remembers its processes."""
 
     def __init__(self) -> None:
-        super().__init__(0, None)
+        super().__init__("cpu", 0, None)
         self.stages: list[tuple[str, float, str]] = []
 
     @property
@@ -301,7 +301,7 @@ def test_ranks_end_when_the_engine_is_killed(model_dir: Path, tmp_path: Path, mo
                 super().launch(bootstraps)
                 print(*(process.pid for process in self._processes), flush=True)
         executor = module.DistributedExecutor(
-            tiny_config(Path({str(model_dir)!r}), tensor_parallel_size=2), Ranks(0, None), lambda *stage: None
+            tiny_config(Path({str(model_dir)!r}), tensor_parallel_size=2), Ranks("cpu", 0, None), lambda *stage: None
         )
         print("ready", flush=True)
         time.sleep(600)

@@ -30,7 +30,7 @@ async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple]:
     config = tiny_config(model_dir, **options)
     owner = make_client(config)
     await asyncio.wait_for(owner.start(), PATIENCE)
-    others = [connect(config, owner.folders, name) for name in ("api-0", "api-1")]
+    others = [connect(config, owner.folders, name, num_clients=3) for name in ("api-0", "api-1")]
     try:
         assert [await asyncio.wait_for(other.start(), PATIENCE) for other in others] == [owner.info] * 2
         yield owner, *(Reader(other) for other in others)
@@ -107,6 +107,6 @@ async def test_the_death_of_an_engine_is_passed_on(model_dir: Path, size: int) -
 
 
 async def test_a_single_engine_is_a_plain_connection(model_dir: Path) -> None:
-    assert type(connect(tiny_config(model_dir), ["folder"], "api-0")) is EngineConnection
-    assert isinstance(connect(tiny_config(model_dir, data_parallel_size=2), ["a", "b"], "api-0"), DataParallelClient)
+    assert type(connect(tiny_config(model_dir), ["folder"], "api-0", num_clients=1)) is EngineConnection
+    assert isinstance(connect(tiny_config(model_dir, data_parallel_size=2), ["a", "b"], "api-0", num_clients=1), DataParallelClient)
     assert isinstance(make_client(tiny_config(model_dir)), AsyncEngineClient)

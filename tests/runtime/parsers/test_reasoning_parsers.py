@@ -48,6 +48,9 @@ CASES: list[tuple[type[ReasoningParser], str, str, str, str]] = [
     (HunyuanA13bParser, "", "<think>\nA\n</think>\n<answer>\nC d\n</answer>\n", "A", "C d"),
     (HunyuanA13bParser, "", "<think>\nA\n</think>\n<answer>\nC d\n", "A", "C d\n"),
     (HunyuanA13bParser, "", "<think>A</think><ans", "A", "<ans"),
+    (HunyuanA13bParser, "…<think>\n\n</think>\n", "<answer>\nC d\n</answer>", "", "C d"),
+    (HunyuanA13bParser, "", "<answer>\nC d\n</answer>", "", "C d"),
+    (HunyuanA13bParser, "", "C d", "", "C d"),
     (HunyuanA13bParser, "", "<think>A</think>C </answer>", "A", "C </answer>"),
 ]
 

@@ -140,3 +140,8 @@ def test_pattern_finds_the_longest_and_is_fast() -> None:
     assert many.search("<|reserved_special_token_" * 40_000) is None
     assert time.process_time() - begun < 2.0
     assert re.fullmatch(many, "<|reserved_special_token_1999|>")
+
+
+def test_no_key_protects_a_special_token(tokenizer: Tokenizer) -> None:
+    schema = {"properties": {"type": {"description": f"a{END}"}, "role": f"b{START}"}, "type": f"c{END}"}
+    assert not re.search(f"{re.escape(START)}|{re.escape(END)}", str(Placeholders(tokenizer).hide(schema)))

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from compile_and_serve.runtime.messages import EngineStats
 from tests.serve.conftest import Server
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"
 
 
 def expressions(panels: list[dict[str, Any]]) -> list[str]:

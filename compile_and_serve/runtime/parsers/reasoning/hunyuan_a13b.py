@@ -18,6 +18,19 @@ class HunyuanA13bParser(ThinkParser):
     def matches(cls, template: str) -> bool:
         return "<answer>" in template and "</think>" in template
 
+    def __init__(self, prompt: str) -> None:
+        super().__init__(prompt)
+        self._expect_answer()
+
+    def _start(self) -> list[Event] | None:
+        events = super()._start()
+        self._expect_answer()
+        return events
+
+    def _expect_answer(self) -> None:
+        if self._state == self._content:  # the model does not think
+            self._state = self._content_head
+
     def finish(self) -> list[Event]:
         text, self._buffer = self._buffer, ""
         if self.in_reasoning:
