@@ -100,10 +100,15 @@ def test_background_responses(client: Any) -> None:
 def test_errors(client: Any) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="web_search"):
-        client.responses.create(input="Hi", tools=[{"type": "web_search"}], **OPTIONS)
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo=", "detail": "auto"}
+    with pytest.raises(openai.BadRequestError, match="input_image"):
+        client.responses.create(input=[{"role": "user", "content": [picture]}], **OPTIONS)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(input="Hi", model="gpt-5")
+
+
+def test_tools_that_run_elsewhere_are_left_out(client: Any) -> None:
+    assert client.responses.create(input="Hi", tools=[{"type": "web_search"}], **OPTIONS).output_text
 
 
 def test_langchain(base_url: str) -> None:
