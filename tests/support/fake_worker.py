@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE
 from compile_and_serve.runtime.engine.process import BOOT_CODE as ENGINE_CODE
-from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, PagedGroup, SchedulerOutput, WorkerInfo, WorkerStats
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, StateGroupInfo, WorkerInfo, WorkerStats
 
 if TYPE_CHECKING:
     import pytest
@@ -109,7 +109,7 @@ class Worker:
             dtype="float32",
             max_model_len=256,
             vocab_size=320,
-            groups=[PagedGroup(block_size=config.cache.block_size)],
+            groups=[StateGroupInfo("tokens", block_size=config.cache.block_size)],
             compile_report={},
         )
 

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Tok
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.request import RequestStatus
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
-from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, PagedGroup, SchedulerOutput
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput, StateGroupInfo
 
 BLOCK = 4
 VOCAB = 40
@@ -281,7 +281,7 @@ class Driver:
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
-    groups: Sequence[PagedGroup] | None = None, speculator: Speculator | None = None,
+    groups: Sequence[StateGroupInfo] | None = None, speculator: Speculator | None = None,
     drafts_run_ahead: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(

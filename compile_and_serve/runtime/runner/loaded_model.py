@@ -44,7 +44,7 @@ from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, plan_
 from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step, largest_step_size, run_dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
-from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
+from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo, WorkerInfo
 from compile_and_serve.runtime.weights import load_weights, read_config
 
 
@@ -186,7 +186,9 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             vocab_size=spec.vocab_size,
             groups=[
-                PagedGroup(block_size=self.pages.tokens_per_page[group.name], window=group.window) for group in spec.state if group.paged
+                StateGroupInfo("tokens", block_size=self.pages.tokens_per_page[group.name], window=group.window)
+                for group in spec.state
+                if group.paged
             ],
             drafts_run_ahead=graphs is not None and graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),

@@ -25,7 +25,7 @@ from math import gcd, lcm
 from compile_and_serve.runtime.scheduler.block_pool import COMPUTED, BlockPool, KVCacheBlock
 from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys
 from compile_and_serve.runtime.scheduler.request import Request
-from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
+from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 
 _HASHED_AT_ONCE = 64  # keys that `find_prefix` computes before it looks them up, since most prefixes end early
 
@@ -87,7 +87,7 @@ class KVCacheManager:
     `hash_budget`: prompt tokens that `find_prefix` may hash before the scheduler sets it again.
     """
 
-    def __init__(self, num_blocks: int, groups: Sequence[PagedGroup], *, max_step_tokens: int, enable_prefix_caching: bool) -> None:
+    def __init__(self, num_blocks: int, groups: Sequence[StateGroupInfo], *, max_step_tokens: int, enable_prefix_caching: bool) -> None:
         sizes = [group.block_size for group in groups]
         if not sizes or min(sizes) < 1:
             raise ValueError(f"Every group of layers needs a block_size of at least 1, got {sizes}.")

@@ -46,8 +46,8 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
-    PagedGroup,
     SchedulerOutput,
+    StateGroupInfo,
     is_users_mistake,
 )
 from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
@@ -77,7 +77,7 @@ class Scheduler:
         *,
         num_blocks: int,
         max_model_len: int,
-        groups: Sequence[PagedGroup] | None = None,
+        groups: Sequence[StateGroupInfo] | None = None,
         num_adapter_slots: int = 0,
         speculator: Speculator | None = None,
         drafts_run_ahead: bool = False,
@@ -87,7 +87,7 @@ class Scheduler:
                 f"max_num_seqs and max_num_batched_tokens must be at least 1, got {config.max_num_seqs} and {config.token_budget}."
             )
         self.config = config
-        self.groups = list(groups or [PagedGroup(block_size=cache.block_size)])
+        self.groups = list(groups or [StateGroupInfo("tokens", block_size=cache.block_size)])
         self.manager = KVCacheManager(
             num_blocks, self.groups, max_step_tokens=config.token_budget, enable_prefix_caching=cache.enable_prefix_caching
         )

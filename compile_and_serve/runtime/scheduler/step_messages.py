@@ -15,12 +15,18 @@ a step in which the same sequences decode says almost nothing:
   were read back: its decodes take their input from the device, where step k left it. A freed block may be written by
   the next step that is scheduled, never by an earlier one.
 
-Layers whose caches are alike form a group. Each group has block lists of its own; all groups take their blocks from one
+Layers whose state is alike form a group. Each group has block lists of its own; all groups take their blocks from one
 pool. In a group with a window, the blocks of tokens that no later token reads are freed, and their entries are never
 used again: the scheduler writes 0 there, without telling the runner.
+
+In a group of slots, the lists name the pages that hold a sequence's whole state. A step reads the state before its
+tokens and writes the state after them. Mostly it reads and writes the same pages. It writes to others where the state
+before it must stay as it is, for other requests: that state is a snapshot.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -40,13 +46,22 @@ def is_users_mistake(error: str) -> bool:
     return error == NOTHING_LEFT or error.startswith(GRAMMAR_FAILED)
 
 
-class PagedGroup(msgspec.Struct, frozen=True):
-    """A group of layers with a paged cache. block_size: tokens per block. window: a token reads itself and the
-    `window` - 1 tokens before it; None: all tokens before it.
+class StateGroupInfo(msgspec.Struct, frozen=True):
+    """What the scheduler must know of a state group.
+
+    kind: "tokens": a page holds the keys and values of `block_size` tokens. "slot": a sequence's state has a fixed size.
+    block_size: of a slot, the tokens between two places where a snapshot may lie.
+    window: a token reads itself and the `window` - 1 tokens before it; None: all tokens before it.
+    pages_per_slot: pages of the pool that one slot takes. snapshots: other requests may take up a state that was kept.
+    rollback_tokens: the state after n tokens can be taken up at any m ≥ n - rollback_tokens.
     """
 
+    kind: Literal["tokens", "slot"]
     block_size: int
     window: int | None = None
+    pages_per_slot: int = 0
+    snapshots: bool = False
+    rollback_tokens: int = 0
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
@@ -56,7 +71,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
         length.
     stop_token_ids: every id that ends the request, the model's end ids among them (min_tokens masks them).
     block_ids: for each group, blocks for all of token_ids (a group with a window: up to the end of this step's chunk).
-        The first `num_computed_tokens` tokens are in the cache already.
+        The first `num_computed_tokens` tokens are in the cache already. Of a group of slots: the `pages_per_slot` pages
+        that the step writes; if num_computed_tokens is not 0, before them as many that it reads, which others may read too.
     step_data: of the request (`TokenBatch.step_data`).
     """
 
@@ -72,7 +88,9 @@ class NewRequestData(msgspec.Struct, kw_only=True):
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
-    """Blocks to append, for each group, to those of a request that the runner holds."""
+    """Blocks to append, for each group, to those of a request that the runner holds. Of a group of slots: none, or the
+    `pages_per_slot` pages to which its state moves: this step reads the ones before and writes these.
+    """
 
     request_id: str
     new_block_ids: list[list[int]]
@@ -149,7 +167,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     dtype: str
     max_model_len: int
     vocab_size: int
-    groups: list[PagedGroup]
+    groups: list[StateGroupInfo]
     prefix_caching_unsupported: str | None = None
     drafts_run_ahead: bool = False
     adapter_targets: dict[str, list[AdapterTarget]] | None = None

@@ -17,7 +17,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, Sibling, TokenLogprobs
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
-from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
+from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo, WorkerInfo
 from tests.support.engines import VOCAB_SIZE, mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.tiny_models import plain_logits
 
@@ -242,7 +242,7 @@ def test_the_worker_says_how_its_cache_is_laid_out(
         dtype="float32",
         max_model_len=256,
         vocab_size=320,
-        groups=[PagedGroup(4), PagedGroup(8, window=16)],
+        groups=[StateGroupInfo("tokens", 4), StateGroupInfo("tokens", 8, window=16)],
         prefix_caching_unsupported="Its recurrent state is that of one sequence.",
         compile_report={},
     )

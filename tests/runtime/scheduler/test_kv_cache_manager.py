@@ -10,13 +10,13 @@ from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Prompt, Request
-from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
+from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 
 BLOCK = 4
-FULL = PagedGroup(BLOCK)
+FULL = StateGroupInfo("tokens", BLOCK)
 
 
-def make_manager(num_blocks: int = 8, *groups: PagedGroup, caching: bool = True, max_step_tokens: int = 8) -> KVCacheManager:
+def make_manager(num_blocks: int = 8, *groups: StateGroupInfo, caching: bool = True, max_step_tokens: int = 8) -> KVCacheManager:
     return KVCacheManager(num_blocks, groups or [FULL], max_step_tokens=max_step_tokens, enable_prefix_caching=caching)
 
 
@@ -208,7 +208,7 @@ def test_a_long_prompt_is_hashed_within_the_budget_of_a_step() -> None:
 
 
 # Several groups. A window of 6 tokens in blocks of 2, beside full attention in blocks of 4.
-WINDOW = PagedGroup(2, 6)
+WINDOW = StateGroupInfo("tokens", 2, 6)
 
 
 def held(request: Request) -> list[int]:
@@ -264,7 +264,7 @@ def test_a_promised_block_is_given_to_nobody_else() -> None:
         ([WINDOW], 8, 1000),
     ],
 )
-def test_the_length_that_a_sequence_alone_can_have(groups: list[PagedGroup], num_blocks: int, expected: int) -> None:
+def test_the_length_that_a_sequence_alone_can_have(groups: list[StateGroupInfo], num_blocks: int, expected: int) -> None:
     assert make_manager(num_blocks, *groups).max_tokens(1000) == expected
 
 
@@ -329,7 +329,7 @@ def test_a_window_in_a_step_that_is_being_scheduled_is_not_ready() -> None:
 
 
 def test_groups_with_different_blocks_share_whole_blocks_of_all() -> None:
-    manager = make_manager(64, PagedGroup(2), PagedGroup(8))
+    manager = make_manager(64, StateGroupInfo("tokens", 2), StateGroupInfo("tokens", 8))
     run_prompt(manager, range(30))
     assert admitted(manager, range(30)).num_cached_tokens == 24
     assert admitted(manager, range(23)).num_cached_tokens == 16

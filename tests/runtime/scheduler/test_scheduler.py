@@ -14,11 +14,11 @@ from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
-from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
+from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 from tests.support.drafters import all_that_fit
 from tests.support.scheduler_harness import BLOCK, END_ID, VOCAB, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
 
-GROUPS = st.lists(st.builds(PagedGroup, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
+GROUPS = st.lists(st.builds(StateGroupInfo, st.just("tokens"), st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
 
 # Small enough that all of them matter in small tests.
 SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
@@ -41,7 +41,7 @@ SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
     min_gained_tokens=st.sampled_from([1, 5, 100]),
 )
 def test_random_workloads(
-    seed: int, num_requests: int, num_blocks: int, groups: list[PagedGroup], num_draft_tokens: int, max_num_seqs: int,
+    seed: int, num_requests: int, num_blocks: int, groups: list[StateGroupInfo], num_draft_tokens: int, max_num_seqs: int,
     budget: int, depth: int, caching: bool, policy: str, num_aborts: int, admit_in_groups: bool, min_gained_tokens: int,
 ) -> None:  # fmt: skip
     """Whatever the limits, arrivals, preemptions, failures and aborts: every other request gets its tokens, and every block comes

@@ -10,7 +10,7 @@ from compile_and_serve.runtime.messages import Sibling
 from compile_and_serve.runtime.scheduler import admission
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
-from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, PagedGroup
+from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, StateGroupInfo
 from tests.support.scheduler_harness import VOCAB, Driver, assert_as_alone, make_request, make_scheduler
 
 
@@ -22,7 +22,7 @@ def held_blocks(driver: Driver) -> int:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("is_one_message", [False, True])
 def test_equal_prompts_are_computed_once_and_share_their_blocks(depth: int, is_one_message: bool) -> None:
-    driver = Driver(make_scheduler(num_blocks=2000, budget=4096, max_model_len=2100, groups=[PagedGroup(16)]), depth)
+    driver = Driver(make_scheduler(num_blocks=2000, budget=4096, max_model_len=2100, groups=[StateGroupInfo("tokens", 16)]), depth)
     prompt = [random.Random(1).randrange(VOCAB) for _ in range(2000)]
     requests = [make_request(f"r{i}", prompt, max_tokens=4) for i in range(8)]
     if is_one_message:
