@@ -5,6 +5,7 @@ Shape legend: T tokens of the step, S sequences, P tokens per page, M block-tabl
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,10 +81,20 @@ def make_step(
         backends=chosen,
         slots=slots,
         plans=True,
-        inputs={one.name: upload(one.fill(batch)).to(one.dtype) for one in inputs},
+        inputs={one.name: _input(one, batch).to(device) for one in inputs},
         state=state,
         num_rows=len(batch.row_indices),
     )
+
+
+def _input(one: StepInput, batch: TokenBatch) -> torch.Tensor:
+    """The values of an input. One of the device has random numbers, the same at every call; integers are 0."""
+    if one.source == "host":
+        return torch.from_numpy(np.ascontiguousarray(one.values(batch))).to(one.dtype)
+    shape = one.shape(len(batch.token_ids), len(batch.row_indices))
+    if not one.dtype.is_floating_point:
+        return torch.zeros(shape, dtype=one.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(one.name.encode()))).to(one.dtype)
 
 
 def _pages(

@@ -29,6 +29,7 @@ HIDDEN_STATES = "hidden_states"  # after the last norm: what embeddings are pool
 CLASS_LOGITS = "class_logits"  # of a sequence classifier
 
 Advance = Literal["sampled", "next", "same"]
+InputSource = Literal["host", "device"]
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
 AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks", "latent"]
 
@@ -67,18 +68,33 @@ class TokenBatch:
 class StepInput:
     """A tensor that a step takes.
 
-    dims: numbers and at most one of "tokens" and "rows". fill: gives the host's values, without padding (padding is 0).
-    advance: how the device makes the next decode step's values from this step's: "sampled": the tokens that were sampled last;
-    "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it at each step.
-    optional: where it is 0 for all tokens, the step may run without the pass that added it.
+    dims: numbers and at most one of "tokens" and "rows". source: "host": `fill` gives the values, without padding (padding is 0);
+    "device": what runs before the step (a receive, another graph) writes them to `Step.inputs[name]`, which is the same memory at every
+    step of a size; what it does not write has any finite value.
+    advance: of an input of the host: how the device makes the next decode step's values from this step's: "sampled": the tokens that
+    were sampled last; "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it
+    at each step. optional: where it is 0 for all tokens, the step may run without the pass that added it.
+    Raises `ValueError` for an input of the host without `fill`, and for one of the device with it, or which is optional.
     """
 
     name: str
     dtype: torch.dtype
     dims: tuple[int | str, ...]
-    fill: Callable[[TokenBatch], np.ndarray]
+    fill: Callable[[TokenBatch], np.ndarray] | None = None
+    source: InputSource = "host"
     advance: Advance | None = None
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        if self.source == "host" and self.fill is None:
+            raise ValueError(f"Input {self.name} is filled by the host: give it fill=, or source='device'.")
+        if self.source == "device" and (self.fill is not None or self.advance is not None or self.optional):
+            raise ValueError(f"Input {self.name} is filled by the device: leave out fill=, advance= and optional=.")
+
+    def values(self, batch: TokenBatch) -> np.ndarray:
+        """The host's values, without padding."""
+        assert self.fill is not None, f"input {self.name} is filled by the device"
+        return self.fill(batch)
 
     @property
     def length(self) -> str | None:

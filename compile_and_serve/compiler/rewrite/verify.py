@@ -226,7 +226,7 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
         num_ranks = 1
     placeholders = {n.meta["input"]: n for n in gm.graph.find_nodes(op="placeholder") if "declaration" in n.meta}
     step = _random_step([node.meta["declaration"] for node in placeholders.values()], seed)
-    inputs: dict[str, Any] = dict(step.inputs)
+    inputs: dict[str, Any] = {name: _widen(tensor) for name, tensor in step.inputs.items()}
     for name, node in placeholders.items():
         declared = node.meta["declaration"]
         if isinstance(declared, StepInput) and declared.symbolic_dim is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from compile_and_serve.custom_ops import step
@@ -106,13 +105,8 @@ def hidden_size_of(target: ModelSpec) -> int:
 
 
 def hidden_input(size: int, dtype: torch.dtype) -> StepInput:
-    """Hidden states [T, D]. The host has none: it fills zeros."""
-    return StepInput(
-        name=step.HIDDEN_STATES,
-        dtype=dtype,
-        dims=(step.TOKENS, size),
-        fill=lambda batch: np.zeros((len(batch.token_ids), size), dtype=np.float32),
-    )
+    """Hidden states [T, D]."""
+    return StepInput(name=step.HIDDEN_STATES, dtype=dtype, dims=(step.TOKENS, size), source="device")
 
 
 def reads_hidden_states(spec: ModelSpec, size: int, dtype: torch.dtype, gives: str = step.ROWS) -> ModelSpec:

@@ -26,7 +26,8 @@ _INPUT, _SLOT_MAPPING = "input.", "slot_mapping."
 class StepBuffers(StagedArrays):
     """Arrays for steps of up to max_tokens tokens, max_seqs sequences and max_rows rows, max_sampled of which are sampled.
 
-    host: the arrays to fill by name: `input.<name>`, `slot_mapping.<paged group>`, and what every step has. device: the same.
+    host: the arrays to fill by name: `input.<name>`, `slot_mapping.<paged group>`, and what every step has. device: the same, and the
+    inputs that the device fills.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class StepBuffers(StagedArrays):
         device: torch.device,
     ) -> None:
         self._inputs, self._groups = tuple(inputs), tuple(groups)
+        self._host_inputs = [one for one in inputs if one.source == "host"]
         self._paged = [group.name for group in groups if group.paged]
         fields: dict[str, tuple[type[np.generic], int]] = {
-            _INPUT + one.name: (_numpy_type(one.dtype), math.prod(one.shape(max_tokens, max_rows))) for one in inputs
+            _INPUT + one.name: (_numpy_type(one.dtype), math.prod(one.shape(max_tokens, max_rows))) for one in self._host_inputs
         }
         fields |= {_SLOT_MAPPING + name: (np.int64, max_tokens) for name in self._paged}
         fields |= {
@@ -57,6 +59,10 @@ class StepBuffers(StagedArrays):
             **{name: (dtype, max_sampled) for name, dtype in SAMPLING_FIELDS.items()},
         }
         super().__init__(fields, device)
+        for one in inputs:
+            if one.source == "device":
+                length = math.prod(one.shape(max_tokens, max_rows))
+                self.device[_INPUT + one.name] = torch.zeros(length, dtype=one.dtype, device=device)
         self._filled = (-1, 0, 0)  # what `_arrays`, the inputs of the last step on the host, belong to
         self._arrays: list[np.ndarray] = []
 
@@ -70,12 +76,12 @@ class StepBuffers(StagedArrays):
         return self.host[_SLOT_MAPPING + group]
 
     def fill(self, batch: TokenBatch, tokens: int, rows: int) -> None:
-        """Write every input's values and padding."""
+        """Write the values and padding of every input of the host."""
         key = (self._current, tokens, rows)
         if key != self._filled:
-            self._filled, self._arrays = key, [self.host_input(one, tokens, rows) for one in self._inputs]
-        for one, array in zip(self._inputs, self._arrays, strict=True):
-            values = one.fill(batch)
+            self._filled, self._arrays = key, [self.host_input(one, tokens, rows) for one in self._host_inputs]
+        for one, array in zip(self._host_inputs, self._arrays, strict=True):
+            values = one.values(batch)
             if values.shape == array.shape:
                 array[...] = values
                 continue
@@ -87,7 +93,7 @@ class StepBuffers(StagedArrays):
 
     def uses_optional(self, batch: TokenBatch) -> bool:
         """Whether an optional input has values other than 0."""
-        return any(bool(one.fill(batch).any()) for one in self._inputs if one.optional)
+        return any(bool(one.values(batch).any()) for one in self._inputs if one.optional)
 
     def pad_slot_mapping(self, begin: int, end: int) -> None:
         """Make tokens begin … end - 1 padding, for which no keys and values are written."""

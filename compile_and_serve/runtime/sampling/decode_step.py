@@ -48,8 +48,8 @@ class DecodeStep(Step):
 
 
 def advances_on_device(inputs: Sequence[StepInput]) -> bool:
-    """Whether the device can make every input of a decode step from the step before."""
-    return all(one.advance is not None for one in inputs)
+    """Whether the device can make every input of a decode step: from the step before, or by what fills the inputs of the device."""
+    return all(one.source == "device" or one.advance is not None for one in inputs)
 
 
 def begin_step(step: Step) -> None:

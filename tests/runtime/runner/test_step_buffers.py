@@ -1,0 +1,78 @@
+"""The persistent arrays of a step: what the host fills, and what the device fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compile_and_serve.custom_ops.dummy_step import make_step
+from compile_and_serve.custom_ops.step import INPUT_IDS, TOKENS, Step, StepInput, TokenBatch
+from compile_and_serve.runtime.runner.step_buffers import StepBuffers
+
+HIDDEN = StepInput(name="hidden", dtype=torch.bfloat16, dims=(TOKENS, 3), source="device")
+CPU = torch.device("cpu")
+
+
+def batch_of(token_ids: list[int]) -> TokenBatch:
+    count = len(token_ids)
+    return TokenBatch(
+        token_ids=np.array(token_ids),
+        positions=np.arange(count),
+        query_start_loc=np.array([0, count], dtype=np.int32),
+        row_indices=np.array([count - 1]),
+    )
+
+
+def step_of(buffers: StepBuffers, token_ids: list[int], padded: int) -> Step:
+    buffers.rotate()
+    buffers.fill(batch_of(token_ids), padded, 1)
+    buffers.upload()
+    return buffers.step(
+        padded,
+        1,
+        1,
+        state={},
+        tables={},
+        backends={},
+        num_tokens=len(token_ids),
+        num_seqs=1,
+        max_query_len=len(token_ids),
+        max_seq_len=len(token_ids),
+        uses_optional=True,
+    )
+
+
+def test_an_input_of_the_device_lies_in_the_same_memory_and_the_host_never_writes_it() -> None:
+    buffers = StepBuffers([INPUT_IDS, HIDDEN], [], max_tokens=8, max_seqs=2, max_sampled=2, max_rows=8, device=CPU)
+    first = step_of(buffers, [7, 8, 9], 4)
+    assert (first.inputs["hidden"].dtype, first.inputs["hidden"].shape) == (torch.bfloat16, (4, 3))
+    first.inputs["hidden"].copy_(torch.arange(12).view(4, 3))
+    second = step_of(buffers, [5, 6], 4)
+    assert second.inputs["input_ids"].tolist() == [5, 6, 0, 0]
+    assert second.inputs["hidden"].data_ptr() == first.inputs["hidden"].data_ptr()
+    assert second.inputs["hidden"].flatten().tolist() == list(range(12))
+    assert first.addresses == second.addresses
+
+
+def test_synthetic_steps_have_numbers_for_an_input_of_the_device() -> None:
+    hidden = make_step([INPUT_IDS, HIDDEN], [], [(0, 5)], state={}, tokens_per_page={}).inputs["hidden"]
+    again = make_step([INPUT_IDS, HIDDEN], [], [(0, 5)], state={}, tokens_per_page={}).inputs["hidden"]
+    assert hidden.dtype == torch.bfloat16
+    assert len(hidden.unique()) > 10
+    assert torch.equal(hidden, again)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Input x is filled by the host: give it fill=, or source='device'"),
+        ({"source": "device", "fill": lambda batch: batch.positions}, "Input x is filled by the device: leave out fill="),
+        ({"source": "device", "optional": True}, "Input x is filled by the device: leave out fill="),
+    ],
+)
+def test_an_input_has_one_source(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepInput(name="x", dtype=torch.int64, dims=(TOKENS,), **options)
