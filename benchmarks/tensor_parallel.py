@@ -45,6 +45,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
 )
 from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
 from compile_and_serve.custom_ops.collectives.collectives import all_reduce, join_groups, leave_groups
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.tuning.tuner import Tuner, device_name
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
@@ -113,7 +114,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         os.environ.setdefault(name, value)
     if not has_devices:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.size))
-    join_groups(rank=rank, size=args.size, init_method=f"file://{folder}/meeting", device=device)
+    join_groups(rank=rank, mesh=Mesh(tensor=args.size), init_method=f"file://{folder}/meeting", device=device)
     chosen = chosen_quantized = None
     if has_devices:
         start = time.perf_counter()

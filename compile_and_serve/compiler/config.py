@@ -9,6 +9,7 @@ from operator import not_
 from pathlib import Path
 from typing import Literal
 
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.option_fields import Check, at_least, option, parse_counts
 
 CudaGraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
@@ -113,3 +114,8 @@ class CompileConfig:
     max_loras: int = _lora_option(0, "Adapters on the device at once, that one step may mix.", argument_default=4, checks=(at_least(1),))
     max_lora_rank: int = _lora_option(16, "The largest rank of an adapter. Every slot has room for it.", checks=(at_least(1),))
     lora_experts: bool = _lora_option(False, "Let adapters change experts, too. Every slot then has room for all experts of all layers.")
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that hold the model."""
+        return Mesh(tensor=self.tensor_parallel_size)

@@ -17,6 +17,7 @@ from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform, checkpoint_specs
+from compile_and_serve.custom_ops.mesh import AlongAxis
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, StepOutput, running
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.weight_functions import TensorSpec
@@ -36,7 +37,7 @@ class ModelSource(Protocol):
 
     module: on the meta device. config: plain data that, with the module's source, says what the module computes.
     inputs, state, outputs: what a step takes, keeps and gives. buffers: values of the buffers that no checkpoint holds.
-    tp_plan: glob over module names → how its weight is sharded over tensor-parallel ranks.
+    tp_plan: glob over module names → how its weight is sharded over ranks.
     quantized_weights: how the checkpoint holds the parameters that it holds quantized.
     """
 
@@ -59,7 +60,7 @@ class ModelSource(Protocol):
     def buffers(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
-    def tp_plan(self) -> Mapping[str, str]: ...
+    def tp_plan(self) -> Mapping[str, str | AlongAxis]: ...
 
     @property
     def quantized_weights(self) -> Mapping[str, StoredWeight]: ...

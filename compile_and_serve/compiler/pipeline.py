@@ -116,9 +116,9 @@ def _added(spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[s
 
 def _check_eager(config: CompileConfig) -> None:
     """Raise `PassError` for options that need a compiled model."""
-    if config.tensor_parallel_size > 1:
+    if config.mesh.tensor > 1:
         raise PassError(
-            f"An eager model cannot be sharded over {config.tensor_parallel_size} ranks: leave out --enforce-eager, or use a "
+            f"An eager model cannot be sharded over {config.mesh.tensor} ranks: leave out --enforce-eager, or use a "
             "tensor parallel size of 1."
         )
     if config.quantization is not None:
@@ -180,9 +180,7 @@ class _Compilation:
 
     def _key_fields(self) -> dict[str, Any]:
         """Everything that the plan depends on."""
-        fields = plan_fields(
-            self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype, self.config.tensor_parallel_size
-        )
+        fields = plan_fields(self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype, self.config.mesh)
         if self.config.forced_passes:
             fields["forced_passes"] = sorted(self.config.forced_passes)
         if self.config.verify_passes:  # verification may leave out a pass, and its errors are part of the report
@@ -304,7 +302,7 @@ class _Compilation:
             fake_mode=captured.fake_mode,
             kernels=self.kernels,
             tuner=tuner,
-            tensor_parallel_size=self.config.tensor_parallel_size,
+            mesh=self.config.mesh,
             tp_plan=self.spec.tp_plan,
             declared=declarations_by_name(
                 (*self.spec.inputs, *(one for one in self.added if isinstance(one, StepInput))),

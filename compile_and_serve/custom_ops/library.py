@@ -105,7 +105,8 @@ def define(
     reference: the op in plain torch, for every device and dtype. It runs where there is no kernel, and is the op `<name>_reference`, which
         C++ kernels call for what they do not take.
     exact: what the verifier runs in float64 in the op's place: the op without what it rounds by design. None: the reference, or the op.
-    across_ranks: of a collective: the result on every rank, from the list of all ranks' first argument and the other arguments.
+    across_ranks: of a collective, whose argument `group` names an axis: the result on the ranks of a group, from the list of their first
+        arguments and the other arguments.
     sharding: how tensor-parallel ranks run the op; None: only whole.
     row_wise: row i of each result depends only on row i of the first argument, and of others with as many rows.
     flops: of a matrix product, from the arguments (on the meta device); None: one for each element of the result.

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.step_data import StepDatum
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
@@ -132,8 +133,8 @@ class LayerState(Protocol):
         """Shape of each of its tensors for one page (paged state) or one sequence (a slot)."""
         ...
 
-    def of_rank(self, tensor_parallel_size: int) -> LayerState:
-        """What one of the ranks that share the layer keeps."""
+    def of_rank(self, mesh: Mesh) -> LayerState:
+        """What one rank of the mesh keeps."""
         ...
 
 
@@ -150,9 +151,9 @@ class KVCacheSpec:
     def int8_shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
         return ((2, self.num_kv_heads, tokens_per_page, self.head_dim + SCALE_BYTES),)
 
-    def of_rank(self, tensor_parallel_size: int) -> KVCacheSpec:
+    def of_rank(self, mesh: Mesh) -> KVCacheSpec:
         """One rank's share of the heads, or one head that several ranks keep."""
-        return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size))
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // mesh.tensor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +176,7 @@ class LatentCacheSpec:
     def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
         return ((tokens_per_page, self.head_dim),)
 
-    def of_rank(self, tensor_parallel_size: int) -> LatentCacheSpec:
+    def of_rank(self, mesh: Mesh) -> LatentCacheSpec:
         """Every rank keeps all of it."""
         return self
 
@@ -189,7 +190,7 @@ class SlotState:
     def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
         return self.tensors
 
-    def of_rank(self, tensor_parallel_size: int) -> SlotState:
+    def of_rank(self, mesh: Mesh) -> SlotState:
         return self
 
 
@@ -225,9 +226,9 @@ class StateGroup:
             masks.add("latent")
         return self.scores | masks
 
-    def of_rank(self, tensor_parallel_size: int) -> StateGroup:
-        """What one of the ranks that share the model keeps."""
-        return replace(self, layers=tuple(layer.of_rank(tensor_parallel_size) for layer in self.layers))
+    def of_rank(self, mesh: Mesh) -> StateGroup:
+        """What one rank of the mesh keeps."""
+        return replace(self, layers=tuple(layer.of_rank(mesh) for layer in self.layers))
 
     def tensor_shapes(self, tokens_per_page: int, dtype: torch.dtype | None = None) -> dict[str, tuple[int, ...]]:
         """Name of each tensor → its shape for one page or slot, e.g. "kv_caches.3"; "states.3.1" where a layer keeps several.

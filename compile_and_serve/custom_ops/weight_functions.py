@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from compile_and_serve.custom_ops.mesh import Axis
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
@@ -39,7 +41,7 @@ class WeightFunction:
     """A registered function; see `weight_function`."""
 
     call: Callable[..., torch.Tensor]
-    by_rank: bool
+    axis: Axis | None
     selects: Selects | None
 
 
@@ -47,18 +49,18 @@ class WeightFunction:
 WEIGHT_FUNCTIONS: dict[str, WeightFunction] = {}
 
 
-def weight_function(name: str, *, by_rank: bool = False, selects: Selects | None = None) -> Callable[[_Function], _Function]:
+def weight_function(name: str, *, axis: Axis | None = None, selects: Selects | None = None) -> Callable[[_Function], _Function]:
     """Register a function of tensors and constants under a name, for expressions. Artifacts use the name: change it with the result.
 
-    by_rank: the function takes a keyword `rank` and selects the part of one tensor that this rank needs. The shape and dtype of
-        the result do not depend on the rank.
+    axis: the function takes a keyword `rank`, along this axis of the mesh, and selects the part of one tensor that this rank needs. The
+        shape and dtype of the result do not depend on the rank. None: all ranks have the same result.
     selects: the function concatenates tensors or takes slices along the rows [..., O, I] or along the columns, and does nothing else.
         It must treat any sizes of the other dimensions alike, so that it can be applied to the scales of a quantized weight, too.
     """
 
     def register(fn: _Function) -> _Function:
         assert name not in WEIGHT_FUNCTIONS, f"weight function {name} is registered twice"
-        WEIGHT_FUNCTIONS[name] = WeightFunction(call=fn, by_rank=by_rank, selects=selects)
+        WEIGHT_FUNCTIONS[name] = WeightFunction(call=fn, axis=axis, selects=selects)
         return fn
 
     return register

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.custom_ops.device_names import is_device_name
+from compile_and_serve.custom_ops.mesh import SINGLE_RANK, Coordinates, Mesh
 from compile_and_serve.option_fields import at_least, option, parse_size
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
@@ -162,7 +163,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Replicas, and where ranks run. (`CompileConfig.tensor_parallel_size` is the number of ranks that share a model.)
+    """Replicas, and where ranks run. (`CompileConfig.mesh` has the ranks that share a model.)
 
     data_parallel_rank: this replica's index.
     device_index: CUDA device of a replica with a single rank, as its process numbers them; None is the current device.
@@ -262,24 +263,19 @@ class EngineConfig:
         return min(self.scheduler.token_budget, max(self.scheduler.max_num_seqs, MIN_DRAFTED_ROWS))
 
     @property
-    def rank_groups(self) -> dict[str, list[list[int]]]:
-        """By name, how the groups of this name divide the engine's ranks."""
-        return {"tensor": [list(range(self.num_ranks))]}
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of this engine."""
-        return self.compile.tensor_parallel_size
+    def mesh(self) -> Mesh:
+        """The ranks of this engine."""
+        return self.compile.mesh
 
     @property
     def num_processes(self) -> int:
         """Number of ranks of all replicas. On a single host they share its cores and memory."""
-        return self.num_ranks * self.parallel.data_parallel_size
+        return self.mesh.size * self.parallel.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """One rank of `size`.
+    """One rank of the mesh.
 
     device_index: CUDA device, as the rank's process numbers them; None is the current device.
     rendezvous: where the ranks find each other, as torch.distributed's init_method; None for a single rank.
@@ -287,7 +283,22 @@ class Rank:
     """
 
     index: int = 0
-    size: int = 1
+    mesh: Mesh = SINGLE_RANK
     device_index: int | None = None
     rendezvous: str | None = None
     num_sharing: int | None = None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where the rank lies in the mesh."""
+        return self.mesh.coordinates(self.index)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.mesh.size == 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether the engine takes the steps' results from this rank."""
+        return self.index == self.mesh.answering_rank

@@ -26,7 +26,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     require(bool(model), "model", "a folder, a .gguf file, a known name or a Hub id", model)
     drafting = parse_speculative_config(options.get("speculative_config"))
     config = make_config(EngineConfig, options | {"model": model, "path": Path(model), "speculative_config": drafting})
-    compile_config, num_ranks = config.compile, config.num_ranks
+    compile_config, mesh = config.compile, config.mesh
     require(
         compile_config.quantization_exclude is None or compile_config.quantization is not None,
         "quantization_exclude",
@@ -35,15 +35,15 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     )
     if config.cache.num_blocks is not None and config.cache.memory_bytes is not None:
         raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the size of the KV cache: give one of them.")
-    if compile_config.mode == "eager" and num_ranks > 1:
-        raise ValueError(f"tensor_parallel_size is {num_ranks}, but only a compiled model can be sharded: remove enforce_eager.")
+    if compile_config.mode == "eager" and mesh.tensor > 1:
+        raise ValueError(f"tensor_parallel_size is {mesh.tensor}, but only a compiled model can be sharded: remove enforce_eager.")
     if config.enable_lora and compile_config.mode == "eager":
         raise ValueError("enable_lora is a pass of the compiler: remove enforce_eager.")
     if compile_config.lora_experts and not config.enable_lora:
         raise ValueError("lora_experts lets adapters change experts: give it together with enable_lora.")
     if config.max_cpu_loras is not None and config.max_cpu_loras < compile_config.max_loras:
         raise ValueError(f"max_cpu_loras is {config.max_cpu_loras}, but must be at least max_loras, {compile_config.max_loras}.")
-    if compile_config.profile_tokens and num_ranks > 1:
+    if compile_config.profile_tokens and mesh.tensor > 1:
         raise ValueError(
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
             "set tensor_parallel_size to 1."

@@ -24,6 +24,7 @@ from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.pipeline import compile_model
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.step import (
     INPUT_IDS,
     LOGITS,
@@ -57,7 +58,7 @@ class WindowLayer:
     def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
         return ((tokens_per_page, self.size),)
 
-    def of_rank(self, tensor_parallel_size: int) -> WindowLayer:
+    def of_rank(self, mesh: Mesh) -> WindowLayer:
         return self
 
 

@@ -39,12 +39,12 @@ def test_options_reach_their_dataclasses(tiny_llama_dir: Path) -> None:
     assert (config.compile.mode, config.compile.capture_sizes, config.compile.cache_dir) == ("eager", (1, 4), Path("x"))
     assert config.num_threads == 1
     assert (config.parallel.data_parallel_size, config.parallel.executor) == (2, "mp")
-    assert (config.num_ranks, config.num_processes) == (1, 2)
+    assert (config.mesh.size, config.num_processes) == (1, 2)
 
 
 def test_only_a_compiled_model_is_sharded(tiny_llama_dir: Path) -> None:
     config = make_engine_config(str(tiny_llama_dir), tensor_parallel_size=4, data_parallel_size=2)
-    assert (config.compile.tensor_parallel_size, config.num_ranks, config.num_processes) == (4, 4, 8)
+    assert (config.compile.tensor_parallel_size, config.mesh.size, config.num_processes) == (4, 4, 8)
     for name, value in (("enforce_eager", True), ("profile_tokens", [1])):
         with pytest.raises(ValueError, match=f"tensor_parallel_size.*{name}|{name}.*tensor_parallel_size"):
             make_engine_config(str(tiny_llama_dir), tensor_parallel_size=2, **{name: value})

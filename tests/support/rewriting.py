@@ -17,6 +17,7 @@ from compile_and_serve.compiler.passes.apply_lora import ADAPTER_INDEX
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier, Verification
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.tiny_models import capture_spec
 
@@ -55,8 +56,12 @@ def rewrite(
     plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan,
     passes: Sequence[GraphPass] | None = None,
     verify: bool = True,
+    mesh: Mesh | None = None,
 ) -> tuple[CapturedGraph, PassContext, Records]:
-    """Every pass over a model, each verified in float64 unless `verify` is off. change: the module, plan: its tp_plan, before."""
+    """Every pass over a model, each verified in float64 unless `verify` is off. change: the module, plan: its tp_plan, before.
+
+    mesh: None: the config's.
+    """
     config = config or CompileConfig()
     change(spec.module)
     key = None if change is not _unchanged or spec.quantized_weights else f"{dict(spec.config)} {dtype} {type(spec.module)}"
@@ -67,7 +72,7 @@ def rewrite(
         captured,
         dtype,
         kernels=kernels,
-        tensor_parallel_size=config.tensor_parallel_size,
+        mesh=mesh or config.mesh,
         tp_plan=plan(dict(spec.tp_plan)),
         declared={ADAPTER_INDEX.name: ADAPTER_INDEX} if config.max_loras else {},
     )

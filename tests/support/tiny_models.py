@@ -14,6 +14,7 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.dummy_step import make_step
+from compile_and_serve.custom_ops.mesh import TENSOR, Mesh
 from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, LatentCacheSpec, StateGroup, Step, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
@@ -46,14 +47,14 @@ def tiny_spec(architecture: str = "LlamaForCausalLM", layers: int = 2, dtype: to
 
 
 def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
-    """Random weights, the same for every model with the same parameters, through the model's transforms."""
+    """Random weights of a tensor-parallel rank, the same for every model with the same parameters, through the model's transforms."""
     sources = {}
     for name, spec in sorted(model.source_specs.items()):
         generator = torch.Generator().manual_seed(seed + sum(name.encode()))
         scale, shift = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
         sources[name] = (torch.randn(spec.shape, generator=generator) * scale + shift).to(spec.dtype)
     for transform in model.transforms:
-        model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources), rank=rank))
+        model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources), coordinates={TENSOR: rank}))
     model.finish_loading()
 
 
@@ -75,7 +76,7 @@ def zero_state(
 
 def caches(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1) -> dict[str, torch.Tensor]:
     """One rank's state by name."""
-    groups = [group.of_rank(tensor_parallel_size) for group in spec.state]
+    groups = [group.of_rank(Mesh(tensor=tensor_parallel_size)) for group in spec.state]
     return zero_state(groups, num_blocks, num_blocks, PAGE_SIZES, dtype)
 
 

@@ -21,6 +21,7 @@ from compile_and_serve.compiler.rewrite.user_passes import source_of
 from compile_and_serve.custom_ops.jit.cpp import cpu_identity
 from compile_and_serve.custom_ops.jit.sources import PACKAGE, digest, kernel_digest, source_digest
 from compile_and_serve.custom_ops.library import op_info
+from compile_and_serve.custom_ops.mesh import SINGLE_RANK, Mesh
 from compile_and_serve.custom_ops.platform import platform_of
 
 _COMPILER = PACKAGE / "compiler"
@@ -58,7 +59,7 @@ def plan_fields(
     kernels: frozenset[str],
     device: torch.device,
     dtype: torch.dtype,
-    tensor_parallel_size: int = 1,
+    mesh: Mesh = SINGLE_RANK,
 ) -> dict[str, Any]:
     """Key of a whole model's plan: everything that its captured and rewritten graph depends on."""
     return {
@@ -67,7 +68,7 @@ def plan_fields(
         "architecture": type(spec.module).__name__,
         "step": digest(repr([(i.name, i.dtype, i.dims) for i in spec.inputs]), repr(spec.state), repr(spec.outputs)),
         "layers": sum(len(group.layers) for group in spec.state),
-        "tensor_parallel_size": tensor_parallel_size,  # not the rank: all ranks run the same pieces
+        "mesh": {axis: mesh.of_axis(axis) for axis in mesh.divided_axes},  # not the rank: the ranks of a stage run the same pieces
         "tp_plan": digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
         "dtype": str(dtype),
         "passes": [_pass_key(p) for p in passes if p.name not in disabled],

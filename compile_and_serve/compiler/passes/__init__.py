@@ -49,7 +49,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
     """The passes of a compilation, in order. Those for several ranks and for adapters only if there are any. None: default config."""
     config = config or CompileConfig()
-    has_ranks, has_adapters = config.tensor_parallel_size > 1, config.max_loras > 0
+    has_ranks, has_adapters = config.mesh.tensor > 1, config.max_loras > 0
     return (
         Functionalize(),
         Canonicalize(),

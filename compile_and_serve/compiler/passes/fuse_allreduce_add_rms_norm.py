@@ -46,7 +46,7 @@ class _Site:
 
 def why_no_kernel(kernel: str, ctx: PassContext) -> SkipReason | None:
     """Why a pass that inserts this fused all-reduce does not run; None: it runs."""
-    if ctx.tensor_parallel_size == 1:
+    if ctx.mesh.tensor == 1:
         return SkipReason(sentence="the model runs on one rank")
     if kernel not in ctx.kernels:
         return SkipReason(sentence=f"there is no kernel for it for {ctx.dtype} on {ctx.device.type}")

@@ -37,14 +37,15 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     weight_of,
 )
 from compile_and_serve.compiler.weights.transforms import depends_on_rank
-from compile_and_serve.custom_ops.collectives.collectives import ALL_GATHER, ALL_REDUCE, TENSOR
+from compile_and_serve.custom_ops.collectives.collectives import ALL_GATHER, ALL_REDUCE
 from compile_and_serve.custom_ops.library import COLUMNS, EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, ROWS, Sharding
+from compile_and_serve.custom_ops.mesh import TENSOR, AlongAxis
 from compile_and_serve.custom_ops.weight_functions import weight_function
 
 LARGEST_SIZE = 64  # in proposals of error messages
 
 
-@weight_function(ROWS, by_rank=True, selects="rows")
+@weight_function(ROWS, axis=TENSOR, selects="rows")
 def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> torch.Tensor:
     """A rank's part of `parts` equal parts along dimension 0. size / parts consecutive ranks have the same part.
 
@@ -56,14 +57,14 @@ def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> tor
     return F.pad(shard, (0, 0) * (weight.dim() - 1) + (0, missing)) if missing else shard
 
 
-@weight_function(COLUMNS, by_rank=True, selects="columns")
+@weight_function(COLUMNS, axis=TENSOR, selects="columns")
 def shard_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's part along dimension 1. [O, I] → [O, I / size]"""
     columns = weight.shape[1] // size
     return weight[:, rank * columns : (rank + 1) * columns]
 
 
-@weight_function(EXPERT_ROWS, by_rank=True, selects="rows")
+@weight_function(EXPERT_ROWS, axis=TENSOR, selects="rows")
 def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's gate and up: [X, 2F, …] → [X, 2F / size, …]"""
     halves = weight.unflatten(1, (2, -1))
@@ -71,20 +72,20 @@ def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Te
     return halves[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
 
 
-@weight_function(EXPERT_COLUMNS, by_rank=True, selects="columns")
+@weight_function(EXPERT_COLUMNS, axis=TENSOR, selects="columns")
 def shard_expert_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's down: [X, D, F] → [X, D, F / size]"""
     columns = weight.shape[2] // size
     return weight[:, :, rank * columns : (rank + 1) * columns]
 
 
-@weight_function("first_row", by_rank=True)
+@weight_function("first_row", axis=TENSOR)
 def first_row(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """The first row of a rank's part of `shard_rows(weight, size, size)`. → int64 [1]"""
     return torch.full((1,), rank * -(-weight.shape[0] // size), dtype=torch.int64, device=weight.device)
 
 
-@weight_function(ON_FIRST_RANK, by_rank=True)
+@weight_function(ON_FIRST_RANK, axis=TENSOR)
 def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
     """The bias on rank 0, zeros on other ranks, so that the sum over ranks is the bias."""
     return bias if rank == 0 else torch.zeros_like(bias)
@@ -117,11 +118,11 @@ class TensorParallel(BasePass):
     required = True  # ranks with shards cannot run the original graph
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
-        return SkipReason(sentence="the model runs on one rank") if ctx.tensor_parallel_size == 1 else None
+        return SkipReason(sentence="the model runs on one rank") if ctx.mesh.tensor == 1 else None
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         sites, near_misses = _find_sites(gm, ctx)
-        _check_sizes(list(sites.values()), ctx.tensor_parallel_size)
+        _check_sizes(list(sites.values()), ctx.mesh.tensor)
         if sites:
             _shard_weights(gm, sites, ctx)
             _rewrite(gm, sites, ctx)
@@ -150,6 +151,8 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
             continue  # sharded already
         module = name.rpartition(".")[0]
         style = next((style for pattern, style in ctx.tp_plan.items() if fnmatchcase(module, pattern)), None)
+        if isinstance(style, AlongAxis):
+            continue  # the weight is another pass's
         if style is None:
             near_misses.append(NearMiss.at(node, f"the model's tp_plan has no {module}: its weight is whole on every rank"))
             continue
@@ -220,7 +223,7 @@ def _bias_of(node: Node) -> Any:
 
 def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> None:
     """Replace the weights' placeholders by one rank's part."""
-    size = ctx.tensor_parallel_size
+    size = ctx.mesh.tensor
     for site in {site.weight: site for site in sites.values()}.values():
         if sharding_of(site.node) is not None:
             continue
@@ -300,7 +303,7 @@ def _recompute(node: Node, ctx: PassContext) -> None:
 
 
 def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx: PassContext) -> None:
-    node, size = site.node, ctx.tensor_parallel_size
+    node, size = site.node, ctx.mesh.tensor
     if is_call(node, F.embedding):
         _look_up_own_rows(gm, site, ctx)
         return
@@ -331,7 +334,7 @@ def _insert_after(gm: GraphModule, node: Node, op: Any, constants: tuple[int | s
 
 def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     node, ids = site.node, site.node.args[0]
-    begin = ctx.derived_weight(gm, _first_row_name(site), "first_row", site.weight, ctx.tensor_parallel_size)
+    begin = ctx.derived_weight(gm, _first_row_name(site), "first_row", site.weight, ctx.mesh.tensor)
     with gm.graph.inserting_before(node):
         row = ctx.call(gm, torch.sub, ids, begin, origin=node)
         is_low = ctx.call(gm, torch.ge, row, 0, origin=node)
@@ -352,7 +355,7 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 
 def _shard_operands(node: Node, sharding: Sharding, ctx: PassContext) -> None:
     """Give each rank its share of an op's weights and state."""
-    size, operands = ctx.tensor_parallel_size, op_arguments(node)
+    size, operands = ctx.mesh.tensor, op_arguments(node)
     constants = {ROWS: (size, size), ON_FIRST_RANK: ()}
     for name, function in sharding.weights.items():
         weight = operands[name]

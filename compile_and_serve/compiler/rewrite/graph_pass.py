@@ -16,6 +16,7 @@ from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
 from compile_and_serve.compiler.weights.transforms import WeightTable, evaluate_spec, expression_spec
 from compile_and_serve.custom_ops.library import OpKind, op_info
+from compile_and_serve.custom_ops.mesh import SINGLE_RANK, AlongAxis, Mesh
 from compile_and_serve.custom_ops.step import StateGroup, StepInput
 from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec
 
@@ -77,7 +78,7 @@ class PassContext:
     device, dtype: of the finished model (while passes run, the graph's tensors are fakes on the meta device).
     kernels: names of the `cas` ops with a kernel for this device and dtype, `FLOAT32_NORM_WEIGHT` and `GELU_LINEAR`.
     tuner: measures whether a fusion is faster; None: every fusion is made.
-    tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
+    mesh: the ranks that hold the model. tp_plan: the model's plan, glob over module names → style, along the tensor axis or another.
     declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.
     """
 
@@ -87,8 +88,8 @@ class PassContext:
     fake_mode: FakeTensorMode
     kernels: frozenset[str] = frozenset()
     tuner: FusionTuner | None = None
-    tensor_parallel_size: int = 1
-    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mesh = SINGLE_RANK
+    tp_plan: Mapping[str, str | AlongAxis] = field(default_factory=dict)
     declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat
@@ -165,7 +166,7 @@ class PassContext:
             shape = tuple(_length(nodes.values(), dim) if isinstance(dim, str) else dim for dim in declared.dims)
             dtype = declared.dtype
         else:
-            shapes = declared.of_rank(self.tensor_parallel_size).tensor_shapes(EXAMPLE_PAGE_TOKENS)
+            shapes = declared.of_rank(self.mesh).tensor_shapes(EXAMPLE_PAGE_TOKENS)
             shape, dtype = (EXAMPLE_PAGES, *shapes[name]), declared.dtype or self.dtype
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))), self.fake_mode:
             node = gm.graph.placeholder(re.sub(r"\W", "_", name))

@@ -41,6 +41,7 @@ from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_expression
 from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.library import op_info
+from compile_and_serve.custom_ops.mesh import SINGLE_RANK, TENSOR, Axis, Coordinates, Mesh
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
 from compile_and_serve.custom_ops.weight_functions import Expression
@@ -133,7 +134,7 @@ class PassVerifier:
 
     def _evaluate(self, gm: GraphModule, ctx: PassContext) -> _Outcome:
         weights = RandomWeights(ctx.weights, self.buffers, self.seed, self._rounding)
-        return evaluate(gm, weights, self.seed, num_ranks=ctx.tensor_parallel_size)
+        return evaluate(gm, weights, self.seed, mesh=ctx.mesh)
 
 
 @dataclass(slots=True)
@@ -159,11 +160,11 @@ class RandomWeights:
         size = min(largest, LARGEST_POOL) + self._slack
         self._pool = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * _STD
 
-    def value(self, name: str, rank: int) -> torch.Tensor:
+    def value(self, name: str, coordinates: Coordinates) -> torch.Tensor:
         """The value of weight `name` on a rank, float64 where it is floating."""
         transform = self._weights[name]
         values: dict[Expression, torch.Tensor] = {source: self.source(source) for source in transform.sources}
-        value = evaluate_expression(_with_float64(transform.expression), values, rank)
+        value = evaluate_expression(_with_float64(transform.expression), values, coordinates)
         return value if value.dtype in LARGEST else _widen(value)
 
     def source(self, name: str) -> torch.Tensor:
@@ -185,9 +186,9 @@ class RandomWeights:
         expression = self._weights.expressions.get(name, name)
         if expression == name:
             return self._rounding(value)
-        order = evaluate_expression(expression, {name: torch.arange(value.numel()).view(value.shape)}, 0)
+        order = evaluate_expression(expression, {name: torch.arange(value.numel()).view(value.shape)})
         rounded = torch.empty(value.numel(), dtype=value.dtype)
-        rounded[order.flatten()] = self._rounding(evaluate_expression(expression, {name: value}, 0)).flatten()
+        rounded[order.flatten()] = self._rounding(evaluate_expression(expression, {name: value})).flatten()
         return rounded.view(value.shape)
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -203,7 +204,7 @@ class RandomWeights:
 class _Rank:
     """One rank's values while the graph is interpreted; weights are made where they are first read."""
 
-    rank: int
+    coordinates: Coordinates
     inputs: dict[str, Any]
     weights: RandomWeights
     values: dict[Node, Any] = field(default_factory=dict)
@@ -211,19 +212,18 @@ class _Rank:
     def value_of(self, node: Node) -> Any:
         if node not in self.values:
             weight = node.meta.get("weight")
-            value = self.inputs[_input_name(node)] if weight is None else self.weights.value(weight, self.rank)
+            value = self.inputs[_input_name(node)] if weight is None else self.weights.value(weight, self.coordinates)
             self.values[node] = value
         return self.values[node]
 
 
-def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_ranks: int = 1) -> _Outcome:
+def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, mesh: Mesh = SINGLE_RANK) -> _Outcome:
     """Interpret a whole-model graph in float64 on a step of two sequences, one behind filled state, one from its start.
 
-    num_ranks: that a graph with collectives is made for; all of them run side by side, node by node. Split ops and state of all ranks
-    are joined, as one rank would have them.
+    mesh: that a graph with collectives is made for. The ranks along the axes of its collectives run side by side, node by node. Split
+    ops and state of all ranks are joined, as one rank would have them.
     """
-    if not any(map(_collective, gm.graph.nodes)):
-        num_ranks = 1
+    mesh = _mesh_of_collectives(gm, mesh)
     placeholders = {n.meta["input"]: n for n in gm.graph.find_nodes(op="placeholder") if "declaration" in n.meta}
     step = _random_step([node.meta["declaration"] for node in placeholders.values()], seed)
     inputs: dict[str, Any] = {name: _widen(tensor) for name, tensor in step.inputs.items()}
@@ -233,14 +233,11 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
             length = node.meta["example_value"].shape[declared.symbolic_dim]
             inputs[str(length)] = step.inputs[name].shape[declared.symbolic_dim]
     local = {name: placeholders[name].meta["example_value"].shape for name in step.state if name in placeholders}
-    ranks = [
-        _Rank(
-            rank=rank,
-            weights=weights,
-            inputs=inputs | {name: _share(step.state[name], shape, rank, num_ranks).clone() for name, shape in local.items()},
-        )
-        for rank in range(num_ranks)
-    ]
+    ranks = []
+    for coordinates in map(mesh.coordinates, range(mesh.size)):
+        state = {name: _share(step.state[name], shape, coordinates[TENSOR], mesh.tensor).clone() for name, shape in local.items()}
+        ranks.append(_Rank(coordinates=coordinates, weights=weights, inputs=inputs | state))
+    sharing = [ranks[member] for member in mesh.groups(TENSOR)[0]]  # the others repeat what these have
     orders = key_orders(gm)
     for rank in ranks:
         for name, order in orders.items():
@@ -258,15 +255,19 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
                     outcome.results.append(of_ranks[0])
                 continue
             if across_ranks := _collective(node):
-                parts = [rank.value_of(node.all_input_nodes[0]) for rank in ranks]
-                others = [ranks[0].value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
-                wholes = [across_ranks(parts, *others)] * len(ranks)
+                wholes: list[Any] = [None] * len(ranks)
+                for members in mesh.groups(_axis_of(node)):
+                    parts = [ranks[member].value_of(node.all_input_nodes[0]) for member in members]
+                    others = [ranks[members[0]].value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
+                    whole = across_ranks(parts, *others)
+                    for member in members:
+                        wholes[member] = whole
             else:
                 wholes = [_call(node, rank.value_of) for rank in ranks]
             for rank, value in zip(ranks, wholes, strict=True):
                 rank.values[node] = value
             if is_split_point(node):
-                outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in ranks], dim=1)))
+                outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in sharing], dim=1)))
             for read in node.all_input_nodes:
                 if last_user[read] is node:
                     for rank in ranks:
@@ -279,8 +280,8 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
         if dim is None:
             outcome.state[name] = ranks[0].inputs[name]
             continue
-        alike = max(1, num_ranks // step.state[name].shape[dim])  # ranks that keep the same share
-        outcome.state[name] = torch.cat([rank.inputs[name] for rank in ranks[::alike]], dim=dim)
+        alike = max(1, mesh.tensor // step.state[name].shape[dim])  # ranks that keep the same share
+        outcome.state[name] = torch.cat([rank.inputs[name] for rank in sharing[::alike]], dim=dim)
     return outcome
 
 
@@ -344,6 +345,18 @@ def _collective(node: Node) -> Callable[..., Any] | None:
     """A collective's result on all ranks (`OpInfo.across_ranks`); None for other nodes."""
     info = op_info(node.target)
     return None if info is None else info.across_ranks
+
+
+def _axis_of(collective: Node) -> Axis:
+    """The axis whose groups a collective is over."""
+    axis: Axis = op_arguments(collective)["group"]
+    return axis
+
+
+def _mesh_of_collectives(gm: GraphModule, mesh: Mesh) -> Mesh:
+    """The mesh's axes that a graph has collectives over: along the others all ranks compute the same."""
+    axes = {_axis_of(node) for node in gm.graph.nodes if _collective(node)}
+    return Mesh(**{axis: mesh.of_axis(axis) for axis in axes})
 
 
 def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:

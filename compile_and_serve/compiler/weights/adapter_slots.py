@@ -18,6 +18,7 @@ import torch
 
 from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
 from compile_and_serve.custom_ops.lora.limits import COLUMNS
+from compile_and_serve.custom_ops.mesh import Coordinates
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 A, B = ".lora_a", ".lora_b"
@@ -97,15 +98,15 @@ class LinearSite:
     shards: tuple[int, int, int]
     order: tuple[int, ...] = ()
 
-    def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, rank: int) -> None:
+    def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, coordinates: Coordinates) -> None:
         """Copy a rank's share of an adapter's A [R, I] and B [O, R] into a slot of the two weights."""
         by_columns, parts, by_rows = self.shards
         if by_columns:
-            a_RI = evaluate(("shard_columns", "a", by_columns), {"a": a_RI}, rank)
+            a_RI = evaluate(("shard_columns", "a", by_columns), {"a": a_RI}, coordinates)
         if by_rows:
-            b_OR = evaluate(("shard_rows", "b", parts, by_rows), {"b": b_OR}, rank)
+            b_OR = evaluate(("shard_rows", "b", parts, by_rows), {"b": b_OR}, coordinates)
         if self.order and self.columns.stop <= self.order[1]:
-            b_OR = evaluate(("rope_rows", "b", self.order[0], len(b_OR), *self.order[2:]), {"b": b_OR}, rank)
+            b_OR = evaluate(("rope_rows", "b", self.order[0], len(b_OR), *self.order[2:]), {"b": b_OR}, coordinates)
         slot_a[self.first_row : self.first_row + len(a_RI)].copy_(a_RI)
         fill_columns(slot_b, b_OR, self.columns.start)
 

@@ -17,6 +17,7 @@ import torch
 
 from compile_and_serve.compiler.weights.adapter_slots import fill_columns, is_sharded
 from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
+from compile_and_serve.custom_ops.mesh import Coordinates
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 ROWS, BLOCKS, IDENTITY = ".embedding_lora_a", ".embedding_lora_b", ".embedding_lora_identity"
@@ -64,11 +65,11 @@ class EmbeddingSite:
     b: str
     shards: int
 
-    def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RV: torch.Tensor, b_DR: torch.Tensor, rank: int) -> None:
+    def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RV: torch.Tensor, b_DR: torch.Tensor, coordinates: Coordinates) -> None:
         """Copy a rank's share of an adapter's A [R, V] and B [D, R] into a slot of the two weights."""
         a_VR = a_RV.T
         if self.shards:
-            a_VR = evaluate(("shard_rows", "a", self.shards, self.shards), {"a": a_VR}, rank)
+            a_VR = evaluate(("shard_rows", "a", self.shards, self.shards), {"a": a_VR}, coordinates)
         slot_a[:, : a_VR.shape[1]].copy_(a_VR)
         fill_columns(slot_b, b_DR, 0)
 

@@ -18,6 +18,7 @@ from compile_and_serve.compiler.weights.adapter_slots import is_sharded
 from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
 from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS
 from compile_and_serve.custom_ops.lora.limits import COLUMNS
+from compile_and_serve.custom_ops.mesh import TENSOR, Coordinates
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 A, B = ".experts_lora_a", ".experts_lora_b"
@@ -69,7 +70,7 @@ class ExpertSite:
         slot_b: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
-        rank: int,
+        coordinates: Coordinates,
         expert: int | None = None,
         first_row: int = 0,
     ) -> None:
@@ -85,7 +86,7 @@ class ExpertSite:
         else:
             a_XRI, b_XOR, experts = a[None], b[None], slice(expert, expert + 1)
         if self.by_columns:
-            a_XRI = evaluate((EXPERT_COLUMNS, "a", self.by_columns), {"a": a_XRI}, rank)
+            a_XRI = evaluate((EXPERT_COLUMNS, "a", self.by_columns), {"a": a_XRI}, coordinates)
         whole = self.out_features // self.parts
         largest_rank, own_rank = slot_a.shape[1] // self.parts, a_XRI.shape[1]
         for part in range(first_row // whole, (first_row + b_XOR.shape[1]) // whole):
@@ -93,7 +94,7 @@ class ExpertSite:
             begin = part * whole - first_row
             own_XOR = b_XOR[:, begin : begin + whole]
             if self.by_rows:
-                own_XOR = own_XOR.chunk(self.by_rows, dim=1)[rank]
+                own_XOR = own_XOR.chunk(self.by_rows, dim=1)[coordinates.get(TENSOR, 0)]
             columns = part * own_XOR.shape[1] + torch.arange(own_XOR.shape[1])
             # The indexed dimensions come first: [columns, experts, ranks].
             values = own_XOR.permute(1, 0, 2).to(slot_b.dtype)

@@ -3,7 +3,7 @@
 A transform is data, so that artifacts can store it: an expression over checkpoint tensors, whose functions are registered by name
 (`custom_ops/weight_functions.py`). For example, `merge_linears` creates `cat(q, k, v)`, and `fuse_linears` wraps it into
 `pack_linear_weight(cat(q, k, v))`. `tensor_parallel` creates `shard_rows(q, 2, 2)`: the expression is the same on all ranks, and a
-function that is registered with `by_rank` receives the rank when the weights are loaded.
+function that is registered with an axis receives the rank along it when the weights are loaded.
 Quantized weights: `compiler/weights/quantized_expressions.py`.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 
 from compile_and_serve.compiler.compat import FakeTensorMode
+from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS, Constant, Expression, TensorSpec, Text, weight_function
 
@@ -49,13 +50,13 @@ class WeightTransform:
         """The inputs of the expression, in order of first use: a whole source (its name), or a rank's selection from one."""
         return tuple(dict.fromkeys(_inputs(self.expression)))
 
-    def fn(self, *tensors: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    def fn(self, *tensors: torch.Tensor, coordinates: Coordinates = ORIGIN) -> torch.Tensor:
         """The target's value on a rank, from the values of `sources` in their order."""
-        return self.evaluate(dict(zip(self.sources, tensors, strict=True)), rank=rank)
+        return self.evaluate(dict(zip(self.sources, tensors, strict=True)), coordinates=coordinates)
 
-    def evaluate(self, values: Mapping[Expression, torch.Tensor], *, rank: int = 0) -> torch.Tensor:
+    def evaluate(self, values: Mapping[Expression, torch.Tensor], *, coordinates: Coordinates = ORIGIN) -> torch.Tensor:
         """The target's value on a rank, from the values of its `inputs` or of its `sources`."""
-        return _evaluate(self.expression, values, rank)
+        return _evaluate(self.expression, values, coordinates)
 
 
 def source_of(part: Expression) -> str:
@@ -65,14 +66,14 @@ def source_of(part: Expression) -> str:
     return name
 
 
-def select(part: Expression, source: torch.Tensor, *, rank: int) -> torch.Tensor:
+def select(part: Expression, source: torch.Tensor, *, coordinates: Coordinates) -> torch.Tensor:
     """The value of one of `WeightTransform.inputs`: the source itself, or the part (or a view of it) that the rank needs."""
-    return _evaluate(part, {source_of(part): source}, rank)
+    return _evaluate(part, {source_of(part): source}, coordinates)
 
 
-def evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], rank: int) -> torch.Tensor:
+def evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], coordinates: Coordinates = ORIGIN) -> torch.Tensor:
     """An expression's value on a rank, from the values of its sources."""
-    return _evaluate(expression, values, rank)
+    return _evaluate(expression, values, coordinates)
 
 
 def depends_on_rank(expression: Expression) -> bool:
@@ -88,7 +89,7 @@ def is_selection(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
 
 
 def _is_by_rank(function: str) -> bool:
-    return WEIGHT_FUNCTIONS[function].by_rank
+    return WEIGHT_FUNCTIONS[function].axis is not None
 
 
 def _inputs(expression: Expression) -> Sequence[Expression]:
@@ -99,18 +100,18 @@ def _inputs(expression: Expression) -> Sequence[Expression]:
     return [part for argument in expression[1:] for part in _inputs(argument)]
 
 
-def _evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], rank: int) -> Any:
+def _evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], coordinates: Coordinates) -> Any:
     if isinstance(expression, Constant):
         return expression.text if isinstance(expression, Text) else expression
     if isinstance(expression, str) or expression in values:
         return values[expression]
     function, *arguments = expression
-    return _call(function, [_evaluate(argument, values, rank) for argument in arguments], rank)
+    return _call(function, [_evaluate(argument, values, coordinates) for argument in arguments], coordinates)
 
 
-def _call(name: str, arguments: Sequence[Any], rank: int) -> torch.Tensor:
+def _call(name: str, arguments: Sequence[Any], coordinates: Coordinates) -> torch.Tensor:
     function = WEIGHT_FUNCTIONS[name]
-    return function.call(*arguments, **({"rank": rank} if function.by_rank else {}))
+    return function.call(*arguments, **({} if function.axis is None else {"rank": coordinates.get(function.axis, 0)}))
 
 
 @cache
@@ -120,10 +121,10 @@ def evaluate_spec(function: str, arguments: tuple[TensorSpec | Constant, ...], d
         values = [
             torch.empty(argument.shape, dtype=argument.dtype, device=device)
             if isinstance(argument, TensorSpec)
-            else _evaluate(argument, {}, 0)
+            else _evaluate(argument, {}, ORIGIN)
             for argument in arguments
         ]
-        out = _call(function, values, 0)
+        out = _call(function, values, ORIGIN)
     return TensorSpec(shape=tuple(out.shape), dtype=out.dtype)
 
 

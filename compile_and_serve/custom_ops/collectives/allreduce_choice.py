@@ -19,8 +19,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from compile_and_serve.custom_ops.collectives.collectives import TENSOR, RankGroup, all_reduce, rank_group
+from compile_and_serve.custom_ops.collectives.collectives import RankGroup, all_reduce, rank_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
+from compile_and_serve.custom_ops.mesh import TENSOR, Axis
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
@@ -102,7 +103,7 @@ def use_symmetric_memory(memory: SymmetricMemory, choice: AllreduceChoice, quant
     _fused = FusedAllreduce(group=rank_group(), memory=memory, choice=choice, quantized_choice=quantized_choice or choice)
 
 
-def fused_allreduce(group: str = TENSOR) -> FusedAllreduce | None:
+def fused_allreduce(group: Axis = TENSOR) -> FusedAllreduce | None:
     """What `use_symmetric_memory` chose for this group; None: NCCL."""
     return _fused if _fused is not None and _fused.group is rank_group(group) else None
 

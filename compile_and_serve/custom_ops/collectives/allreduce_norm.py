@@ -21,8 +21,9 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     float8_like,
     fused_allreduce,
 )
-from compile_and_serve.custom_ops.collectives.collectives import TENSOR, all_reduce, gather_parts, rank_group
+from compile_and_serve.custom_ops.collectives.collectives import all_reduce, gather_parts, rank_group
 from compile_and_serve.custom_ops.library import define
+from compile_and_serve.custom_ops.mesh import TENSOR, Axis
 from compile_and_serve.custom_ops.quantization import Quantized, quantize_activations
 
 FLOAT8 = torch.float8_e4m3fn
@@ -30,7 +31,7 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _reference(
-    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
     math_dtype = torch.promote_types(residual_TD.dtype, torch.float32)
     total = residual_TD.to(math_dtype)
@@ -41,7 +42,7 @@ def _reference(
 
 
 def _allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
     parts = gather_parts(x_TD, rank_group(group)).unbind(0)
     return _reference(parts, residual_TD, norm_weight_D, eps)
@@ -52,7 +53,7 @@ def _allreduce_add_rms_norm_cuda(
     residual_TD: torch.Tensor,
     norm_weight_D: torch.Tensor,
     eps: float,
-    group: str = TENSOR,
+    group: Axis = TENSOR,
     quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from compile_and_serve.custom_ops.collectives import triton_allreduce  # Triton is imported where it is used
@@ -81,21 +82,21 @@ def _fake(x_TD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _quantize_reference(
-    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> Four:
     total_TD, normed_TD = _reference(x_N, residual_TD, norm_weight_D, eps)
     return total_TD, normed_TD, *quantize_activations(normed_TD, FLOAT8)
 
 
 def _allreduce_add_rms_norm_quantize(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> Four:
     parts = gather_parts(x_TD, rank_group(group)).unbind(0)
     return _quantize_reference(parts, residual_TD, norm_weight_D, eps)
 
 
 def _allreduce_add_rms_norm_quantize_cuda(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> Four:
     quantized = float8_like(x_TD)
     return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, group, quantized), *quantized
@@ -121,7 +122,7 @@ ALLREDUCE_ADD_RMS_NORM_QUANTIZE = define(
 
 
 def allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = residual + Σ over the group's ranks of x, in x's dtype; y = s / sqrt(mean(s²) + eps) · norm_weight.
 
@@ -132,7 +133,7 @@ def allreduce_add_rms_norm(
 
 
 def allreduce_add_rms_norm_quantize(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: Axis = TENSOR
 ) -> Four:
     """As `allreduce_add_rms_norm`, and y quantized to float8_e4m3fn with one scale per row, as by `quantize_activations`.
 

@@ -1,14 +1,14 @@
 """Collectives over named groups of ranks: `cas::all_reduce`, `cas::all_gather`, and how a process joins its groups.
 
-A process joins its groups (`join_groups`) before it runs a sharded model. A collective names its group; the graph depends on the groups'
-sizes but not on the rank, so that all ranks run the same pieces.
+A process joins the groups of its mesh (`join_groups`) before it runs a sharded model. A collective names the axis whose group it is over;
+the graph depends on the mesh but not on the rank, so that all ranks run the same pieces.
 
 Shape legend: T rows, D features, N ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,11 +17,8 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.library import define
+from compile_and_serve.custom_ops.mesh import TENSOR, Axis, Mesh
 from compile_and_serve.custom_ops.platform import platform_of
-
-TENSOR = "tensor"  # the group that shares a model's tensors
-
-Partition = Sequence[Sequence[int]]  # of all ranks: the ranks of each group of one name, ascending
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,28 +31,19 @@ class RankGroup:
 
 
 # Of the process, as torch's groups are: a process is a rank of one engine at most.
-_groups: dict[str, RankGroup] = {}
+_groups: dict[Axis, RankGroup] = {}
 _num_entered = 0
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
-def join_groups(
-    *,
-    rank: int,
-    size: int,
-    init_method: str,
-    device: torch.device,
-    partitions: Mapping[str, Partition] | None = None,
-    timeout_seconds: float = 600.0,
-) -> None:
-    """Join the other ranks as rank `rank` of `size`, and form groups. Waits until all ranks have called this.
+def join_groups(*, rank: int, mesh: Mesh, init_method: str, device: torch.device, timeout_seconds: float = 600.0) -> None:
+    """Join the other ranks as rank `rank` of the mesh, and form a group along each divided axis. Waits until all ranks have called this.
 
     init_method: the rendezvous, equal for all ranks, for example "file:///dev/shm/<fresh name>" or "tcp://127.0.0.1:29500".
-    device: of this rank's tensors; CUDA ranks use NCCL, CPU ranks gloo. partitions: by name, how groups of this name divide the ranks;
-    None: all ranks are one "tensor" group. timeout_seconds: of the rendezvous and of each collective.
+    device: of this rank's tensors; CUDA ranks use NCCL, CPU ranks gloo. timeout_seconds: of the rendezvous and of each collective.
     Raises torch's `RuntimeError` if a rank does not join; a collective raises it if a rank has ended.
     """
-    assert 0 <= rank < size, f"rank {rank} of {size}"
+    assert 0 <= rank < mesh.size, f"rank {rank} of {mesh.size}"
     assert not _groups, f"this process is already in the groups {', '.join(_groups)}"
     platform = platform_of(device)
     platform.make_current()  # the device of NCCL's and Triton's launches
@@ -64,18 +52,17 @@ def join_groups(
         platform.collectives,
         init_method=init_method,
         rank=rank,
-        world_size=size,
+        world_size=mesh.size,
         timeout=timeout,
         device_id=None if platform.shares_host_memory else device,
     )
-    for name, partition in (partitions or {TENSOR: [range(size)]}).items():
-        assert sorted(member for members in partition for member in members) == list(range(size)), (name, partition)
-        for members in map(sorted, partition):  # every rank takes part in forming each group
-            is_whole = len(members) == size
-            process_group = dist.group.WORLD if is_whole else dist.new_group(members, timeout=timeout)
+    for axis in mesh.divided_axes:
+        for members in mesh.groups(axis):  # every rank takes part in forming each group
+            is_whole = len(members) == mesh.size
+            process_group = dist.group.WORLD if is_whole else dist.new_group(list(members), timeout=timeout)
             if rank in members:
                 assert process_group is not None
-                _groups[name] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group)
+                _groups[axis] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group)
 
 
 def leave_groups() -> None:
@@ -85,10 +72,10 @@ def leave_groups() -> None:
         dist.destroy_process_group()
 
 
-def rank_group(name: str = TENSOR) -> RankGroup:
-    """The group of this name that this process is in."""
-    assert name in _groups, f"a collective of the group {name!r} ran before join_groups(...) with it"
-    return _groups[name]
+def rank_group(axis: Axis = TENSOR) -> RankGroup:
+    """This process's group along an axis."""
+    assert axis in _groups, f"a collective over the {axis!r} axis ran before join_groups(...) with a mesh that divides it"
+    return _groups[axis]
 
 
 def collectives_entered() -> int:
@@ -113,7 +100,7 @@ def gather_parts(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return all_N
 
 
-def _all_reduce_reference(x_N: Sequence[torch.Tensor], group: str = TENSOR) -> torch.Tensor:
+def _all_reduce_reference(x_N: Sequence[torch.Tensor], group: Axis = TENSOR) -> torch.Tensor:
     math_dtype = torch.promote_types(x_N[0].dtype, torch.float32)
     total = x_N[0].to(math_dtype)
     for x in x_N[1:]:
@@ -121,24 +108,24 @@ def _all_reduce_reference(x_N: Sequence[torch.Tensor], group: str = TENSOR) -> t
     return total.to(x_N[0].dtype)
 
 
-def _all_gather_reference(x_N: Sequence[torch.Tensor], size: int, length: int, group: str = TENSOR) -> torch.Tensor:
+def _all_gather_reference(x_N: Sequence[torch.Tensor], size: int, length: int, group: Axis = TENSOR) -> torch.Tensor:
     assert len(x_N) == size, f"a graph for {size} ranks runs on {len(x_N)}"
     return torch.cat(tuple(x_N), dim=-1)[..., :length].contiguous()
 
 
-def _all_reduce_cpu(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:
+def _all_reduce_cpu(x: torch.Tensor, group: Axis = TENSOR) -> torch.Tensor:
     # Gathered, then summed in the order of ranks with one rounding: every rank has the same bits, and a row's sum does not depend on the
     # row's index in the batch, as it does in a ring.
     return _all_reduce_reference(gather_parts(x, rank_group(group)).unbind(0))
 
 
-def _all_reduce_cuda(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:
+def _all_reduce_cuda(x: torch.Tensor, group: Axis = TENSOR) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=rank_group(group).process_group)
     return total
 
 
-def _all_gather(x: torch.Tensor, size: int, length: int, group: str = TENSOR) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, size: int, length: int, group: Axis = TENSOR) -> torch.Tensor:
     return _all_gather_reference(gather_parts(x, rank_group(group)).unbind(0), size, length)
 
 
@@ -160,12 +147,12 @@ ALL_GATHER = define(
 )
 
 
-def all_reduce(x: torch.Tensor, group: str = TENSOR) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, group: Axis = TENSOR) -> torch.Tensor:
     """Σ over the group's ranks of x, with the same bits on each. On the CPU summed in float32 in the order of ranks, rounded once."""
     return ALL_REDUCE(x, group)
 
 
-def all_gather(x: torch.Tensor, size: int, length: int, group: str = TENSOR) -> torch.Tensor:
+def all_gather(x: torch.Tensor, size: int, length: int, group: Axis = TENSOR) -> torch.Tensor:
     """The ranks' x concatenated along the last dimension, cut to `length` columns. [..., D] → [..., length]
 
     size: N, of the group, which the graph was compiled for. N · D ≥ length; the rest is padding of the last ranks.

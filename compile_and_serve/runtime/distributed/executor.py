@@ -1,7 +1,7 @@
 """`Executor`: the protocol between the engine core and the ranks that run its steps.
 
-One rank holds the model, or several share its tensors. Every rank gets every step's `SchedulerOutput`, in order. Rank 0
-answers with the sampled tokens.
+One rank holds the model, or the ranks of a mesh share it. Every rank gets every step's `SchedulerOutput`, in order. The mesh's
+answering rank sends the sampled tokens.
 
 A single rank lives in the engine's process. If there are several, each is a process of its own. The engine is then never
 inside a collective that waits for a dead rank, so it can always report a failure, and ranks on other hosts need no
@@ -13,6 +13,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
@@ -45,13 +46,13 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps on `num_ranks` ranks.
+    """Runs steps on the ranks of a mesh.
 
     Steps are launched in order, and their results are taken in that order. info: what all ranks have in common;
     info.num_blocks is the number of KV blocks that each rank has.
     """
 
-    num_ranks: int
+    mesh: Mesh
     info: WorkerInfo
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:

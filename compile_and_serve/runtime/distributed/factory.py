@@ -15,12 +15,12 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
     on_stage: reports the start-up of rank 0. Raises `ValueError` or `RankFailedError` when a rank cannot start.
     """
     parallel = config.parallel
-    if parallel.executor is None and config.num_ranks == 1:
+    if parallel.executor is None and config.mesh.size == 1:
         # Imports torch, which an engine process beside its ranks does not need.
         from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 
         return InProcessExecutor(config, on_stage)
     if parallel.executor == "ray":
         return DistributedExecutor(config, RayRanks(config), on_stage)
-    host = LocalRanks(config.device, parallel.data_parallel_rank * config.num_ranks, config.compile.work_dir)
+    host = LocalRanks(config.device, parallel.data_parallel_rank * config.mesh.size, config.compile.work_dir)
     return DistributedExecutor(config, host, on_stage)

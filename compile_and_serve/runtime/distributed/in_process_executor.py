@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from compile_and_serve.custom_ops.mesh import SINGLE_RANK
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import StepHandle
 from compile_and_serve.runtime.lora.request import LoRARequest
@@ -16,7 +17,7 @@ from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput,
 class InProcessExecutor:
     """One rank: a worker in this process. Construction raises the errors of `Worker`."""
 
-    num_ranks = 1
+    mesh = SINGLE_RANK
 
     def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
         worker = Worker(config, Rank(device_index=config.parallel.device_index), on_stage)

@@ -128,16 +128,16 @@ class DistributedExecutor:
     """
 
     def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback, *, stuck_seconds: float = STUCK_SECONDS) -> None:
-        self.num_ranks = config.num_ranks
+        self.mesh = config.mesh
         self._host = host
         self._stuck_seconds = stuck_seconds
-        self._on_stage = [on_stage, *(report_shared_stages(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks))]
+        self._on_stage = [on_stage, *(report_shared_stages(on_stage, f"rank {rank}") for rank in range(1, self.mesh.size))]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stats = WorkerStats()
         self._has_failed = False
-        self._progress = [_RankProgress() for _ in range(self.num_ranks)]
+        self._progress = [_RankProgress() for _ in range(self.mesh.size)]
         self._num_launched = 0
         self._clock = 0.0  # seconds spent waiting for answers
         self._last_progress = 0.0  # by `_clock`
@@ -145,19 +145,19 @@ class DistributedExecutor:
         self._commands: list[zmq.Socket[bytes]] = []
         try:
             host.launch(self._bootstraps(config))
-            loaded = [self._receive(RankLoaded) for _ in range(self.num_ranks)]
+            loaded = [self._receive(RankLoaded) for _ in range(self.mesh.size)]
             num_blocks = min(message.info.num_blocks for message in loaded)
             self._broadcast(StartRank(num_blocks))
-            for _ in range(self.num_ranks):
+            for _ in range(self.mesh.size):
                 self._receive(RankReady)
         except BaseException:
             self._has_failed = True
             self.shutdown()
             raise
-        first = next(message.info for message in loaded if message.rank == 0)
-        self.info = msgspec.structs.replace(first, num_blocks=num_blocks)
-        self._has_idle_tasks = first.has_idle_tasks
-        self._grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), first.vocab_size)
+        answering = next(message.info for message in loaded if message.rank == self.mesh.answering_rank)
+        self.info = msgspec.structs.replace(answering, num_blocks=num_blocks)
+        self._has_idle_tasks = answering.has_idle_tasks
+        self._grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), answering.vocab_size)
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""
@@ -166,7 +166,7 @@ class DistributedExecutor:
         return _Launched(scheduled.step)
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for rank 0's answer. Raises `RankFailedError` if a rank failed or is gone."""
+        """Wait for the answering rank. Raises `RankFailedError` if a rank failed or is gone."""
         done = self._receive(StepDone)
         assert done.output.step == handle.step, (done.output.step, handle.step)
         self._stats = done.stats
@@ -214,13 +214,13 @@ class DistributedExecutor:
 
     def _change_sleep(self, command: SleepRank | WakeRank) -> None:
         self._broadcast(command)
-        for _ in range(self.num_ranks):
+        for _ in range(self.mesh.size):
             changed = self._receive(SleepChanged)
-            if changed.rank == 0:
+            if changed.rank == self.mesh.answering_rank:
                 self._stats = changed.stats
 
     def stats(self) -> WorkerStats:
-        """Rank 0's counters, as of its last answer."""
+        """The answering rank's counters, as of its last answer."""
         return self._stats
 
     def shutdown(self) -> None:
@@ -247,13 +247,13 @@ class DistributedExecutor:
         level = logging.getLogger("compile_and_serve").getEffectiveLevel()
         without_dump = replace(config, compile=replace(config.compile, dump_dir=None))
         bootstraps = []
-        for index in range(self.num_ranks):
+        for index in range(self.mesh.size):
             endpoint, commands = self._bind(zmq.PUSH, f"rank-{index}")
             endpoint.setsockopt(zmq.SNDTIMEO, _POLL_MS)
             self._commands.append(endpoint)
             rank = Rank(
                 index=index,
-                size=self.num_ranks,
+                mesh=self.mesh,
                 device_index=host.device_index(index),
                 rendezvous=host.rendezvous,
                 num_sharing=host.num_sharing(index, config),
@@ -302,7 +302,7 @@ class DistributedExecutor:
             except zmq.Again:
                 self._check_ended()
                 # A single rank waits for no other: its step may take long, and `_check_ended` sees its end.
-                may_be_stuck = self.num_ranks > 1 and kind in (StepDone, IdleTaskDone)
+                may_be_stuck = self.mesh.size > 1 and kind in (StepDone, IdleTaskDone)
                 if may_be_stuck and self._clock > self._last_progress + self._stuck_seconds:
                     self._raise_stuck()
                 continue
@@ -333,7 +333,7 @@ class DistributedExecutor:
     def _raise_stuck(self) -> NoReturn:
         """Name the ranks that the others wait for: those that send no reports, else those that are furthest behind."""
         self._has_failed = True
-        size = self.num_ranks
+        size = self.mesh.size
         busy = [i for i, rank in enumerate(self._progress) if rank.steps_done < self._num_launched]
         silent = [i for i in busy if self._clock > self._progress[i].reported_at + self._stuck_seconds / 2]
         least = min(rank.progress for rank in self._progress)
@@ -370,11 +370,11 @@ class DistributedExecutor:
                 break
         if silent:
             rank = min(silent)
-            raise RankFailedError(f"Rank {rank} of {self.num_ranks} {ended[rank]}.")
+            raise RankFailedError(f"Rank {rank} of {self.mesh.size} {ended[rank]}.")
         first = failures[0]
         if first.is_user_error:
-            raise ValueError(f"Rank {first.rank} of {self.num_ranks}: {first.reason}")
-        raise RankFailedError(f"Rank {first.rank} of {self.num_ranks} {first.reason}")
+            raise ValueError(f"Rank {first.rank} of {self.mesh.size}: {first.reason}")
+        raise RankFailedError(f"Rank {first.rank} of {self.mesh.size} {first.reason}")
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -87,14 +87,14 @@ class RankReady(msgspec.Struct, tag="ready"):
 
 
 class StepDone(msgspec.Struct, tag="done"):
-    """The result of a step. Only rank 0 sends it: all ranks sample the same tokens."""
+    """The result of a step. Only the answering rank sends it: all ranks of the last stage sample the same tokens."""
 
     output: ModelRunnerOutput
     stats: WorkerStats
 
 
 class IdleTaskDone(msgspec.Struct, tag="idle"):
-    """The end of an idle task. Only rank 0 sends it. did_work: False if there was nothing to do."""
+    """The end of an idle task. Only the answering rank sends it. did_work: False if there was nothing to do."""
 
     did_work: bool
     stats: WorkerStats

@@ -1,7 +1,7 @@
 """A rank as a process of its own: a `Worker` between two sockets that carry the messages of `rank_messages.py`.
 
-Every rank receives all commands and runs them in the same order. Rank 0 answers for all. On the CPU a step has run when
-it is launched. On other devices a thread waits for its end, so that the next step can be launched meanwhile.
+Every rank receives all commands and runs them in the same order. The mesh's answering rank answers for all. On the
+CPU a step has run when it is launched. On other devices a thread waits for its end, so that the next step can be launched meanwhile.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RankProcess:
 
     def __init__(self, bootstrap: RankBootstrap) -> None:
         self._bootstrap = bootstrap
-        self._rank = bootstrap.rank.index
+        self._rank, self._answers_for_all = bootstrap.rank.index, bootstrap.rank.answers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
         self._answers = self._context.socket(zmq.PUSH)
@@ -174,7 +174,7 @@ class RankProcess:
             elif isinstance(command, RunIdleTask):
                 results.wait_for_all()  # no other thread may wait for the device while a graph is captured
                 did_work = worker.idle(requests_wait=command.requests_wait)
-                if self._rank == 0:
+                if self._answers_for_all:
                     self._send(IdleTaskDone(did_work, worker.stats()))
 
     def _receive(self) -> ToRank:
@@ -187,7 +187,7 @@ class RankProcess:
     def _report_step(self, step: PendingStep, stats: WorkerStats) -> None:
         output = step.result()
         self._steps_done += 1
-        if self._rank == 0:
+        if self._answers_for_all:
             self._send(StepDone(output, stats))
 
     def _report_progress(self) -> None:

@@ -61,15 +61,15 @@ class RayRanks:
         resources = ray.cluster_resources()
         has_gpus = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
         wanted = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
-        self._group = placement_group([wanted] * config.num_ranks, strategy="PACK")
+        self._group = placement_group([wanted] * config.mesh.size, strategy="PACK")
         try:
             if not self._group.wait(_PLACEMENT_SECONDS):
                 raise ValueError(
-                    f"Ray could not reserve {' and '.join(f'1 {kind}' for kind in wanted)} for each of {config.num_ranks} ranks "
+                    f"Ray could not reserve {' and '.join(f'1 {kind}' for kind in wanted)} for each of {config.mesh.size} ranks "
                     f"within {_PLACEMENT_SECONDS:g} seconds. The cluster has {resources.get('CPU', 0):g} CPU and "
                     f"{resources.get('GPU', 0):g} GPU in all: add hosts or lower --tensor-parallel-size."
                 )
-            self._actors = [self._actor(index, wanted) for index in range(config.num_ranks)]
+            self._actors = [self._actor(index, wanted) for index in range(config.mesh.size)]
             self.rendezvous = ray.get(self._actors[0].rendezvous.remote())
             self._hosts = ray.get([actor.host.remote() for actor in self._actors])
         except BaseException:

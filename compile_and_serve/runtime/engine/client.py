@@ -142,7 +142,7 @@ class AsyncEngineClient(EngineConnection):
         """The child's config and environment. A replica with a single rank sees only its own CUDA device."""
         config, environment = self.config, dict(os.environ)
         parallel = config.parallel
-        if parallel.data_parallel_size > 1 and parallel.executor is None and config.num_ranks == 1:
+        if parallel.data_parallel_size > 1 and parallel.executor is None and config.mesh.size == 1:
             named, index = one_device(parallel.data_parallel_rank, config.device)
             config, environment = replace(config, parallel=replace(parallel, device_index=index)), environment | named
         return config, environment

@@ -14,6 +14,7 @@ import torch
 from compile_and_serve.compiler.weights.adapter_sites import AdapterSite
 from compile_and_serve.compiler.weights.embedding_slots import EmbeddingSite
 from compile_and_serve.compiler.weights.expert_slots import ExpertSite
+from compile_and_serve.custom_ops.mesh import Coordinates
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.spec import TensorPart
 from compile_and_serve.runtime.lora.peft_files import open_adapter
@@ -63,7 +64,7 @@ def _compute_alone() -> None:
 class DeviceAdapters:
     """Reads adapters in a thread, and copies them into slots.
 
-    weights: of the compiled model, by name. rank: of this process among those that share the model.
+    weights: of the compiled model, by name. coordinates: of this rank.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class DeviceAdapters:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        rank: int,
+        coordinates: Coordinates,
     ) -> None:
         self.targets = targets
         self._sites = {site.module: site for site in sites}
         self._weights = weights
         self._slot_weights = tuple(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
         self._max_rank = max_rank
-        self._platform, self._dtype, self._rank = platform_of(device), dtype, rank
+        self._platform, self._dtype, self._coordinates = platform_of(device), dtype, coordinates
         self._host: dict[int, Future[HostAdapter]] = {}
         # One thread: several would only compete for the disk and for the cores of the engine.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=self._platform.make_current)
@@ -124,7 +125,7 @@ class DeviceAdapters:
             site = self._sites[part.target.module]
             slots = adapter[site.a], adapter[site.b]
             if isinstance(site, ExpertSite):
-                site.fill(*slots, a_RI, b_OR, self._rank, part.expert, part.target.first_row)
+                site.fill(*slots, a_RI, b_OR, self._coordinates, part.expert, part.target.first_row)
             else:
-                site.fill(*slots, a_RI, b_OR, self._rank)
+                site.fill(*slots, a_RI, b_OR, self._coordinates)
         return adapter

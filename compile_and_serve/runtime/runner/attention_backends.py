@@ -128,7 +128,7 @@ def backends_of_model(spec: ModelSpec, config: EngineConfig, device: torch.devic
 def _backend_of_group(
     group: StateGroup, spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    num_ranks = config.compile.tensor_parallel_size
+    mesh = config.mesh
     layer = _layer(group)
     num_heads = int(spec.config.get("num_attention_heads", layer.num_kv_heads))
     backend = select_attention_backend(
@@ -137,8 +137,8 @@ def _backend_of_group(
         dtype=dtype,
         kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
         head_dim=layer.head_dim,
-        num_heads=max(1, num_heads // num_ranks),
-        num_kv_heads=layer.of_rank(num_ranks).num_kv_heads,
+        num_heads=max(1, num_heads // mesh.tensor),
+        num_kv_heads=layer.of_rank(mesh).num_kv_heads,
         block_size=config.cache.block_size,
         features=group.features,
         group=group.name,

@@ -14,6 +14,7 @@ import torch
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, StateGroup
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
 from compile_and_serve.models.spec import ModelSpec
@@ -61,7 +62,7 @@ def compile_drafter(
     device: torch.device,
     dtype: torch.dtype,
     on_stage: StageCallback,
-    rank: int = 0,
+    coordinates: Coordinates = ORIGIN,
     backends: Mapping[str, AttentionBackend] | None = None,
     title: str = "drafter",
 ) -> CompiledDrafter:
@@ -95,7 +96,9 @@ def compile_drafter(
         kv_cache_dtype=cache_dtype,
         on_stage=lambda stage, seconds, detail: on_stage(f"{title} {stage}", seconds, detail),
     )
-    compile_other = partial(compile_drafter, config, device=device, dtype=dtype, on_stage=on_stage, rank=rank, backends=backends)
+    compile_other = partial(
+        compile_drafter, config, device=device, dtype=dtype, on_stage=on_stage, coordinates=coordinates, backends=backends
+    )
     behind = tuple(compile_other(one, title=f"drafter layer {number}") for number, one in enumerate(drafter.later_layers, start=2))
     context = None
     if drafter.context is not None:
@@ -117,7 +120,7 @@ def compile_drafter(
             device=device,
             dtype=dtype,
             seed=config.model.seed,
-            rank=rank,
+            coordinates=coordinates,
             checkpoint=checkpoint,
             fold_cache_scales=config.cache.dtype == "fp8",
         )
@@ -132,8 +135,7 @@ def compile_drafter(
         for one in behind if context is None else (*behind, context):
             one.load()
 
-    size = config.num_ranks
-    of_rank = replace(drafter, spec=replace(spec, state=tuple(group.of_rank(size) for group in spec.state)))
+    of_rank = replace(drafter, spec=replace(spec, state=tuple(group.of_rank(config.mesh) for group in spec.state)))
     return CompiledDrafter(
         drafter=of_rank,
         model=model,

@@ -17,7 +17,7 @@ from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.collectives.collectives import join_groups, rank_group
+from compile_and_serve.custom_ops.collectives.collectives import join_groups
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
@@ -48,13 +48,13 @@ from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo, Wo
 from compile_and_serve.runtime.weights import load_weights, read_config
 
 
-def join_ranks(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> None:
+def join_ranks(rank: Rank, device: torch.device, on_stage: StageCallback) -> None:
     """Wait for the other ranks and form the groups; nothing where the rank is alone."""
-    if rank.size > 1:
+    if not rank.is_alone:
         assert rank.rendezvous is not None
         start = time.perf_counter()
-        join_groups(rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device, partitions=config.rank_groups)
-        on_stage("join", time.perf_counter() - start, f"{rank.size} ranks")
+        join_groups(rank=rank.index, mesh=rank.mesh, init_method=rank.rendezvous, device=device)
+        on_stage("join", time.perf_counter() - start, f"{rank.mesh.size} ranks")
 
 
 @dataclass(kw_only=True)
@@ -200,7 +200,6 @@ class LoadedModel:
 
 def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> LoadedModel:
     """Read the config, compile the model, load the weights. Raises the `ValueError` family as `Worker` does."""
-    tensor_rank, tensor_size = (rank_group().rank, rank_group().size) if rank.size > 1 else (0, 1)
     start = time.perf_counter()
     model_config = read_config(config.model.path)
     config = with_cache_dtype(config, model_config, device)
@@ -217,7 +216,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     architecture = (spec.config.get("architectures") or ["?"])[0]
     on_stage("read", time.perf_counter() - start, f"{architecture}, {dtype_name(dtype)} on {platform_of(device).name}")
     facts: dict[str, int | float | str] = {"attention_backend": backend_names}
-    if rank.size > 1 and platform_of(device).runs_cuda_kernels:
+    if rank.mesh.tensor > 1 and platform_of(device).runs_cuda_kernels:
         facts["all_reduce"] = _choose_allreduce(config, spec, device, dtype, on_stage)
 
     with memory_for("compiling the model", device, memory.LOADING):
@@ -246,7 +245,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
             device=device,
             dtype=dtype,
             seed=config.model.seed,
-            rank=tensor_rank,
+            coordinates=rank.coordinates,
             fold_cache_scales=config.cache.dtype == "fp8" and not config.compile.max_loras,
         )
         loaded = load_all()
@@ -254,7 +253,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     compiled_drafter = None
     if drafter is not None:
         with memory_for("loading the drafter", device, memory.LOADING):
-            compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, rank=tensor_rank, on_stage=on_stage)
+            compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, coordinates=rank.coordinates, on_stage=on_stage)
             compiled_drafter.load()
     return LoadedModel(
         config=config,
@@ -262,18 +261,18 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         dtype=dtype,
         cache_dtype=cache_dtype,
         max_model_len=max_len,
-        spec=replace(spec, state=tuple(group.of_rank(tensor_size) for group in spec.state)),
+        spec=replace(spec, state=tuple(group.of_rank(rank.mesh) for group in spec.state)),
         model=model,
         backends=backends,
         drafter=compiled_drafter,
-        adapters=_device_adapters(config, model, spec, tensor_rank, device, dtype) if config.compile.max_loras else None,
+        adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
         weights=sleeping_weights(model, compiled_drafter, load_all),
         facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
     )
 
 
 def _device_adapters(
-    config: EngineConfig, model: Model, spec: ModelSpec, rank: int, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, model: Model, spec: ModelSpec, rank: Rank, device: torch.device, dtype: torch.dtype
 ) -> DeviceAdapters:
     assert isinstance(model, CompiledModel)
     sites = adapter_sites(model.plan.transforms)
@@ -284,7 +283,7 @@ def _device_adapters(
         config.compile.max_lora_rank,
         device=device,
         dtype=dtype,
-        rank=rank,
+        coordinates=rank.coordinates,
     )
 
 

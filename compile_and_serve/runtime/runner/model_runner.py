@@ -130,7 +130,7 @@ class ModelRunner(BaseRunner):
         self._plan_version = -1
         self._sampled_inputs = [one.name for one in spec.inputs if one.advance == "sampled"]
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
-        self._is_alone = config.num_ranks == 1
+        self._is_alone = config.mesh.size == 1
         self._shares_memory = platform.shares_host_memory
         if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.

@@ -62,18 +62,18 @@ class Worker:
         use_threads(config.num_threads, num_sharing)
         if platform.runs_cpp_kernels:
             build_cpu_kernels(quantized=config.compile.quantization is not None)
-        join_ranks(config, rank, device, on_stage)
+        join_ranks(rank, device, on_stage)
         loaded = self.loaded = load_model(config, rank, device, on_stage)
         self._graphs = loaded.graph_runners(logs=rank.index == 0)
         self._said_all_captured = False
         self._started: WarmUp | None = None  # the runner with its cache and what remains of its warm-up; None while the worker sleeps
         self._is_asleep = False
         self._stats_before_sleep = WorkerStats()
-        self._expert_load = ExpertLoad(device) if config.expert_metrics and rank.index == 0 else None  # all ranks route alike
+        self._expert_load = ExpertLoad(device) if config.expert_metrics and rank.answers else None  # all ranks route alike
         weights = platform.used_bytes()
         if platform.runs_triton_kernels:
             start = time.perf_counter()
-            count = loaded.compile_kernels(num_sharing, is_alone=rank.size == 1)
+            count = loaded.compile_kernels(num_sharing, is_alone=rank.is_alone)
             self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
         self._start_of_cache = time.perf_counter()
         with self._counting():
@@ -248,7 +248,7 @@ class Worker:
         cache_bytes = self._num_blocks_started * pages.page_bytes + slots * pages.slot_bytes
         with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
             runner = loaded.new_runner(self._num_blocks_started, self._graphs)
-        self._started = WarmUp(runner, self._graphs, loaded.dtype, is_alone=self.rank.size == 1)
+        self._started = WarmUp(runner, self._graphs, loaded.dtype, is_alone=self.rank.is_alone)
         return cache_bytes
 
     def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.compiler.weights.transforms import WeightTransform, select, source_of
+from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.stored_weight import StoredTensor
 from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec
@@ -66,16 +67,16 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
-    rank: int = 0,
+    coordinates: Coordinates = ORIGIN,
     checkpoint: Checkpoint | None = None,
     fold_cache_scales: bool = False,
 ) -> LoadReport:
     """Load the folder or GGUF file at `path` into `compiled`; the load format "dummy" makes random values instead.
 
     Floating-point tensors are converted to `dtype` on `device` before they are transformed, except quantized values and
-    their scales. A source is held only until its last transform has run. rank: of this process among those that share a
-    sharded model. Only the rank's part of a sharded tensor is read, converted and held. checkpoint: what to read in place of the files
-    at `path`. fold_cache_scales: as `models/cache_scales.py` does, for a float8 KV cache without adapters.
+    their scales. A source is held only until its last transform has run. coordinates: of this rank; only its part of a sharded tensor is
+    read, converted and held. checkpoint: what to read in place of the files at `path`. fold_cache_scales: as `models/cache_scales.py` does,
+    for a float8 KV cache without adapters.
 
     Raises `WeightError` before any data is read if a file is missing or truncated, or a tensor is missing or has a wrong
     shape.
@@ -96,7 +97,7 @@ def load_weights(
         # A float32 parameter beside others (a router's bias) keeps its values.
         stored = _stored_tensors(spec)
         dtypes = {n: one.dtype for n, one in sources.items() if n in stored or one.dtype == torch.float32}
-        sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype, dtypes=dtypes)
+        sink = _Transforms(compiled, coordinates=coordinates, device=device, dtype=dtype, dtypes=dtypes)
         for name, tensor in tensors:
             num_tensors += 1
             sink.add(name, tensor)
@@ -275,12 +276,18 @@ class _Transforms:
     """
 
     def __init__(
-        self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype]
+        self,
+        compiled: WeightTarget,
+        *,
+        coordinates: Coordinates,
+        device: torch.device,
+        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self.num_bytes = self.max_waiting_bytes = 0
         self._waiting_bytes: dict[Expression, int] = {}
         self._compiled = compiled
-        self._rank, self._device, self._dtype, self._dtypes = rank, device, dtype, dtypes
+        self._coordinates, self._device, self._dtype, self._dtypes = coordinates, device, dtype, dtypes
         self._inputs_of: dict[str, list[Expression]] = {}  # source → the parts that transforms use
         self._users: dict[Expression, set[int]] = {}  # input → transforms that have yet to run
         self._waiting_for = [set(transform.inputs) for transform in compiled.transforms]
@@ -299,7 +306,7 @@ class _Transforms:
             self._compiled.assign(name, self._on_device(tensor, dtype))
             return
         for part in self._inputs_of[name]:
-            taken = select(part, tensor, rank=self._rank)
+            taken = select(part, tensor, coordinates=self._coordinates)
             self.num_bytes += taken.nbytes
             self._held[part] = self._on_device(taken, dtype)
         for part in self._inputs_of[name]:
@@ -317,7 +324,7 @@ class _Transforms:
         return tensor.to(device=self._device, dtype=dtype if tensor.is_floating_point() else None)
 
     def _run(self, transform: WeightTransform, index: int) -> None:
-        result = transform.evaluate(self._held, rank=self._rank)
+        result = transform.evaluate(self._held, coordinates=self._coordinates)
         assert tuple(result.shape) == tuple(transform.spec.shape), f"{transform.target}: {result.shape} != {transform.spec}"
         assert result.dtype == transform.spec.dtype, f"{transform.target}: {result.dtype} != {transform.spec}"
         self._compiled.assign(transform.target, result)

@@ -101,7 +101,7 @@ def serve_command(
             stages.close()
             freeze_heap()
             seconds = time.perf_counter() - started
-            ranks, replicas = engine_config.num_ranks, engine_config.parallel.data_parallel_size
+            ranks, replicas = engine_config.mesh.size, engine_config.parallel.data_parallel_size
             where = f"{replicas} replicas, each " if replicas > 1 else ""
             where += f"{ranks} × " if ranks > 1 else ""
             where += f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"

@@ -13,6 +13,7 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
 from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce, rank_group
+from compile_and_serve.custom_ops.mesh import Axis, Mesh
 from tests.models.test_registry import EXPERTS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, fill, step, tiny_spec
@@ -95,7 +96,8 @@ def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     assert reports[0]["distinct_pieces"] == 3
 
 
-PARTITIONS = {"tensor": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]], "all": [[0, 1, 2, 3]]}
+MESH = Mesh(expert=2, tensor=2)
+GROUPS: dict[Axis, list[list[int]]] = {"tensor": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]]}
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
@@ -105,7 +107,7 @@ def random_part(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def collectives_of_groups(rank: int) -> dict[tuple[str, torch.dtype], tuple[torch.Tensor, ...]]:
     results = {}
-    for name, partition in PARTITIONS.items():
+    for name, partition in GROUPS.items():
         size = len(partition[0])
         for dtype in DTYPES:
             x = random_part(rank, dtype)
@@ -117,9 +119,9 @@ def collectives_of_groups(rank: int) -> dict[tuple[str, torch.dtype], tuple[torc
 
 
 def test_collectives_equal_their_definition_in_every_group(tmp_path: Path) -> None:
-    by_rank = run_ranks(4, collectives_of_groups, folder=tmp_path, partitions=PARTITIONS)
+    by_rank = run_ranks(4, collectives_of_groups, folder=tmp_path, mesh=MESH)
     for name, dtype in by_rank[0]:
-        for members in PARTITIONS[name]:
+        for members in GROUPS[name]:
             parts = [random_part(member, dtype) for member in members]
             expected = torch.stack([part.double() for part in parts]).sum(0)
             for index, member in enumerate(members):

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
 from compile_and_serve.runtime.distributed.rank_messages import RankFailed
@@ -94,7 +95,7 @@ def test_every_rank_gets_every_step_and_the_first_answers(
     use_fake_workers(monkeypatch, model_dir, record=str(record), device=device)
     ranks = Ranks()
     executor = start(model_dir, ranks, size)
-    assert executor.num_ranks == size
+    assert executor.mesh == Mesh(tensor=size)
     assert executor.info.num_blocks == 100 - 10 * (size - 1)  # the smallest rank's
     # stages that one rank runs for all are reported from every rank
     compiled = [detail for stage, _, detail in ranks.stages if stage == "compile"]

@@ -17,6 +17,7 @@ from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.mesh import TENSOR
 from compile_and_serve.models.cache_scales import UnfoldableScalesError, weight_factors
 from compile_and_serve.models.families import llama
 from compile_and_serve.models.quantization.stored_weights import checkpoint_cache_dtype
@@ -132,7 +133,7 @@ def test_merged_projections(name: str, limit: float, plain: Callable[[str], Path
 
 def run_rank(rank: int, folder: str, cache: str) -> torch.Tensor:
     config = CompileConfig(cache_dir=Path(cache), tensor_parallel_size=2)
-    model = loaded_checkpoints.load(Path(folder), config, rank=rank, fold_cache_scales=True)
+    model = loaded_checkpoints.load(Path(folder), config, coordinates={TENSOR: rank}, fold_cache_scales=True)
     return step(model, TOKENS, 0, caches(model.spec, FP8, tensor_parallel_size=2), TorchAttention())
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import compile_and_serve.compiler.passes  # noqa: F401 (registers the functions of shards)
 from compile_and_serve.compiler.weights.transforms import WeightTransform
+from compile_and_serve.custom_ops.mesh import TENSOR
 from compile_and_serve.custom_ops.weight_functions import TensorSpec
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
@@ -139,7 +140,7 @@ def test_a_rank_reads_and_holds_only_its_shard(source: str, tiny_llama_dir: Path
     ranks, reports = [], []
     for rank in range(2):
         target = ShardedTarget(spec)
-        reports.append(load_weights(target, spec, tiny_llama_dir, rank=rank, **options))
+        reports.append(load_weights(target, spec, tiny_llama_dir, coordinates={TENSOR: rank}, **options))
         ranks.append(target.assigned)
     norms = sum(t.nbytes for name, t in whole.assigned.items() if name.endswith("norm.weight"))
     assert [one.num_bytes for one in reports] == [(report.num_bytes + norms) // 2] * 2

@@ -9,6 +9,7 @@ import torch
 
 from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.mesh import TENSOR
 from compile_and_serve.custom_ops.quantized.group_layout import padded_order, padded_width
 from tests.runtime.weights.test_float4_checkpoints import FORMATS as FLOAT4
 from tests.runtime.weights.test_group_checkpoints import FORMATS as GROUPED
@@ -25,7 +26,7 @@ CPU, LAYERS, SIZE = torch.device("cpu"), 2, 2
 def run_rank(rank: int, folder: str, cache: str | None, size: int, verify: bool = False) -> tuple[torch.Tensor, list]:
     """Logits, and the rows of `quantize_linears` in the report."""
     config = EAGER if cache is None else CompileConfig(cache_dir=Path(cache), tensor_parallel_size=size, verify_passes=verify)
-    model = load(Path(folder), config, rank=rank)
+    model = load(Path(folder), config, coordinates={TENSOR: rank})
     logits = step(model, TOKENS, 0, caches(model.spec, torch.float32, tensor_parallel_size=size), TorchAttention())
     return logits, [row for row in model.report.get("passes", []) if row["name"] == "quantize_linears"]
 

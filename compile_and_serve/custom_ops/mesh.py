@@ -1,0 +1,87 @@
+"""`Mesh`: the ranks of one engine, laid out along named axes.
+
+A rank's number counts along the axes with `tensor` innermost, so that the ranks that talk most are neighbours. What is divided over ranks
+names its axis and asks the mesh; nothing takes a bare number of ranks. Along an axis of size 1 there is nothing to divide: no group is
+formed and no op inserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple, get_args
+
+Axis = Literal["data", "pipe", "expert", "tensor"]
+# Requests; layers, one stage of them after another; experts; each layer's weights and heads.
+DATA: Axis = "data"
+PIPE: Axis = "pipe"
+EXPERT: Axis = "expert"
+TENSOR: Axis = "tensor"
+AXES: tuple[Axis, ...] = get_args(Axis)  # the outermost first
+
+Coordinates = Mapping[Axis, int]  # where a rank lies along the axes; 0 along one that is not given
+Partition = Sequence[Sequence[int]]  # of all ranks: the ranks of each group of one name, ascending
+
+
+class AlongAxis(NamedTuple):
+    """How a module's weight is sharded along an axis other than `tensor`, for example `AlongAxis("experts", EXPERT)`."""
+
+    style: str
+    axis: Axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """Sizes of the axes, each at least 1."""
+
+    data: int = 1
+    pipe: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    def of_axis(self, axis: Axis) -> int:
+        """The size of an axis."""
+        sizes: dict[Axis, int] = {DATA: self.data, PIPE: self.pipe, EXPERT: self.expert, TENSOR: self.tensor}
+        return sizes[axis]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(map(self.of_axis, AXES))
+
+    @property
+    def divided_axes(self) -> tuple[Axis, ...]:
+        """The axes of more than one rank."""
+        return tuple(axis for axis in AXES if self.of_axis(axis) > 1)
+
+    @property
+    def answering_rank(self) -> int:
+        """The rank that samples for all and answers: the first one of the last stage."""
+        return self.rank_at({PIPE: self.pipe - 1})
+
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """Where a rank lies along each axis."""
+        assert 0 <= rank < self.size, f"rank {rank} of {self.size}"
+        found: dict[Axis, int] = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.of_axis(axis))
+        return found
+
+    def rank_at(self, coordinates: Coordinates) -> int:
+        """The rank that lies there."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.of_axis(axis) + coordinates.get(axis, 0)
+        return rank
+
+    def groups(self, axis: Axis) -> Partition:
+        """The ranks that differ along this axis alone, group by group."""
+        by_others: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            by_others.setdefault(self.rank_at({**self.coordinates(rank), axis: 0}), []).append(rank)
+        return list(by_others.values())
+
+
+SINGLE_RANK = Mesh()
+ORIGIN: Coordinates = {}  # of rank 0
