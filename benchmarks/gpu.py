@@ -300,16 +300,14 @@ class Bench:
             print("| {context} | {batch} | {step_ms} | {read_gb:.2f} | {bandwidth:.0%} |".format(**row))
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """The bytes that a decode step of a dense model must read: weights, and the keys and values of `context` tokens per sequence."""
+        """The bytes that a decode step of a dense model must read: weights, and the state of `context` tokens per sequence."""
         worker, spec = self.worker, self.worker.loaded.spec
         storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in worker.loaded.model.weight_memory())}
         weights = sum(storage.nbytes() for storage in storages.values())
         if "lm_head.weight" in dict(spec.module.named_parameters()):  # a head that shares the embedding is not named twice
             text = spec.config.get("text_config") or spec.config
             weights -= spec.vocab_size * text["hidden_size"] * worker.loaded.dtype.itemsize
-        return weights + batch * sum(
-            group.bytes_per_token(worker.loaded.cache_dtype) * min(context, group.window or context) for group in spec.state if group.paged
-        )
+        return weights + batch * sum(size for group in spec.state for size in group.bytes_read(context, worker.loaded.cache_dtype).values())
 
     def samples(self) -> None:
         prompts = self.prompts(16, 2000)

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_timing import capture, environment, event_seconds, relative_error, replay_ms
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_torch import torch_mla
 from compile_and_serve.custom_ops.attention.mla_triton import StepParts
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention, decode_config, multiply_heads, write_latents
 from compile_and_serve.custom_ops.attention.triton_mla_prefill import materialized_attention
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.triton_common import num_sms
 
 NOPE, ROPE, VALUE, LATENT, PAGE = 128, 64, 128, 512, 16

@@ -21,14 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from benchmarks.common import cpu_name, environment
 from compile_and_serve.compiler.weights.arena import WeightArena
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.jit.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.quantization import Activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
-from compile_and_serve.custom_ops.step import KV_CACHES, running
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import running
 from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 CPU = torch.device("cpu")

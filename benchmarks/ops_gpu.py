@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import emit, event_ms, relative_error, time_ms
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference
@@ -32,6 +31,7 @@ from compile_and_serve.custom_ops.attention.triton_prefill import prefill_attent
 from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write, split_qkv
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens, sample_tokens
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
 
 CONFIGS = Path(__file__).resolve().parent / "configs"

@@ -18,7 +18,8 @@ from compile_and_serve.compiler.pieces.plan_function import make_plan_function, 
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform, checkpoint_specs
 from compile_and_serve.custom_ops.mesh import AlongAxis
-from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, StepOutput, running
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import Step, StepInput, StepOutput, running
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.weight_functions import TensorSpec
 

@@ -42,7 +42,8 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier, key_orders
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput, declarations_by_name
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class _Compilation:
         read = set(plan.arguments)
         inputs = tuple(one for one in self.added if isinstance(one, StepInput) and one.name in read)
         groups = (one for one in self.added if isinstance(one, StateGroup))
-        state = tuple(group for group in groups if read & group.tensor_shapes(1).keys())
+        state = tuple(group for group in groups if not read.isdisjoint(group.tensor_names))
         return (*self.spec.inputs, *inputs), (*self.spec.state, *state)
 
     def _key_fields(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Synthetic steps, which warm up, capture, verify, measure and demonstrate a model.
 
-Shape legend: T tokens of the step, S sequences, P tokens per page, M block-table columns.
+Shape legend: T tokens of the step, L rows of output.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import StepLengths
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import ExampleTokens
+from compile_and_serve.custom_ops.state.metadata import StepLengths
+from compile_and_serve.custom_ops.step import Step, StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_builder import build_step
 
 
@@ -34,10 +36,10 @@ def make_step(
 ) -> Step:
     """A step over sequences of (cached tokens, new tokens), planned by its backends.
 
-    state: the groups' tensors by name. tokens_per_page: by the name of the paged group. backends: by the name of the attention group;
-    None: the reference everywhere. token_ids: int64 [T], None: zeros. row_indices: int64 [L], None: the last token of each sequence.
-    writes_state: if False, tokens are not written to paged state, and sequences use the padding slot. num_columns: of the block tables,
-    by the name of the paged group; None: as few as the sequences need.
+    state: the groups' tensors by name. tokens_per_page: by the name of the group whose pages hold tokens. backends: by the name of the
+    attention group; None: the reference everywhere. token_ids: int64 [T], None: zeros. row_indices: int64 [L], None: the last token of each
+    sequence. writes_state: if False, the step changes no state. num_columns: of the block tables, by the name of the group; None: as few as
+    the sequences need.
     """
     device = device or torch.device("cpu")
     cached, new = (np.array(column, dtype=np.int64) for column in zip(*sequences, strict=True))
@@ -65,21 +67,18 @@ def make_step(
         query_start_loc_cpu=starts,
         seq_lens_cpu=seq_lens,
     )
-    pages, slots = {}, {}
+    tokens = ExampleTokens(positions_T=batch.positions, sequence_T=batch.sequence_of_token, seq_lens=seq_lens)
+    pages: dict[str, tuple[torch.Tensor, ...]] = {}
     for group in groups:
-        if group.paged:
-            columns = (num_columns or {}).get(group.name)
-            table_SM, slots_T = _pages(group, batch, seq_lens, state, tokens_per_page[group.name], writes_state, columns)
-            pages[group.name] = upload(table_SM), upload(slots_T)
-        else:
-            slots[group.name] = _slots(group, state, num_seqs, writes_state).to(device)
-    chosen = {name: (backends or {}).get(name) or TorchAttention() for name in pages}
+        layout = group.layout(tokens_per_page.get(group.name, 1), torch.float32)
+        num_pages, columns = state[group.tensor_names[0]].shape[0], (num_columns or {}).get(group.name)
+        arrays = group.kind.example_pages(tokens, num_pages, layout, columns, writes=writes_state)
+        pages[group.name] = tuple([upload(array) for array in arrays])
     return build_step(
         groups,
         lengths,
         pages=pages,
-        backends=chosen,
-        slots=slots,
+        backends={name: (backends or {}).get(name) or TorchAttention() for name in pages},
         plans=True,
         inputs={one.name: _input(one, batch).to(device) for one in inputs},
         state=state,
@@ -95,31 +94,3 @@ def _input(one: StepInput, batch: TokenBatch) -> torch.Tensor:
     if not one.dtype.is_floating_point:
         return torch.zeros(shape, dtype=one.dtype)
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(one.name.encode()))).to(one.dtype)
-
-
-def _pages(
-    group: StateGroup,
-    batch: TokenBatch,
-    seq_lens: np.ndarray,
-    state: Mapping[str, torch.Tensor],
-    size: int,
-    writes: bool,
-    num_columns: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Block table int32 [S, M] and slot mapping int64 [T]: each sequence has its own share of the pages, in order."""
-    num_seqs = len(seq_lens)
-    columns = -(-int(seq_lens.max()) // size)
-    if not writes:
-        return np.zeros((num_seqs, num_columns or columns), dtype=np.int32), np.full(len(batch.positions), -1, dtype=np.int64)
-    num_pages = state[next(iter(group.tensor_shapes(size)))].shape[0]
-    share = num_pages // num_seqs
-    assert share >= columns, f"{num_seqs} sequences of up to {seq_lens.max()} tokens need more than {num_pages} pages"
-    table = (np.arange(num_seqs)[:, None] * share + np.arange(columns)).astype(np.int32)
-    pages = table[batch.sequence_of_token, batch.positions // size].astype(np.int64)
-    return table, pages * size + batch.positions % size
-
-
-def _slots(group: StateGroup, state: Mapping[str, torch.Tensor], num_seqs: int, writes: bool) -> torch.Tensor:
-    """int64 [S]: a row of the state for each sequence, or the padding's for all."""
-    num_rows = next(iter(state[name].shape[0] for name in group.tensor_shapes(1)))
-    return torch.arange(num_seqs) if writes else torch.full((num_seqs,), num_rows - 1)

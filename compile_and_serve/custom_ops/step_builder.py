@@ -1,61 +1,42 @@
-"""Makes a step and its metadata from a model's declarations. No other place makes them. New fields of `StepLengths` are passed on."""
+"""Makes a step and its metadata from a model's declarations. No other place makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, StepLengths
-from compile_and_serve.custom_ops.step import SlotMetadata, StateGroup, Step
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.metadata import StepLengths
+from compile_and_serve.custom_ops.step import Step
 
 
 def build_step(
     groups: Sequence[StateGroup],
     lengths: StepLengths,
     *,
-    pages: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    pages: Mapping[str, tuple[torch.Tensor, ...]],
     backends: Mapping[str, Any],
     inputs: dict[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
     num_rows: int,
-    slots: Mapping[str, torch.Tensor] | None = None,
     padded_tokens: int | None = None,
     uses_optional: bool = True,
     plans: bool = False,
 ) -> Step:
     """The step of these lengths, with the metadata of each group.
 
-    pages: block table and slot mapping of each paged group. backends: of each attention group. slots: of each other group. inputs, state:
-    by name. padded_tokens: None: no padding. plans: whether the backends plan the step now.
+    pages: where each group's state lies, as its kind says (`StateKind.metadata`). backends: of each attention group. inputs, state: by
+    name. padded_tokens: None: no padding. plans: whether the backends plan the step now.
     """
     metadata: dict[str, Any] = {}
     for group in groups:
-        if not group.paged:
-            assert slots is not None
-            metadata[group.name] = SlotMetadata(
-                slots=slots[group.name],
-                query_start_loc=lengths.query_start_loc,
-                seq_lens=lengths.seq_lens,
-                num_seqs=lengths.num_seqs,
-                num_tokens=lengths.num_tokens,
-                max_query_len=lengths.max_query_len,
-            )
-            continue
-        block_table, slot_mapping = pages[group.name]
-        backend = cast(AttentionBackend, backends.get(group.name))  # None where the group's ops need none
-        metadata[group.name] = AttentionMetadata(
-            backend=backend,
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-            window=group.window,
-            chunked=group.chunked,
-            **{one.name: getattr(lengths, one.name) for one in fields(lengths)},
-        )
+        backend = backends.get(group.name)  # None where the group's ops need none
+        metadata[group.name] = group.kind.metadata(lengths, pages[group.name], backend)
         if plans and group.is_attention:
-            backend.plan(metadata[group.name])
+            cast(AttentionBackend, backend).plan(metadata[group.name])
     return Step(
         inputs=inputs,
         state=state,

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, ScoreFeature, StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import ScoreFeature
+from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS, KV_CACHES, WINDOW_CACHES, KVCacheSpec, TokenWindow
 from compile_and_serve.models.config import DecoderConfig, WindowedConfig
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
@@ -79,5 +81,7 @@ def _attention_groups(decoder: DecoderConfig, scores: frozenset[ScoreFeature]) -
     for name in (KV_CACHES, WINDOW_CACHES):
         numbers = decoder.layer_numbers(with_window=name == WINDOW_CACHES)
         if numbers:
-            groups.append(StateGroup(name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]], scores=scores))
+            window = decoder.windows[numbers[0]]
+            kind = ALL_TOKENS if window is None else TokenWindow(size=window)
+            groups.append(StateGroup(name=name, layers=(layer,) * len(numbers), kind=kind, scores=scores))
     return groups

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.mesh import AlongAxis
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, StateGroup, StepInput, StepOutput
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec
+from compile_and_serve.custom_ops.step import DECODER_INPUTS, LOGITS, StepInput, StepOutput
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.stored_weight import TensorPart as TensorPart
 

@@ -1,6 +1,6 @@
 """A model unlike any of ours, declared and registered from outside: it compiles, is verified and captured, and serves.
 
-It has a paged group with a window and an op of its own, a recurrent group with one slot a sequence, an input of [3, tokens] that the
+It has a group of tokens with a window and an op of its own, a recurrent group with one slot a sequence, an input of [3, tokens] that the
 host fills at each step, and a second output.
 
 Shape legend: T tokens of the step, S sequences, D hidden size, P tokens per page.
@@ -24,19 +24,11 @@ from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.pipeline import compile_model
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.mesh import Mesh
-from compile_and_serve.custom_ops.step import (
-    INPUT_IDS,
-    LOGITS,
-    LOGITS_INDICES,
-    ROWS,
-    TOKENS,
-    SlotState,
-    StateGroup,
-    StepInput,
-    StepOutput,
-    current_metadata,
-)
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import LayerState, StateTensor
+from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer
+from compile_and_serve.custom_ops.state.tokens import TokenWindow
+from compile_and_serve.custom_ops.step import INPUT_IDS, LOGITS, LOGITS_INDICES, ROWS, TOKENS, StepInput, StepOutput, current_metadata
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.engine.core import EngineCore
@@ -50,16 +42,13 @@ DECAY = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowLayer:
+class WindowLayer(LayerState):
     """Values of D features a token."""
 
     size: int
 
-    def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
-        return ((tokens_per_page, self.size),)
-
-    def of_rank(self, mesh: Mesh) -> WindowLayer:
-        return self
+    def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return (StateTensor(shape=(tokens_per_page, self.size)),)
 
 
 def _window_mean(x_TD: torch.Tensor, cache_NPD: torch.Tensor, window: int, group: str) -> torch.Tensor:
@@ -166,8 +155,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         module=module,
         config=config,
         state=(
-            StateGroup(name="window_caches", layers=(WindowLayer(size=D),) * LAYERS, window=WINDOW),
-            StateGroup(name="memories", layers=(SlotState(tensors=((D,), (1,))),) * LAYERS, paged=False, dtype=torch.float32),
+            StateGroup(name="window_caches", layers=(WindowLayer(size=D),) * LAYERS, kind=TokenWindow(size=WINDOW)),
+            StateGroup(name="memories", layers=(RecurrentLayer(shapes=((D,), (1,))),) * LAYERS, kind=Recurrent()),
         ),
         vocab_size=VOCAB,
         max_model_len=256,

@@ -20,7 +20,9 @@ from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult, is_call
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.step import TOKENS, SlotState, StateGroup, StepInput, current_metadata
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer
+from compile_and_serve.custom_ops.step import TOKENS, StepInput, current_metadata
 from tests.support.transformers_models import load_reference, write_random_model
 
 PULL = StepInput(name="pull", dtype=torch.int32, dims=(TOKENS,), fill=lambda batch: batch.data_of_token("pull", 0), advance="same")
@@ -62,8 +64,8 @@ class PullEmbeddings(BasePass):
     after = "eliminate_noops"
 
     def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
-        sums = SlotState(tensors=((int(model.config["hidden_size"]),),))
-        return (PULL, StateGroup(name=SUMS, layers=(sums,), paged=False, dtype=torch.float32))
+        sums = RecurrentLayer(shapes=((int(model.config["hidden_size"]),),))
+        return (PULL, StateGroup(name=SUMS, layers=(sums,), kind=Recurrent()))
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched = 0

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
-from compile_and_serve.custom_ops.step import SCALE_BYTES
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
+from compile_and_serve.custom_ops.state.tokens import SCALE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, Step
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec
+from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.models.spec import ModelSpec, full_attention
 from compile_and_serve.runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest

@@ -15,7 +15,9 @@ from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.mesh import TENSOR, Mesh
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, LatentCacheSpec, StateGroup, Step, running
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec, LatentCacheSpec
+from compile_and_serve.custom_ops.step import DECODER_INPUTS, LOGITS, Step, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 
@@ -59,25 +61,20 @@ def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
 
 
 def zero_state(
-    groups: Sequence[StateGroup],
-    num_pages: int,
-    num_slots: int,
-    tokens_per_page: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device | None = None,
+    groups: Sequence[StateGroup], num_pages: int, tokens_per_page: Mapping[str, int], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """State tensors by name, each an allocation of its own: [num_pages, …] or [num_slots, …] of zeros. dtype: of the KV cache."""
+    """State tensors by name, each an allocation of its own: [num_pages, …] of zeros. dtype: of the KV cache."""
     return {
-        name: torch.zeros((num_pages if group.paged else num_slots, *shape), dtype=group.dtype or dtype, device=device)
+        name: torch.zeros((num_pages, *placed.shape), dtype=placed.dtype, device=device)
         for group in groups
-        for name, shape in group.tensor_shapes(tokens_per_page.get(group.name, 1), dtype).items()
+        for name, placed in group.layout(tokens_per_page.get(group.name, 1), dtype).tensors.items()
     }
 
 
 def caches(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1) -> dict[str, torch.Tensor]:
     """One rank's state by name."""
     groups = [group.of_rank(Mesh(tensor=tensor_parallel_size)) for group in spec.state]
-    return zero_state(groups, num_blocks, num_blocks, PAGE_SIZES, dtype)
+    return zero_state(groups, num_blocks, PAGE_SIZES, dtype)
 
 
 def tiny_step(tokens: list[int], start: int, state: Mapping[str, torch.Tensor], backend: AttentionBackend | None = None) -> Step:
@@ -130,12 +127,12 @@ def capture_spec(spec: ModelSpec, dtype: torch.dtype, **options: Any) -> Capture
 def plain_logits(spec: ModelSpec, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Logits at every position of a sequence, in one pass of the plain module over state of that dtype. → [T, V]"""
     count = len(tokens)
-    sizes = {group.name: count for group in spec.state if group.paged}
+    sizes = {group.name: count for group in spec.state}
     made = make_step(
         spec.inputs,
         spec.state,
         [(0, count)],
-        state=zero_state(spec.state, 1, 1, sizes, dtype),
+        state=zero_state(spec.state, 1, sizes, dtype),
         tokens_per_page=sizes,
         token_ids=np.array(tokens, dtype=np.int64),
         row_indices=np.arange(count),

@@ -19,14 +19,15 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler.capture.repeated_blocks import block_classes, inline_regions, traced_once
 from compile_and_serve.compiler.compat import FakeTensorMode, GraphBreakError, capture_full_graph, mark_symbolic, regions_are_reused
 from compile_and_serve.compiler.weights.transforms import WeightTable
-from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput, declarations_by_name
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 log = logging.getLogger(__name__)
 
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 37, 5  # lengths while the graph is captured; nothing may depend on them
-EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS = 8, 16  # of paged state while the graph is captured; no piece sees it
+EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS = 8, 16  # of state while the graph is captured; no piece sees it
 
 
 class CaptureError(ValueError):
@@ -49,14 +50,14 @@ class CapturedGraph:
 
 
 def example_tensors(inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Meta tensors of a step's inputs and state by name. dtype: of state that says none."""
+    """Meta tensors of a step's inputs and state by name. dtype: of the KV cache."""
     tensors = {one.name: torch.empty(one.shape(EXAMPLE_TOKENS, EXAMPLE_ROWS), dtype=one.dtype, device="meta") for one in inputs}
     for one in inputs:
         if one.symbolic_dim is not None and one.length is not None:
             mark_symbolic(tensors[one.name], one.symbolic_dim, one.length)
     for group in groups:
-        for name, shape in group.tensor_shapes(EXAMPLE_PAGE_TOKENS).items():
-            tensors[name] = torch.empty((EXAMPLE_PAGES, *shape), dtype=group.dtype or dtype, device="meta")
+        for name, placed in group.layout(EXAMPLE_PAGE_TOKENS, dtype).tensors.items():
+            tensors[name] = torch.empty((EXAMPLE_PAGES, *placed.shape), dtype=placed.dtype, device="meta")
     return tensors
 
 
@@ -71,7 +72,7 @@ def capture(
 ) -> CapturedGraph:
     """Capture a step of `module` with symbolic lengths.
 
-    module: on the meta device. inputs, groups: what its `forward` takes by name. dtype: of state that says none.
+    module: on the meta device. inputs, groups: what its `forward` takes by name. dtype: of the KV cache.
     quantized: parameters that the checkpoint holds in another form. with_bytecode: keep what Dynamo makes of `forward`.
     Raises `CaptureError` with Dynamo's reason where the model's code cannot be one graph.
     """

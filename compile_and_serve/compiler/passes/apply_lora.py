@@ -43,7 +43,8 @@ from compile_and_serve.compiler.weights.transforms import expression_spec
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS
 from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
-from compile_and_serve.custom_ops.step import TOKENS, StateGroup, StepInput
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import TOKENS, StepInput
 from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
 from compile_and_serve.custom_ops.weight_functions import Expression
 

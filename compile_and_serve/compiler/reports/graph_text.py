@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
 from compile_and_serve.custom_ops.library import op_info
-from compile_and_serve.custom_ops.step import StateGroup, StepInput
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput
 
 _ROOT = Path(__file__).parents[2]
 _SYMBOL = re.compile(r"\b[us]\d+\b")
@@ -214,10 +215,10 @@ def target_name(node: Node) -> str:
 
 
 def _kind(node: Node) -> str:
-    """What `compiler/reports/run_dump.py` fills an input with: "pages" or "slots" of state, how an input advances, or nothing."""
+    """What `compiler/reports/run_dump.py` fills an input with: the unit of its state, how an input advances, or nothing."""
     declared = node.meta.get("declaration")
     if isinstance(declared, StateGroup):
-        return "pages" if declared.paged else "slots"
+        return declared.kind.unit
     return (declared.advance or "") if isinstance(declared, StepInput) else ""
 
 

@@ -30,7 +30,8 @@ from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.moe.expert_load import counting_experts
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
-from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput, running
 from compile_and_serve.custom_ops.weight_functions import TensorSpec
 
 CONTEXT, PAGE_TOKENS = 512, 16
@@ -166,17 +167,14 @@ class _DecodeStep:
         tokens: int,
     ) -> None:
         self._plan, self._device, self._tokens = plan, device, tokens
-        sizes = {group.name: PAGE_TOKENS for group in groups if group.paged}
-        state = _state(groups, tokens, sizes, kv_cache_dtype, device)
-        self._bytes_per_token = {
-            name: state[name][0].nbytes / PAGE_TOKENS for group in groups if group.paged for name in group.tensor_shapes(PAGE_TOKENS)
-        }
+        state = _state(groups, tokens, kv_cache_dtype, device)
+        self._state_bytes = {name: size for group in groups for name, size in group.bytes_read(CONTEXT, kv_cache_dtype).items()}
         self._step = make_step(
             inputs,
             groups,
             [(CONTEXT - 1, 1)] * tokens,
             state=state,
-            tokens_per_page=sizes,
+            tokens_per_page={group.name: PAGE_TOKENS for group in groups},
             backends=backends,
             device=device,
             token_ids=np.arange(tokens) % _vocabulary(weights),
@@ -258,26 +256,24 @@ class _DecodeStep:
         for name, value in zip(step.arguments, arguments, strict=True):
             if not isinstance(value, torch.Tensor):
                 continue
-            per_token = self._bytes_per_token.get(str(name).removeprefix(REF))
-            if per_token is None:
+            state_bytes = self._state_bytes.get(str(name).removeprefix(REF))
+            if state_bytes is None:
                 moved += value.nbytes
             else:
-                moved += int(self._tokens * CONTEXT * per_token)
+                moved += self._tokens * state_bytes
                 flops = 4 * CONTEXT * output.numel()
         return {"bytes": moved, "flops": flops}
 
 
-def _state(
-    groups: Sequence[StateGroup], tokens: int, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
+def _state(groups: Sequence[StateGroup], tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
     """State of `tokens` sequences, at most CACHE_BYTES of it: beyond that layers share tensors."""
     pages = tokens * (CONTEXT // PAGE_TOKENS)
     tensors: dict[str, torch.Tensor] = {}
     shared: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
     shapes = [
-        (name, (pages if group.paged else tokens, *shape), group.dtype or dtype)
+        (name, (pages, *placed.shape), placed.dtype)
         for group in groups
-        for name, shape in group.tensor_shapes(sizes.get(group.name, 1), dtype).items()
+        for name, placed in group.layout(PAGE_TOKENS, dtype).tensors.items()
     ]
     total = sum(torch.Size(shape).numel() * kind.itemsize for _, shape, kind in shapes)
     distinct = max(1, len(shapes) * CACHE_BYTES // max(total, CACHE_BYTES))

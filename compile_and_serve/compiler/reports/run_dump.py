@@ -1,22 +1,26 @@
-"""What a dumped graph imports to be runnable: random inputs of the right shapes, a step's metadata, and a printed summary.
-
-Shape legend: T tokens of the step, S sequences, M block-table columns.
-"""
+"""What a dumped graph imports to be runnable: random inputs of the right shapes, a step's metadata, and a printed summary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import StepLengths
+from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import StateGroup, running
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import ExampleTokens, StateKind
+from compile_and_serve.custom_ops.state.metadata import StepLengths
+from compile_and_serve.custom_ops.state.recurrent import Recurrent
+from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS
+from compile_and_serve.custom_ops.step import running
 from compile_and_serve.custom_ops.step_builder import build_step
 
 TOKENS, ROWS = 5, 3
-# parameter, dtype, shape (symbols as strings), name in the model, kind ("next": counts up; "pages" and "slots" of state)
+KINDS: Mapping[str, StateKind] = {"tokens": ALL_TOKENS, "slot": Recurrent()}  # by their unit
+# parameter, dtype, shape (symbols as strings), name in the model, kind ("next": counts up; the unit of state)
 Input = tuple[str, str, list[Any], str, str]
 
 
@@ -53,12 +57,16 @@ def run(forward: Callable[..., Any], inputs: Sequence[Input], values: Sequence[A
         max_query_len=tokens,
         max_seq_len=tokens,
     )
-    state = [(name.partition(".")[0], kind, value) for value, (_, _, _, name, kind) in sized if kind in ("slots", "pages")]
-    groups = [StateGroup(name=name, layers=(), paged=kind == "pages") for name, kind, _ in state]
-    pages = {name: (torch.arange(len(value), dtype=torch.int32)[None], torch.arange(tokens)) for name, _, value in state}
-    backends = dict.fromkeys(pages, TorchAttention())
-    slots = dict.fromkeys(pages, torch.zeros(1, dtype=torch.int64))
-    step = build_step(groups, lengths, pages=pages, backends=backends, slots=slots, inputs={}, state={}, num_rows=ROWS)
+    state = [(name.partition(".")[0], KINDS[kind], value) for value, (_, _, _, name, kind) in sized if kind in KINDS]
+    groups = [StateGroup(name=name, layers=(), kind=kind) for name, kind, _ in state]
+    example = ExampleTokens(
+        positions_T=np.arange(tokens), sequence_T=np.zeros(tokens, dtype=np.int64), seq_lens=np.array([tokens], dtype=np.int32)
+    )
+    pages = {}
+    for name, kind, value in state:
+        arrays = kind.example_pages(example, len(value), kind.layout({}, EXAMPLE_PAGE_TOKENS), None, writes=True)
+        pages[name] = tuple([torch.from_numpy(array) for array in arrays])
+    step = build_step(groups, lengths, pages=pages, backends=dict.fromkeys(pages, TorchAttention()), inputs={}, state={}, num_rows=ROWS)
     with running(step.metadata), torch.no_grad():
         return forward(*values)
 

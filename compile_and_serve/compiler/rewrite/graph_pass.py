@@ -17,7 +17,8 @@ from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, Fusio
 from compile_and_serve.compiler.weights.transforms import WeightTable, evaluate_spec, expression_spec
 from compile_and_serve.custom_ops.library import OpKind, op_info
 from compile_and_serve.custom_ops.mesh import SINGLE_RANK, AlongAxis, Mesh
-from compile_and_serve.custom_ops.step import StateGroup, StepInput
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput
 from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class PassContext:
         return node
 
     def argument(self, gm: GraphModule, name: str) -> Node:
-        """The placeholder of a step's input, or of a tensor of its state such as "states.3" (`StateGroup.tensor_shapes`).
+        """The placeholder of a step's input, or of a tensor of its state such as "states.3" (`StateGroup.tensor_names`).
 
         It is inserted before the first node where the graph does not read it yet. Passes that add state come after
         `tensor_parallel`: the tensor has the rank's share of the group.
@@ -166,8 +167,8 @@ class PassContext:
             shape = tuple(_length(nodes.values(), dim) if isinstance(dim, str) else dim for dim in declared.dims)
             dtype = declared.dtype
         else:
-            shapes = declared.of_rank(self.mesh).tensor_shapes(EXAMPLE_PAGE_TOKENS)
-            shape, dtype = (EXAMPLE_PAGES, *shapes[name]), declared.dtype or self.dtype
+            placed = declared.of_rank(self.mesh).layout(EXAMPLE_PAGE_TOKENS, self.dtype).tensors[name]
+            shape, dtype = (EXAMPLE_PAGES, *placed.shape), placed.dtype
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))), self.fake_mode:
             node = gm.graph.placeholder(re.sub(r"\W", "_", name))
             node.meta |= {"input": name, "declaration": declared}

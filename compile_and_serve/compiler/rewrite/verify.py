@@ -43,7 +43,8 @@ from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.mesh import SINGLE_RANK, TENSOR, Axis, Coordinates, Mesh
 from compile_and_serve.custom_ops.quantization import LARGEST
-from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import Step, StepInput, running
 from compile_and_serve.custom_ops.weight_functions import Expression
 
 log = logging.getLogger(__name__)
@@ -312,11 +313,11 @@ def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> S
         return torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
 
     groups = list({one.name: one for one in declarations if isinstance(one, StateGroup)}.values())
-    sizes = {group.name: EXAMPLE_PAGE_TOKENS for group in groups if group.paged}
+    sizes = {group.name: EXAMPLE_PAGE_TOKENS for group in groups}
     state = {
-        name: torch.randn((EXAMPLE_PAGES, *shape), generator=generator(name), dtype=torch.float64)
+        name: torch.randn((EXAMPLE_PAGES, *placed.shape), generator=generator(name), dtype=torch.float64)
         for group in groups
-        for name, shape in group.tensor_shapes(EXAMPLE_PAGE_TOKENS).items()
+        for name, placed in group.layout(EXAMPLE_PAGE_TOKENS, torch.float64).tensors.items()
     }
     num_tokens = sum(NEW)
     return make_step(

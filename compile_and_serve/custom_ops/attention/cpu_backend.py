@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import (
-    PLAIN_SCORES,
-    AttentionBackend,
-    AttentionMetadata,
-    Scores,
-    cache_unsupported_reason,
-)
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores, cache_unsupported_reason
 from compile_and_serve.custom_ops.jit.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import AttentionFeature
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 96

@@ -27,11 +27,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
 from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape, FlashInferPrefill
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.step import AttentionFeature
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.step import SCALE_BYTES
+from compile_and_serve.custom_ops.state.tokens import SCALE_BYTES
 
 
 def int8_parts(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

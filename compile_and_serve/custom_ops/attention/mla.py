@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.library import ROWS, OpKind, Sharding, define
-from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import current_metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.quantization import round_to_cache
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 _QUERY_TILE = 256  # queries whose scores are in memory at a time
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 MAX_ABSORBED = 16  # query tokens of a sequence that is absorbed
 

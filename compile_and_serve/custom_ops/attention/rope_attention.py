@@ -13,7 +13,8 @@ import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import current_metadata
 
 
 def norm_rope_reference(

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import (
-    PLAIN_SCORES,
-    AttentionBackend,
-    AttentionMetadata,
-    Scores,
-    cache_unsupported_reason,
-)
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores, cache_unsupported_reason
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference
 from compile_and_serve.custom_ops.quantization import quantize_activations, round_to_cache
-from compile_and_serve.custom_ops.step import AttentionFeature
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 
 def write_kv_cache(k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:

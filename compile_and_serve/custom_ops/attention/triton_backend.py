@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import (
-    PLAIN_SCORES,
-    AttentionBackend,
-    AttentionMetadata,
-    Scores,
-    cache_unsupported_reason,
-)
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores, cache_unsupported_reason
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, triton_mla
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import AttentionFeature
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 MAX_HEAD_DIM = 256
 

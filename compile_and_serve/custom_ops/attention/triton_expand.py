@@ -11,7 +11,7 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.triton_int8 import scales_of
 from compile_and_serve.custom_ops.jit.triton_launch import launch
-from compile_and_serve.custom_ops.step import SCALE_BYTES
+from compile_and_serve.custom_ops.state.tokens import SCALE_BYTES
 from compile_and_serve.custom_ops.triton_common import next_power_of_2
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.mla import mla_attention
-from compile_and_serve.custom_ops.step import LatentCacheSpec
+from compile_and_serve.custom_ops.state.tokens import LatentCacheSpec
 from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigError, positive_int
 from compile_and_serve.models.families.deepseek_moe import ROUTINGS, DeepseekMoeConfig, DeepseekMoeModelConfig, register_deepseek_moe
 from compile_and_serve.models.layers import yarn_magnitude

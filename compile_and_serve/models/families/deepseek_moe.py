@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, LatentCacheSpec, StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec, LatentCacheSpec
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, ScoreFeature
+from compile_and_serve.custom_ops.state.kind import ScoreFeature
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, WINDOW_CACHES
 from compile_and_serve.models.config import UnsupportedConfigError, WindowedConfig
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model

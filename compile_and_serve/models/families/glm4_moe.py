@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from compile_and_serve.custom_ops.step import KVCacheSpec
+from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
 from compile_and_serve.models.config import DecoderConfig
 from compile_and_serve.models.families.deepseek_moe import DeepseekMoeConfig, DeepseekMoeModelConfig, register_deepseek_moe
 from compile_and_serve.models.families.llama import LlamaAttention

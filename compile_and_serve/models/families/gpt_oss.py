@@ -16,7 +16,8 @@ from torch import nn
 
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.custom_ops.step import KV_CACHES, ScoreFeature
+from compile_and_serve.custom_ops.state.kind import ScoreFeature
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
 from compile_and_serve.custom_ops.weight_functions import Expression
 from compile_and_serve.models.config import ModelConfigError, WindowedConfig

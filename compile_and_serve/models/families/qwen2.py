@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.step import KV_CACHES
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
 from compile_and_serve.models.config import DecoderConfig, WindowedConfig
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model

@@ -22,7 +22,9 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, ScoreFeature, StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import ScoreFeature, StateKind
+from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS, KV_CACHES, WINDOW_CACHES, KVCacheSpec, TokenChunks, TokenWindow
 from compile_and_serve.models.config import ModelConfigError
 
 ATTENTION = "compile_and_serve"  # our names in transformers' registries of attention functions and masks
@@ -59,10 +61,17 @@ def unsupported(name: str, reason: object) -> ModelConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which earlier tokens a token attends to. As in `StateGroup`."""
+    """Which earlier tokens a token attends to: all, a window, or those of its chunk of `window` tokens."""
 
     window: int | None = None
     chunked: bool = False
+
+    @property
+    def kind(self) -> StateKind:
+        """The kind of state that keeps them."""
+        if self.window is None:
+            return ALL_TOKENS
+        return TokenChunks(size=self.window) if self.chunked else TokenWindow(size=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +317,7 @@ def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[S
     for kind, alike in by_kind.items():
         layer, mask, scores = kind
         names[kind] = _group_name(mask, set(names.values()))
-        groups.append(StateGroup(name=names[kind], layers=(layer,) * len(alike), window=mask.window, chunked=mask.chunked, scores=scores))
+        groups.append(StateGroup(name=names[kind], layers=(layer,) * len(alike), kind=mask.kind, scores=scores))
     used = dict.fromkeys(names.values(), 0)
     running.sites = []
     for call in calls:

@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from compile_and_serve.custom_ops.step import StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
 from compile_and_serve.models.transformers.attention import (

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import StepLengths
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
+from compile_and_serve.custom_ops.state.metadata import StepLengths
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
 from compile_and_serve.runtime.drafting.device_drafts import aligned
 from compile_and_serve.runtime.drafting.model_drafts import ModelDrafts

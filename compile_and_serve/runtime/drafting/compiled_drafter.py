@@ -32,7 +32,9 @@ class CompiledDrafter:
 
     def page_bytes(self, tokens_per_page: Mapping[str, int]) -> int:
         """Bytes of its own that it keeps for each page. tokens_per_page: of the target's groups."""
-        own = sum(group.bytes_per_token(self.cache_dtype) * tokens_per_page[self.borrowed[group.name]] for group in self.drafter.spec.state)
+        own = sum(
+            group.layout(tokens_per_page[self.borrowed[group.name]], self.cache_dtype).page_bytes for group in self.drafter.spec.state
+        )
         hidden = self.drafter.hidden_size * self.hidden_dtype.itemsize  # of each page's last token: see `LaterLayers`
         return own + sum(hidden + one.page_bytes(tokens_per_page) for one in self.behind)
 

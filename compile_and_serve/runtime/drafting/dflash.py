@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, StepLengths
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata, StepLengths
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, POSITIONS, Step
 from compile_and_serve.models.drafters.dflash import dflash
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.step import INPUT_IDS, POSITIONS, Step
 from compile_and_serve.models.drafters.draft_model import draft_model
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec

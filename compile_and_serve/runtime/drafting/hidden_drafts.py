@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, LOGITS_INDICES, POSITIONS, Step
 from compile_and_serve.runtime.drafting.chained_drafts import ChainedDrafts
 from compile_and_serve.runtime.drafting.device_drafts import DraftSetup, TargetLayout, TargetStep

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, StepLengths
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata, StepLengths
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, Step
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
 from compile_and_serve.models.drafters.medusa import DRAFT_TOKENS, medusa

@@ -25,8 +25,8 @@ import torch
 
 from compile_and_serve.compiler.cudagraphs.work_graphs import Work
 from compile_and_serve.compiler.model import CompiledModel
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, StepLengths
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata, StepLengths
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, INPUT_IDS, LOGITS_INDICES, POSITIONS, Step
 from compile_and_serve.custom_ops.step_builder import build_step
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, StepOf, TargetLayout, TargetStep
@@ -156,15 +156,13 @@ class ModelDrafts(DeviceDrafts):
         metadata = {}
         for group in self._groups:
             given: AttentionMetadata = step.metadata[self._compiled.borrowed[group.name]]
-            rows: dict[str, Any] = {} if keeps_rows else dict.fromkeys(("row_starts", "row_seq_lens", "row_block_table"))
-            metadata[group.name] = replace(
-                given,
-                backend=self._compiled.backends[group.name],
-                window=group.window,
-                chunked=group.chunked,
-                seq_lens_cpu=given.seq_lens_cpu if lens_cpu is None else lens_cpu,
-                **rows,
-            )
+            backend = self._compiled.backends[group.name]
+            own = group.kind.metadata(given, (given.block_table, given.slot_mapping), backend)
+            if lens_cpu is not None:
+                own.seq_lens_cpu = lens_cpu
+            if keeps_rows:
+                own.row_starts, own.row_seq_lens, own.row_block_table = given.row_starts, given.row_seq_lens, given.row_block_table
+            metadata[group.name] = own
         return metadata
 
     def _fill_rows(self, step: Step, metadata: Mapping[str, AttentionMetadata]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.moe.expert_load import counting_no_experts
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, Step
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
 from compile_and_serve.models.drafters.mtp import mtp

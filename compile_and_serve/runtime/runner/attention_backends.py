@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -15,7 +15,9 @@ from compile_and_serve.compiler.artifacts.cache_key import toolchain_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, KVCacheSpec, LatentCacheSpec, StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, AttentionLayer
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
@@ -155,11 +157,10 @@ def _backend_of_group(
     return backend
 
 
-def _layer(group: StateGroup) -> KVCacheSpec | LatentCacheSpec:
+def _layer(group: StateGroup) -> AttentionLayer:
     """What every layer of an attention group keeps: a backend serves layers that are alike."""
-    assert isinstance(group.layers[0], KVCacheSpec | LatentCacheSpec)
     assert len(set(group.layers)) == 1, f"layers of the state group {group.name} differ: declare a group for each kind"
-    return group.layers[0]
+    return cast(AttentionLayer, group.layers[0])
 
 
 def keep_built_modules(

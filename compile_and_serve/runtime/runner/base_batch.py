@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.step import StateGroup, StepInput, TokenBatch
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_data import StepDatum
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.runner.block_tables import BlockTables
@@ -34,7 +35,7 @@ class HeldRequest:
     token_ids: np.ndarray
     num_prompt_tokens: int
     params: SamplingParams
-    num_blocks: list[int]  # of each paged group
+    num_blocks: list[int]  # of each group whose pages hold tokens
     step_data: Mapping[str, StepDatum]
     pooling: PoolingParams | None = None
 
@@ -106,8 +107,8 @@ class BaseBatch(ABC):
         device: torch.device,
         max_sampled: int | None = None,
     ) -> None:
-        """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to. max_sampled: rows
-        of a step that are sampled; None: one of each slot's sequence.
+        """tokens_per_page: of the groups whose pages hold tokens. max_num_tokens: of one step. max_padded_size: that a step is padded to.
+        max_sampled: rows of a step that are sampled; None: one of each slot's sequence.
         """
         self.num_slots = num_slots
         self.max_sampled = num_slots if max_sampled is None else max_sampled
@@ -117,6 +118,7 @@ class BaseBatch(ABC):
         self._make_buffers = lambda max_tokens: StepBuffers(
             inputs,
             groups,
+            tuple(tokens_per_page),
             max_tokens=max(max_tokens, max_padded_size),
             max_seqs=num_slots,
             max_sampled=self.max_sampled,
@@ -179,7 +181,7 @@ class BaseBatch(ABC):
         return self._computed[slots_S]
 
     def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
-        """The request's sequence goes on in `block_ids`, a list for each paged group."""
+        """The request's sequence goes on in `block_ids`, a list for each group whose pages hold tokens."""
         request = self._requests[request_id]
         if not self.tables:  # the scheduler's blocks only count tokens
             return
@@ -261,7 +263,7 @@ class BaseBatch(ABC):
         """int64: the tokens whose rows of output the requests need. computed_S, ends_S: tokens computed before and after the step."""
 
     def _map_slots(self, buffers: StepBuffers, slots_T: np.ndarray, positions_T: np.ndarray) -> None:
-        """slot mapping = block · P + position % P of each paged group. slots_T: batch slot of each token's sequence."""
+        """slot mapping = block · P + position % P of each group. slots_T: batch slot of each token's sequence."""
         for name, table in self.tables.items():
             size = self.tokens_per_page[name]
             columns_T = positions_T // size

@@ -1,4 +1,4 @@
-"""Which blocks of one paged group each sequence holds, on the host and on the device. Only changes are copied.
+"""Which blocks of one group each sequence holds, on the host and on the device. Only changes are copied.
 
 Shape legend: R batch slots, S sequences of the step, M columns (blocks of the longest sequence).
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,8 @@ from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
-from compile_and_serve.custom_ops.step import HIDDEN_STATES, StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import HIDDEN_STATES
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
@@ -199,15 +199,13 @@ def _check_token_map(extras: Mapping[str, torch.Tensor], vocab_size: int, path: 
 
 def _borrowed(group: StateGroup, target: ModelSpec) -> str:
     """The target's group whose blocks hold every token that the drafter's group reads."""
-    paged: list[Any] = [one for one in target.state if one.paged]
-    for one in paged:
-        same_window = (one.window, one.chunked) == (group.window, group.chunked)
-        if one.window is None or same_window:
+    for one in target.state:
+        if one.kind.covers(group.kind):
             return one.name
-    windows = ", ".join(str(one.window) for one in paged)
+    windows = ", ".join(str(one.kind.window) for one in target.state if one.kind.window is not None)
     raise ValueError(
         f"The model keeps only the last tokens of a sequence (its window is {windows}), but the drafter reads "
-        f"{'all' if group.window is None else group.window} of them: remove speculative_config."
+        f"{'all' if group.kind.window is None else group.kind.window} of them: remove speculative_config."
     )
 
 

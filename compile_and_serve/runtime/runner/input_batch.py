@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import StateGroup, StepInput, TokenBatch
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import StepInput, TokenBatch
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout, HeldRequest, PromptRows
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput

@@ -186,9 +186,9 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             vocab_size=spec.vocab_size,
             groups=[
-                StateGroupInfo("tokens", block_size=self.pages.tokens_per_page[group.name], window=group.window)
+                StateGroupInfo("tokens", block_size=self.pages.tokens_per_page[group.name], window=group.kind.window)
                 for group in spec.state
-                if group.paged
+                if group.kind.unit == "tokens"
             ],
             drafts_run_ahead=graphs is not None and graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),

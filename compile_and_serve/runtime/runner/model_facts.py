@@ -38,7 +38,7 @@ def check_speculation(spec: ModelSpec) -> None:
     """Raise `ValueError` with one sentence for a model that cannot check drafts."""
     if spec.pooling is not None:
         raise ValueError("A pooling model generates no tokens: remove speculative_config.")
-    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
+    recurrent = ", ".join(group.name for group in spec.state if not group.kind.can_roll_back(1))
     if recurrent:
         raise ValueError(
             f"The model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: remove speculative_config."
@@ -47,7 +47,7 @@ def check_speculation(spec: ModelSpec) -> None:
 
 def prefix_caching_unsupported(spec: ModelSpec) -> str | None:
     """Why other requests cannot reuse the model's cache, as a sentence; None: they can."""
-    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
+    recurrent = ", ".join(group.name for group in spec.state if not group.kind.is_shareable)
     return f"the model keeps recurrent state ({recurrent}), which no other request can take up" if recurrent else None
 
 

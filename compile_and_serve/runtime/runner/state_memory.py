@@ -2,9 +2,9 @@
 
 Shape legend: N pages, P tokens per page, R batch slots, K key/value heads, E head size.
 
-All paged groups share one pool of N pages of equal bytes. A page belongs to one group at a time; a group whose layers take fewer
-bytes per token has more tokens per page. Where there is one group only, each layer's tensor is contiguous; where there are several, a
-page's bytes are, and a layer's tensor is a strided view.
+All groups whose pages hold tokens share one pool of N pages of equal bytes. A page belongs to one group at a time; a group whose layers
+take fewer bytes per token has more tokens per page. Where there is one group only, each layer's tensor is contiguous; where there are
+several, a page's bytes are, and a layer's tensor is a strided view.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from compile_and_serve.compiler.weights.arena import advise_huge_pages
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import GroupLayout
 from compile_and_serve.runtime.config import CacheConfig
 
 logger = logging.getLogger(__name__)
@@ -35,38 +36,28 @@ class KVCacheTooSmallError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """tokens_per_page: of each paged group by name. page_bytes: of one page, whichever group has it. slot_bytes: of one batch slot."""
+    """groups: the layout of each group's pages by name. page_bytes: of one page, whichever group has it. slot_bytes: of one batch slot."""
 
-    tokens_per_page: Mapping[str, int]
+    groups: Mapping[str, GroupLayout]
     page_bytes: int
     slot_bytes: int
 
     @classmethod
     def of(cls, groups: Sequence[StateGroup], block_size: int, dtype: torch.dtype) -> PageLayout:
         """block_size: tokens per page of the group with the most bytes per token. dtype: of the KV cache."""
-        paged = {group.name: group.bytes_per_token(dtype) for group in groups if group.paged}
-        page_bytes = max(paged.values(), default=0) * block_size
-        slots = sum(
-            math.prod(shape) * (group.dtype or dtype).itemsize
-            for group in groups
-            if not group.paged
-            for shape in group.tensor_shapes(1).values()
-        )
-        return cls(
-            tokens_per_page={name: page_bytes // (size * block_size) * block_size for name, size in paged.items()},
-            page_bytes=page_bytes,
-            slot_bytes=slots,
-        )
+        page_bytes = max((group.layout(block_size, dtype).page_bytes for group in groups), default=0)
+        layouts = {group.name: group.layout_in(page_bytes, block_size, dtype) for group in groups}
+        slots = sum(tensor.num_bytes for one in layouts.values() if not one.tokens_per_page for tensor in one.tensors.values())
+        return cls(groups=layouts, page_bytes=page_bytes, slot_bytes=slots)
+
+    @property
+    def tokens_per_page(self) -> dict[str, int]:
+        """By name, of the groups whose pages hold tokens."""
+        return {name: one.tokens_per_page for name, one in self.groups.items() if one.tokens_per_page}
 
     def pages_per_request(self, groups: Sequence[StateGroup], max_model_len: int, max_step_tokens: int) -> int:
         """Pages that one request of the longest length holds at a time."""
-        pages = 0
-        for group in groups:
-            if group.paged:
-                size = self.tokens_per_page[group.name]
-                whole = -(-max_model_len // size)
-                pages += whole if group.window is None else min(whole, -(-(group.window + max_step_tokens) // size) + 1)
-        return pages
+        return sum(group.kind.pages_of_request(self.groups[group.name], max_model_len, max_step_tokens) for group in groups)
 
 
 def plan_num_pages(
@@ -89,7 +80,7 @@ def plan_num_pages(
     """
     per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
     free_bytes -= layout.slot_bytes * (max_num_seqs + 1)
-    if not layout.page_bytes:  # no paged state: blocks only count tokens
+    if not layout.page_bytes:  # no state of tokens: blocks only count tokens
         return config.num_blocks or -(-max_model_len // config.block_size) * max_num_seqs
     if config.num_blocks is not None:
         num_pages = config.num_blocks
@@ -118,27 +109,24 @@ def plan_num_pages(
 def allocate_state(
     groups: Sequence[StateGroup], layout: PageLayout, num_pages: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Zeroed state tensors by name: [N, …] of paged groups, views of one allocation; [num_slots + 1, …] of the others.
+    """Zeroed state tensors by name: [N, …], views of one allocation; of recurrent groups [num_slots + 1, …].
 
     dtype: of the KV cache. On the CPU memory is only taken as it is used.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    paged = [group for group in groups if group.paged]
     pool = _zeros(num_pages * layout.page_bytes, device)
     if platform_of(device).shares_host_memory and pool.numel():
         advise_huge_pages(pool)  # a sequence's pages lie anywhere in the pool
-    for group in paged:
-        begin = 0  # bytes: in the pool where there is one group, else in the page
-        kind = group.dtype or dtype
-        for name, shape in group.tensor_shapes(layout.tokens_per_page[group.name], dtype).items():
-            size = math.prod(shape)
-            stride = size if len(paged) == 1 else layout.page_bytes // kind.itemsize
-            tensors[name] = pool.view(kind).as_strided((num_pages, *shape), (stride, *_contiguous_strides(shape)), begin // kind.itemsize)
-            begin += size * kind.itemsize * (num_pages if len(paged) == 1 else 1)
+    tensors: dict[str, torch.Tensor] = {}
+    is_only_group = len(layout.tokens_per_page) == 1
     for group in groups:
-        if not group.paged:
-            for name, shape in group.tensor_shapes(1).items():
-                tensors[name] = torch.zeros((num_slots + 1, *shape), dtype=group.dtype or dtype, device=device)
+        placed = layout.groups[group.name]
+        for name, one in placed.tensors.items():
+            if not placed.tokens_per_page:
+                tensors[name] = torch.zeros((num_slots + 1, *one.shape), dtype=one.dtype, device=device)
+                continue
+            stride, begin = (one.num_bytes, one.offset * num_pages) if is_only_group else (layout.page_bytes, one.offset)
+            strides = stride // one.dtype.itemsize, *_contiguous_strides(one.shape)
+            tensors[name] = pool.view(one.dtype).as_strided((num_pages, *one.shape), strides, begin // one.dtype.itemsize)
     return tensors
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import StepLengths
 from compile_and_serve.custom_ops.staged_arrays import StagedArrays
-from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.metadata import StepLengths
+from compile_and_serve.custom_ops.step import Step, StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_builder import build_step
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
@@ -26,14 +27,15 @@ _INPUT, _SLOT_MAPPING = "input.", "slot_mapping."
 class StepBuffers(StagedArrays):
     """Arrays for steps of up to max_tokens tokens, max_seqs sequences and max_rows rows, max_sampled of which are sampled.
 
-    host: the arrays to fill by name: `input.<name>`, `slot_mapping.<paged group>`, and what every step has. device: the same, and the
-    inputs that the device fills.
+    host: the arrays to fill by name: `input.<name>`, `slot_mapping.<group whose pages hold tokens>`, and what every step has. device: the
+    same, and the inputs that the device fills.
     """
 
     def __init__(
         self,
         inputs: Sequence[StepInput],
         groups: Sequence[StateGroup],
+        token_groups: Sequence[str],
         *,
         max_tokens: int,
         max_seqs: int,
@@ -43,11 +45,11 @@ class StepBuffers(StagedArrays):
     ) -> None:
         self._inputs, self._groups = tuple(inputs), tuple(groups)
         self._host_inputs = [one for one in inputs if one.source == "host"]
-        self._paged = [group.name for group in groups if group.paged]
+        self._token_groups = tuple(token_groups)
         fields: dict[str, tuple[type[np.generic], int]] = {
             _INPUT + one.name: (_numpy_type(one.dtype), math.prod(one.shape(max_tokens, max_rows))) for one in self._host_inputs
         }
-        fields |= {_SLOT_MAPPING + name: (np.int64, max_tokens) for name in self._paged}
+        fields |= {_SLOT_MAPPING + name: (np.int64, max_tokens) for name in self._token_groups}
         fields |= {
             "slots": (np.int64, max_tokens),
             "sampled_slots": (np.int64, max_seqs),
@@ -72,7 +74,7 @@ class StepBuffers(StagedArrays):
         return self.host[_INPUT + one.name][: math.prod(shape)].reshape(shape)
 
     def host_slot_mapping(self, group: str) -> np.ndarray:
-        """int64 [max_tokens] of a paged group."""
+        """int64 [max_tokens] of a group whose pages hold tokens."""
         return self.host[_SLOT_MAPPING + group]
 
     def fill(self, batch: TokenBatch, tokens: int, rows: int) -> None:
@@ -97,7 +99,7 @@ class StepBuffers(StagedArrays):
 
     def pad_slot_mapping(self, begin: int, end: int) -> None:
         """Make tokens begin … end - 1 padding, for which no keys and values are written."""
-        for name in self._paged:
+        for name in self._token_groups:
             self.host_slot_mapping(name)[begin:end] = -1
 
     def pad_sequences(self, begin: int, end: int, query_len: int, padding_slot: int) -> None:
@@ -136,8 +138,9 @@ class StepBuffers(StagedArrays):
             query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
             seq_lens_cpu=host["seq_lens"][:seqs],
         )
-        pages = {name: (tables[name].batch_table(seqs), device[_SLOT_MAPPING + name][:tokens]) for name in self._paged}
-        slots = {group.name: device["slots"][:seqs] for group in self._groups if not group.paged}
+        slots = (device["slots"][:seqs],)
+        pages: dict[str, tuple[torch.Tensor, ...]] = {group.name: slots for group in self._groups}
+        pages |= {name: (tables[name].batch_table(seqs), device[_SLOT_MAPPING + name][:tokens]) for name in self._token_groups}
         inputs = {}
         for one in self._inputs:
             shape = one.shape(tokens, rows)
@@ -147,7 +150,6 @@ class StepBuffers(StagedArrays):
             lengths,
             pages=pages,
             backends=backends,
-            slots=slots,
             inputs=inputs,
             state=state,
             num_rows=rows,
@@ -157,8 +159,7 @@ class StepBuffers(StagedArrays):
 
     def update(self, step: Step, max_seq_len: int) -> None:
         """Reuse an earlier step of the same sequences: set their lengths, and the host's arrays that are filled now."""
-        for name in self._paged:
-            metadata = step.metadata[name]
+        for metadata in step.metadata.values():
             metadata.max_seq_len = max_seq_len
             metadata.query_start_loc_cpu = self.host["query_start_loc"][: step.padded_seqs + 1]
             metadata.seq_lens_cpu = self.host["seq_lens"][: step.padded_seqs]

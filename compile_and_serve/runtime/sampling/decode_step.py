@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.step import LOGITS, TOKENS, Step, StepInput
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS, sample_rows
 
@@ -28,7 +28,7 @@ class DecodeStep(Step):
 
     declared: the step's inputs. sampling: what tokens are sampled with (`SAMPLING_FIELDS`), each [T]. slots: int64 [S], batch slots, R for
     padding. last_tokens: int64 [R + 1], sampled last. has_run: int32 [S], 1 where a step has run with these inputs, which are then advanced
-    first. seq_lens: int32 [S], 0 for padding. block_sizes: tokens per page of each paged group.
+    first. seq_lens: int32 [S], 0 for padding. block_sizes: tokens per page of each group whose pages hold tokens.
 
     Of steps with drafts: num_new_tokens: int64 [R + 1], accepted drafts + 1 of each slot's sequence in its last such step; 0 for padding.
     drafts: int64 [R + 1, K], what a drafter on the device made, -1 where there is no draft; None: the host fills in the drafts.

@@ -20,10 +20,11 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, captur
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import PieceStep
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.dummy_step import make_step
-from compile_and_serve.custom_ops.step import KV_CACHES, Step
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import PAGE_SIZES, caches, fill, step, tiny_spec

@@ -10,7 +10,9 @@ from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference, rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, running
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import running
 from tests.support import attention_cases as cases
 from tests.support.kernels import require_cpu_kernels
 from tests.support.numbers import relative_error

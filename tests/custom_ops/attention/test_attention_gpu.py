@@ -18,7 +18,9 @@ from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.step import KV_CACHES, SCALE_BYTES, AttentionFeature, running
+from compile_and_serve.custom_ops.state.kind import AttentionFeature
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, SCALE_BYTES
+from compile_and_serve.custom_ops.step import running
 from tests.support import attention_cases as cases
 from tests.support.cuda import CUDA, LIMIT, random
 from tests.support.numbers import relative_error

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.attention import flashinfer_backend
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.flashinfer_backend import (
     EXPANDED_BYTES,
     FA3_MIN_QUERY_LEN,
@@ -23,6 +22,7 @@ from compile_and_serve.custom_ops.attention.flashinfer_backend import (
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
 from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
 from compile_and_serve.custom_ops.platform import CpuPlatform
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.attention import mla_torch
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.quantization import LARGEST
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from tests.support.attention_cases import BATCHES, Batch, make_metadata
 from tests.support.numbers import relative_error
 

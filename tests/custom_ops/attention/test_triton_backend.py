@@ -17,12 +17,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from compile_and_serve.custom_ops.attention import triton_decode
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.attention import Scores
 from compile_and_serve.custom_ops.attention.int8_cache import int8_parts
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
-from compile_and_serve.custom_ops.step import KV_CACHES, running
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import running
 from compile_and_serve.custom_ops.triton_common import SPLIT_COUNTERS
 from tests.support import attention_cases as cases
 from tests.support.numbers import relative_error

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.step import running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec

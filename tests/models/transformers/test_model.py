@@ -320,7 +320,7 @@ def test_unsupported_model_is_one_sentence(architecture: str, changes: dict[str,
 )
 def test_masks_and_scores_are_recognized(architecture: str, changes: dict[str, Any], groups: Any) -> None:
     spec = build(architecture, **changes)
-    found = [(group.name, group.window, group.chunked, tuple(group.scores)) for group in spec.state]
+    found = [(group.name, group.kind.window, "chunks" in group.features, tuple(group.scores)) for group in spec.state]
     if groups is None:
         assert {feature for group in spec.state for feature in group.features} == {"window", "sinks"}
     else:

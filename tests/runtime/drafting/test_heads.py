@@ -211,7 +211,7 @@ class Reference:
             spec.inputs,
             spec.state,
             [(0, count)],
-            state=zero_state(spec.state, 1, 1, sizes, torch.float32),
+            state=zero_state(spec.state, 1, sizes, torch.float32),
             tokens_per_page=sizes,
             token_ids=tokens,
             row_indices=np.arange(count),

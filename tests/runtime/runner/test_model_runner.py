@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.step import KV_CACHES, Step
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES
+from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.runner.model_runner import NOT_TAKEN_IN
 from compile_and_serve.runtime.runner.pending_step import NOT_FINITE

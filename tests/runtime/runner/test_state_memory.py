@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.step import KVCacheSpec, SlotState, StateGroup
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer
+from compile_and_serve.custom_ops.state.tokens import KVCacheSpec, TokenWindow
 from compile_and_serve.models.spec import full_attention
 from compile_and_serve.runtime.config import CacheConfig
 from compile_and_serve.runtime.runner.state_memory import (
@@ -39,8 +41,8 @@ def test_page_bytes() -> None:
 
 
 FULL = StateGroup(name="full", layers=(KVCacheSpec(num_kv_heads=2, head_dim=8),) * 2)
-WINDOW = StateGroup(name="near", layers=(KVCacheSpec(num_kv_heads=1, head_dim=8),) * 9, window=20)
-RECURRENT = StateGroup(name="slots", layers=(SlotState(tensors=((3, 4), (5,))),) * 2, paged=False, dtype=torch.float32)
+WINDOW = StateGroup(name="near", layers=(KVCacheSpec(num_kv_heads=1, head_dim=8),) * 9, kind=TokenWindow(size=20))
+RECURRENT = StateGroup(name="slots", layers=(RecurrentLayer(shapes=((3, 4), (5,))),) * 2, kind=Recurrent())
 
 
 def test_pages_of_all_groups_have_equal_bytes() -> None:

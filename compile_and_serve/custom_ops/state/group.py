@@ -1,0 +1,78 @@
+"""`StateGroup`: state of layers that are alike, as a model declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from compile_and_serve.custom_ops.mesh import Mesh
+from compile_and_serve.custom_ops.state.kind import AttentionFeature, GroupLayout, LayerState, ScoreFeature, StateKind, StateTensor
+from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateGroup:
+    """State of layers that are alike, kept from step to step.
+
+    name: of the model's argument: a list with one entry per layer, a tensor or (if a layer keeps several) a tuple of tensors.
+    kind: how it is kept. scores: what the group's attention ops do to their scores.
+    """
+
+    name: str
+    layers: tuple[LayerState, ...]
+    kind: StateKind = ALL_TOKENS
+    scores: frozenset[ScoreFeature] = frozenset()
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the group's ops are `cas::attention` or `cas::mla_attention`, which need an attention backend."""
+        return all(layer.attention is not None for layer in self.layers)
+
+    @property
+    def features(self) -> frozenset[AttentionFeature]:
+        """What the group needs of an attention backend beyond causal softmax attention."""
+        return self.scores.union(self.kind.features, *(layer.attention or () for layer in self.layers))
+
+    def of_rank(self, mesh: Mesh) -> StateGroup:
+        """What one rank of the mesh keeps."""
+        return replace(self, layers=tuple(layer.of_rank(mesh) for layer in self.layers))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """E.g. "kv_caches.3"; "states.3.1" where a layer keeps several."""
+        return tuple(self._tensors(1, torch.float32))
+
+    def layout(self, tokens_per_page: int, cache_dtype: torch.dtype) -> GroupLayout:
+        """The layout of pages of so many tokens, as small as they may be. cache_dtype: of the KV cache."""
+        return self.kind.layout(self._tensors(tokens_per_page, cache_dtype), tokens_per_page)
+
+    def layout_in(self, page_bytes: int, block_size: int, cache_dtype: torch.dtype) -> GroupLayout:
+        """The layout of pages of so many bytes. A page of tokens holds as many blocks of `block_size` tokens as fit."""
+        tokens = page_bytes // max(1, self.layout(block_size, cache_dtype).page_bytes) * block_size
+        return self.kind.layout(self._tensors(tokens, cache_dtype), tokens, page_bytes)
+
+    def bytes_read(self, num_tokens: int, cache_dtype: torch.dtype) -> dict[str, int]:
+        """By tensor, the bytes that a decode reads for a sequence of `num_tokens` tokens."""
+        layout = self.layout(1, cache_dtype)
+        return {name: self.kind.bytes_read(tensor, layout, num_tokens) for name, tensor in layout.tensors.items()}
+
+    def argument(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The model's argument: one entry per layer. tensors: by name."""
+        entries: list[Any] = []
+        for index, layer in enumerate(self.layers):
+            parts = len(layer.tensors(1, torch.float32))
+            one = tensors[f"{self.name}.{index}"] if parts == 1 else None
+            entries.append(one if parts == 1 else tuple(tensors[f"{self.name}.{index}.{i}"] for i in range(parts)))
+        return entries
+
+    def _tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> dict[str, StateTensor]:
+        tensors = {}
+        for index, layer in enumerate(self.layers):
+            parts = layer.tensors(tokens_per_page, cache_dtype)
+            for part, tensor in enumerate(parts):
+                name = f"{self.name}.{index}" if len(parts) == 1 else f"{self.name}.{index}.{part}"
+                tensors[name] = replace(tensor, dtype=self.kind.dtype_of(tensor, cache_dtype))
+        return tensors
