@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -201,12 +202,42 @@ def _asks_for(part: type, arguments: Mapping[str, Any]) -> bool:
     return bool(given)
 
 
+def json_object(name: str) -> Callable[[Mapping[str, Any] | str], dict[str, Any]]:
+    """Reads an object, also from JSON text. The function raises `ValueError`, "NAME must be a JSON object …"."""
+
+    def read(given: Mapping[str, Any] | str) -> dict[str, Any]:
+        found, reason = given, ""
+        if isinstance(given, str):
+            try:
+                found = json.loads(given)
+            except ValueError as error:
+                found, reason = given, f" ({error})"
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{name} must be a JSON object{reason}, got {given!r:.200}.")
+        return dict(found)
+
+    return read
+
+
 def parse_size(text: str) -> int:
     """The number of bytes in "2G", "512MiB", "1.5GiB" or "1000000". Raises `ValueError` for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _SIZE_UNITS:
         raise ValueError(f"A size must be like 2G, 512MiB or a number of bytes, got {text!r}.")
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def parse_count(text: str) -> int:
+    """The number in "4096", "32k" (32,000), "32K" (32,768), "25.6k" or "1m", as vLLM reads it. Raises `ValueError` for anything else."""
+    match = re.fullmatch(r"(-?\d+)|(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text.strip())
+    if match is None:
+        raise ValueError(f"A number must be like 4096, 32k (32000) or 32K (32768), got {text!r:.100}.")
+    whole, decimal, decimal_unit, binary, binary_unit = match.groups()
+    if whole is not None:
+        return int(whole)
+    if decimal is not None:
+        return int(float(decimal) * 1000 ** ("kmgt".index(decimal_unit) + 1))
+    return int(binary) * 1024 ** ("KMGT".index(binary_unit) + 1)
 
 
 def parse_counts(text: str) -> list[int]:

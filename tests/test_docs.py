@@ -10,6 +10,7 @@ import pytest
 
 from compile_and_serve.option_fields import options_of
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.serve.cli.vllm.catalogue import catalogue
 from compile_and_serve.serve.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,5 +84,7 @@ def test_flags_exist(document: Path) -> None:
     known |= {"--no-" + option.flag.removeprefix("--") for option in options if option.default is True}
     # typer makes a flag of each parameter's name
     known |= {"--" + name.replace("_", "-") for name in re.findall(r"^\s+(\w+): ", code, re.MULTILINE)}
+    if document.name == "vllm-flags.md":
+        known |= catalogue().by_spelling().keys()
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", document.read_text()))
     assert flags - known - FLAGS_OF_OTHERS == set()

@@ -47,8 +47,11 @@ class CompileConfig:
 
     quantization: Quantization | None = _model_option(
         None,
-        "Quantize the weights of linears to 8 bits, and their activations too unless the name ends in -weight-only.",
+        "Quantize the weights of linears to 8 bits, and their activations too unless the name ends in -weight-only: fp8, fp8-block, "
+        "fp8-weight-only, int8, int8-weight-only. The name of a checkpoint's own format, such as awq or gptq, is compared with the files.",
         flags=("--quantization", "-q"),
+        metavar="SCHEME",
+        flag_type=str,
     )
     quantization_exclude: tuple[str, ...] | None = _model_option(
         None, "Modules that --quantization leaves alone, e.g. '*.down_proj' (repeatable). By default lm_head.", metavar="GLOB"

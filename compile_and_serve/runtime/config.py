@@ -11,7 +11,7 @@ from typing import Any, Literal
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.custom_ops.device_names import is_device_name
 from compile_and_serve.custom_ops.mesh import SINGLE_RANK, Coordinates, Mesh
-from compile_and_serve.option_fields import at_least, option, parse_size
+from compile_and_serve.option_fields import at_least, json_object, option, parse_count, parse_size
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
@@ -20,6 +20,10 @@ PoolingType = Literal["last", "mean", "cls"]
 KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
 MIN_DRAFTED_ROWS = 512  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
+
+
+def _count_or_auto(text: str) -> int | None:
+    return None if text.strip().lower() in ("auto", "-1") else parse_count(text)
 
 
 _model_option, _cache_option = partial(option, panel="Model"), partial(option, panel="KV cache and prefix cache")
@@ -33,18 +37,33 @@ class ModelConfig:
 
     model: what the user wrote (folder, .gguf file, known name or Hub id). path: the local folder or file it resolved to.
     model_impl: "auto" runs transformers' class if this project has no file for the architecture; "transformers" always.
+    hf_overrides: fields that replace those of the model's config.json.
     skip_tokenizer_init: load no tokenizer; prompts are token ids.
     """
 
     model: str
     path: Path
     revision: str | None = _model_option(None, "Branch, tag or commit of a model on the Hugging Face Hub.")
+    download_dir: Path | None = _model_option(None, "Folder for models of the Hugging Face Hub. By default the Hub's own cache.")
     tokenizer: str | None = _model_option(None, "Folder or file of a tokenizer other than the model's.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model_option(
         "auto", "auto: bfloat16 if the device has instructions for it, else float32; float32 for a GGUF file on the CPU."
     )
+    hf_overrides: Mapping[str, Any] | None = _model_option(
+        None,
+        "Fields that replace those of the model's config.json, e.g. '{\"rope_theta\": 1000000}', or --hf-overrides.rope_theta 1000000.",
+        metavar="JSON",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+        convert=json_object("hf_overrides"),
+    )
     max_model_len: int | None = _model_option(
-        None, "Longest sequence in tokens, prompt and output together. By default the model's own limit.", checks=(at_least(1),)
+        None,
+        "Longest sequence in tokens, prompt and output together, e.g. 8192 or 32K. By default, and for auto, the model's own limit.",
+        metavar="TOKENS",
+        flag_type=str,
+        parse=_count_or_auto,
+        checks=(at_least(1),),
     )
     model_impl: Literal["auto", "transformers"] = _model_option(
         "auto", "transformers: use the transformers package's class. auto: only for models without a native implementation."
@@ -120,6 +139,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = _scheduler_option(
         None,
         "Maximum number of tokens per step, decodes and prefill chunks together. By default 2048 on the CPU and 8192 on CUDA.",
+        metavar="TOKENS",
+        flag_type=str,
+        parse=parse_count,
         checks=(at_least(1), (lambda count: count <= MAX_TOKEN_BUDGET, f"at most {MAX_TOKEN_BUDGET}")),
     )
     policy: Literal["fcfs", "priority"] = _scheduler_option(

@@ -20,10 +20,13 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     of range, `WeightError` if `resolve_model` does not find the model, and `TypeError` for an unknown option.
     """
     from compile_and_serve.runtime.weights import resolve_model
+    from compile_and_serve.runtime.weights.stored_method import names_a_format, scheme_to_apply
 
     for name in options.keys() - options_of(EngineConfig).keys():
         raise TypeError(f"make_engine_config() got an unexpected keyword argument {name!r}")
     require(bool(model), "model", "a folder, a .gguf file, a known name or a Hub id", model)
+    quantization = options.pop("quantization", None)
+    options["quantization"] = None if names_a_format(quantization) else quantization
     drafting = parse_speculative_config(options.get("speculative_config"))
     config = make_config(EngineConfig, options | {"model": model, "path": Path(model), "speculative_config": drafting})
     compile_config, mesh = config.compile, config.mesh
@@ -48,13 +51,15 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
             "set tensor_parallel_size to 1."
         )
+    path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir)
+    max_loras = compile_config.max_loras if config.enable_lora else 0
     return replace(
         config,
-        model=replace(config.model, path=resolve_model(model, config.model.revision)),
-        compile=compile_config if config.enable_lora else replace(compile_config, max_loras=0),
+        model=replace(config.model, path=path),
+        compile=replace(compile_config, max_loras=max_loras, quantization=scheme_to_apply(quantization, path)),
         drafter_path=None
         if drafting is None or drafting.model is None
-        else resolve_model(drafting.model, with_pickled=method_of(drafting).may_be_pickled),
+        else resolve_model(drafting.model, with_pickled=method_of(drafting).may_be_pickled, download_dir=config.model.download_dir),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
@@ -109,11 +110,14 @@ def create_app(
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
-    app = FastAPIOffline(
+    make_app = FastAPI if settings.disable_fastapi_docs else FastAPIOffline
+    no_documents: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url")) if settings.disable_fastapi_docs else {}
+    app = make_app(
         title="compile-and-serve",
         version=__version__,
         description=f"OpenAI-compatible inference of {', '.join(settings.served_model_names)}.",
         lifespan=lifespan,
+        **no_documents,
         root_path=settings.root_path,
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
@@ -125,7 +129,7 @@ def create_app(
         inputs=inputs,
         metrics=metrics,
         parsers=parsers,
-        prompts=ChatPrompts(inputs, pool, parsers, settings.chat_template, escape_special_tokens=settings.escape_special_tokens),
+        prompts=ChatPrompts(inputs, pool, parsers, settings),
         bodies=BodyWork(engine, pool, tokenizer),
         fingerprint=f"cas-{__version__}-{client.info.dtype.removeprefix('torch.')}",
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),

@@ -18,19 +18,17 @@ from compile_and_serve.serve.errors import user_errors
 from compile_and_serve.serve.protocol.chat import ChatFields
 from compile_and_serve.serve.protocol.client_parts import readable_messages
 from compile_and_serve.serve.protocol.client_tools import function_choice, function_tools
+from compile_and_serve.serve.settings import ServerSettings
 
 
 class ChatPrompts:
-    """template: source of the chat template that replaces the model's own.
+    """settings: the chat template that replaces the model's own, its defaults, and whether special tokens stay text.
 
-    escape_special_tokens: special tokens in the text of users, systems and tools, and in the tools and documents themselves, stay text.
+    They do in the text of users, systems and tools, and in the tools and documents themselves.
     """
 
-    def __init__(
-        self, inputs: InputProcessor, templates: TemplatePool, parsers: Parsers, template: str | None, *, escape_special_tokens: bool
-    ) -> None:
-        self._inputs, self._parsers, self._template = inputs, parsers, template
-        self._escape_special_tokens = escape_special_tokens
+    def __init__(self, inputs: InputProcessor, templates: TemplatePool, parsers: Parsers, settings: ServerSettings) -> None:
+        self._inputs, self._parsers, self._settings = inputs, parsers, settings
         self.templates = templates
 
     def tool_use(self, body: ChatFields, *, only_prompt: bool = False) -> ToolUse:
@@ -38,13 +36,15 @@ class ChatPrompts:
         parallel = body.parallel_tool_calls is not False
         tools, choice = function_choice(body.tool_choice, function_tools(body.tools))
         with user_errors():
-            return tool_use(tools, choice, self._parsers, parallel=parallel, only_shown=only_prompt)
+            return tool_use(
+                tools, choice, self._parsers, parallel=parallel, only_shown=only_prompt, open_schemas=self._settings.open_schemas
+            )
 
     def render(self, body: ChatFields, use: ToolUse) -> ChatText:
         """The text of a conversation with its tools. Raises a 400, or a `ValueError` of the runtime."""
         tokenizer = self._inputs.require_tokenizer("a conversation")
-        given, options = readable_messages(body.messages), body.template_options()
-        if not self._escape_special_tokens:
+        given, options = readable_messages(body.messages), self._options(body)
+        if not self._settings.escape_special_tokens:
             return ChatText(self._render(tokenizer, given, use, options))
         hidden = Placeholders(tokenizer)
         try:
@@ -57,6 +57,15 @@ class ChatPrompts:
         except RecursionError:
             raise ChatTemplateError("The messages are nested too deeply.") from None
 
+    def _options(self, body: ChatFields) -> dict[str, Any]:
+        """The request's options of the template, and the server's where the request has none."""
+        settings, options = self._settings, body.template_options()
+        variables = {**(settings.default_chat_template_kwargs or {}), **options["template_kwargs"]}
+        effort, other_words = variables.get("reasoning_effort"), settings.reasoning_effort_map or {}
+        if isinstance(effort, str) and effort in other_words:
+            variables["reasoning_effort"] = other_words[effort]
+        return options | {"template_kwargs": variables, "content_format": settings.chat_template_content_format}
+
     def _render(self, tokenizer: Tokenizer, given: Sequence[Any], use: ToolUse, options: dict[str, Any]) -> str:
         messages, tools = show_tools(given, use, self._parsers)
-        return self.templates.render(tokenizer, messages, template=self._template, tools=tools or None, **options)
+        return self.templates.render(tokenizer, messages, template=self._settings.chat_template, tools=tools or None, **options)

@@ -81,7 +81,7 @@ def complete_settings(config: EngineConfig, settings: ServerSettings, templates:
         template = changes["chat_template"] = read_chat_template(settings.chat_template)
         templates.check(template)
     if not settings.default_sampling:
-        defaults: dict[str, Any] = load_generation_defaults(config.model.path) | dict(settings.override_sampling)
+        defaults: dict[str, Any] = _generation_defaults(config, settings) | dict(settings.override_sampling)
         if settings.repetition_detection is not None:
             defaults["repetition_detection"] = settings.repetition_detection
         changes["default_sampling"] = defaults
@@ -92,6 +92,18 @@ def complete_settings(config: EngineConfig, settings: ServerSettings, templates:
                 f"The sampling defaults of generation_config.json and --override-generation-config cannot be used: {error}"
             ) from error
     return replace(settings, **changes)
+
+
+def _generation_defaults(config: EngineConfig, settings: ServerSettings) -> dict[str, float | int]:
+    """The sampling defaults of the file that --generation-config means."""
+    if settings.generation_config == "vllm":
+        return {}
+    if settings.generation_config == "auto":
+        return load_generation_defaults(config.model.path)
+    folder = Path(settings.generation_config)
+    if not (folder / "generation_config.json").is_file():
+        raise ServerStartError(f"--generation-config must be auto, vllm or a folder with generation_config.json, got {str(folder)!r:.200}.")
+    return load_generation_defaults(folder)
 
 
 def read_chat_template(given: str) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from compile_and_serve.option_fields import MISSING, option, parse_size
+from compile_and_serve.option_fields import MISSING, json_object, option, parse_size
 from compile_and_serve.runtime.logs import LogFormat
 from compile_and_serve.runtime.sampling_params import RepetitionDetectionParams
 from compile_and_serve.serve.tls import TlsSettings
 
 MAX_API_SERVERS = 64
+MetricsPrefix = Literal["cas", "vllm", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,27 +47,31 @@ class ConnectionLimits:
 
 
 def _named_paths(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    pairs = []
-    for one in given:
-        name, separator, path = one.partition("=")
-        if not (name and separator and path):
-            raise ValueError(f"--lora-modules takes NAME=PATH, got {one!r:.200}.")
-        pairs.append((name, Path(path).resolve()))
-    return tuple(pairs)
+    return tuple((name, Path(path).resolve()) for one in given for name, path in _adapters(one))
+
+
+def _adapters(text: str) -> list[tuple[str, str]]:
+    """The names and paths in NAME=PATH, in vLLM's JSON object, or in a list of these."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"--lora-modules: {text!r:.200} is not valid JSON ({error}).") from None
+        entries = found if isinstance(found, list) else [found]
+        pairs = [(one.get("name", ""), one.get("path", "")) if isinstance(one, dict) else ("", "") for one in entries]
+    else:
+        name, _, path = text.partition("=")
+        pairs = [(name, path)]
+    if not all(isinstance(part, str) and part for pair in pairs for part in pair):
+        raise ValueError(f'--lora-modules takes NAME=PATH or {{"name": NAME, "path": PATH}}, got {text!r:.200}.')
+    return pairs
 
 
 def parse_sampling_defaults(given: str | None) -> dict[str, float | int]:
     """The value of --override-generation-config. Raises `ValueError` for anything but numbers under known names."""
-    import json
-
     from compile_and_serve.runtime.text.load_tokenizer import GENERATION_DEFAULTS
 
-    try:
-        found = json.loads(given or "{}")
-    except ValueError as error:
-        raise ValueError(f"--override-generation-config must be a JSON object ({error}), got {given!r:.200}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--override-generation-config must be a JSON object, got {given!r:.200}.")
+    found = json_object("--override-generation-config")(given or "{}")
     for name, value in found.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name not in GENERATION_DEFAULTS or not is_number:
@@ -127,6 +133,23 @@ class ServerSettings:
     )
     root_path: str = _server_option("", "Path prefix under which a proxy exposes the server.")
     chat_template: str | None = _server_option(None, "A Jinja file or Jinja source that replaces the model's chat template.")
+    chat_template_content_format: Literal["auto", "string", "openai"] = _server_option(
+        "auto", "How the chat template takes a message's content: as a text, or as OpenAI's list of parts. auto: found in the template."
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = _server_option(
+        None,
+        "Variables of the chat template for requests that do not set them, e.g. '{\"enable_thinking\": false}'.",
+        metavar="JSON",
+        flag_type=str,
+        parse=json_object("--default-chat-template-kwargs"),
+    )
+    reasoning_effort_map: Mapping[str, str] | None = _server_option(
+        None,
+        'Words that the chat template gets for a request\'s reasoning effort, e.g. \'{"medium": "low"}\'.',
+        metavar="JSON",
+        flag_type=str,
+        parse=json_object("--reasoning-effort-map"),
+    )
     tool_call_parser: str | None = _server_option(
         None,
         "Format in which the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, pythonic, "
@@ -160,6 +183,9 @@ class ServerSettings:
         parse=parse_size,
     )
     response_store_seconds: float = _server_option(86400.0, "Time after which a stored response is dropped.")
+    generation_config: str = _server_option(
+        "auto", "Where sampling defaults come from. auto: the model's generation_config.json; vllm: none; FOLDER: that folder's file."
+    )
     override_sampling: Mapping[str, float | int] = option(
         MISSING,
         "Sampling defaults that come before those of generation_config.json, e.g. '{\"temperature\": 0.5}'.",
@@ -178,6 +204,15 @@ class ServerSettings:
         flag_type=str,
         parse=parse_repetition_detection,
     )
+    open_schemas: bool = _server_option(
+        False,
+        "Let objects in JSON schemas of tools and response_format have properties that the schema does not declare. By default they may "
+        "only where it has additionalProperties.",
+    )
+    force_include_usage: bool = _server_option(
+        False, "End every stream with its usage, whether or not the request asks for it.", flags=("--enable-force-include-usage",)
+    )
+    disable_fastapi_docs: bool = _server_option(False, "Serve neither /docs, /redoc nor /openapi.json.")
     tokenizer_info: bool = _server_option(
         False, "Serve /tokenizer_info, with special tokens and chat templates.", flags=("--enable-tokenizer-info-endpoint",)
     )
@@ -232,6 +267,9 @@ class ServerSettings:
     log_format: LogFormat = _log_option("text", "json: one JSON object per line, of all processes.")
     access_log: bool = _log_option(True, "Log every request.")
     throughput_log: float = _log_option(10.0, "While there is load, log the throughput at this interval; 0: never.", metavar="SECONDS")
+    metrics_prefix: MetricsPrefix = _log_option(
+        "both", "How names under /metrics begin: with cas:, with vllm: as dashboards for vLLM expect, or all names with both."
+    )
     otlp_traces_endpoint: str | None = _log_option(
         None,
         "Send OpenTelemetry traces to this OTLP/HTTP endpoint, e.g. http://localhost:4318/v1/traces. Needs compile-and-serve[otel].",

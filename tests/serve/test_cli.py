@@ -37,7 +37,7 @@ ENGINE_FLAGS = {
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
     "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
     "--logprobs-mode",
-    "--speculative-config", "--expert-metrics",
+    "--speculative-config", "--expert-metrics", "--hf-overrides", "--download-dir",
 }  # fmt: skip
 
 # Removing or renaming a flag breaks users' scripts: change this list only on purpose.
@@ -51,6 +51,8 @@ FLAGS = {
         "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",
         "--lora-modules", "--lora-dir", "--config", "--admin-api-key", "--admin-api-key-file", "--enable-admin-routes", "--uds",
         "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--ssl-require-client-cert", "--ssl-ciphers", "--request-timeout",
+        "--chat-template-content-format", "--default-chat-template-kwargs", "--reasoning-effort-map", "--generation-config",
+        "--open-schemas", "--enable-force-include-usage", "--disable-fastapi-docs", "--metrics-prefix",
         "--stream-keepalive", "--api-server-count", "--log-format", "--throughput-log", "--otlp-traces-endpoint",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},

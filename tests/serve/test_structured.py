@@ -78,7 +78,10 @@ async def test_text_is_free(server: Server) -> None:
             "must be a JSON schema",
         ),
         ({"response_format": {"type": "structural_tag", "format": {"type": "foo"}}}, "response_format", "$.format.type"),
-        ({"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "regex and choice"),
+        ({"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}, "guided_regex", "cannot be combined"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "structured_outputs", "cannot be combined"),
         ({"structured_outputs": {"json": {"enum": ["x" * (2 << 20)]}}}, "structured_outputs", "at most 1048576 characters"),
     ],
 )
@@ -88,6 +91,74 @@ async def test_wrong_forms_are_a_400_that_names_the_place(
     for send in (server.chat, server.complete):
         assert_error(await send(**fields, stream=stream), 400, param=param, says=says)
     assert server.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "form"),
+    [
+        ("guided_json", {"type": "integer"}, {"json": {"type": "integer"}}),
+        ("guided_json", '{"type": "integer"}', {"json": '{"type": "integer"}'}),
+        ("guided_regex", "a+", {"regex": "a+"}),
+        ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
+        ("guided_grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+        (
+            "structural_tag",
+            {"format": {"type": "regex", "pattern": "a"}},
+            {"structural_tag": {"format": {"type": "regex", "pattern": "a"}}},
+        ),
+    ],
+)
+async def test_older_names_of_the_forms_are_the_same(server: Server, field: str, value: Any, form: dict[str, Any]) -> None:
+    for send in (server.chat, server.complete):
+        assert (await send(structured_outputs=form)).status_code == 200
+        expected = grammar_of(server)
+        answer = await send(**{field: value}, guided_decoding_backend="outlines")
+        assert answer.status_code == 200, answer.text
+        assert grammar_of(server) == expected
+
+
+async def test_older_names_carry_settings(server: Server) -> None:
+    assert (await server.chat(structured_outputs={"json": {}, "whitespace_pattern": "x"})).status_code == 200
+    expected = grammar_of(server)
+    assert (await server.chat(guided_json={}, guided_whitespace_pattern="x")).status_code == 200
+    assert grammar_of(server) == expected
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CLOSED_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+    "tag": (
+        "/v1/chat/completions",
+        {"response_format": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}},
+    ),
+    "completions": ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+    "forced tool": ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "required"}),
+    "responses": ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}),
+    "messages": ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_BODIES)
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_objects_of_schemas_are_closed_unless_they_say_otherwise(start_server: StartServer, name: str, is_open: bool) -> None:
+    server = await start_server(open_schemas=is_open, engine={"max_model_len": 1024})
+    path, fields = CLOSED_BODIES[name]
+    prompt = {"input": "Hi"} if "responses" in path else {"prompt": "Hi"} if path == "/v1/completions" else {}
+    messages = {} if prompt else {"messages": [{"role": "user", "content": "Hi"}]}
+    limit = {} if "responses" in path else {"max_tokens": 10}
+    answer = await server.http.post(path, json={**prompt, **messages, **limit, **fields})
+    assert answer.status_code == 200, answer.text
+    [schema] = [part["json_schema"] for part in grammar_of(server) if "json_schema" in part]
+    for one in (schema, schema["properties"]["a"]):
+        assert one.get("additionalProperties") is (None if is_open else False)
+
+
+async def test_structured_outputs_are_closed_on_request(server: Server) -> None:
+    for closes in (False, True):
+        assert (await server.chat(structured_outputs={"json": SCHEMA, "disable_additional_properties": closes})).status_code == 200
+        [part] = grammar_of(server)
+        assert part["json_schema"].get("additionalProperties") is (False if closes else None)
 
 
 async def test_deep_schemas_are_a_400(server: Server) -> None:

@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from compile_and_serve.runtime.parsers.registry import ParserError
-from compile_and_serve.runtime.tools.tool_use import closed
 from tests.serve.conftest import Server, StartServer
 from tests.support.fake_engine import says
 from tests.support.sse import read_events
@@ -227,19 +226,6 @@ async def test_invalid_schema_is_a_400_with_its_path(start_server: StartServer) 
     response = await server.chat(tools=[text], tool_choice="required")
     assert response.status_code == 400
     assert "must have the type 'object', got 'string'" in response.json()["error"]["message"]
-
-
-def test_declared_objects_are_closed() -> None:
-    inner = {"properties": {"x": {}}, "additionalProperties": True}
-    schema = {"properties": {"a": {"properties": {"b": {}}}, "list": {"items": {"properties": {}}}, "open": inner}}
-    found = closed(schema)
-    assert found["additionalProperties"] is False
-    assert found["properties"]["a"]["additionalProperties"] is False
-    assert found["properties"]["list"]["items"]["additionalProperties"] is False
-    assert found["properties"]["open"] == inner
-    combined = {"allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}}
-    assert closed(combined) == combined
-    assert closed({"anyOf": [{"properties": {"a": {}}}]})["anyOf"][0]["additionalProperties"] is False
 
 
 async def test_grammar_begins_after_the_reasoning(start_server: StartServer) -> None:

@@ -45,7 +45,7 @@ from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo, WorkerInfo
-from compile_and_serve.runtime.weights import load_weights, read_config
+from compile_and_serve.runtime.weights import load_weights, read_model_config
 
 
 def join_ranks(rank: Rank, device: torch.device, on_stage: StageCallback) -> None:
@@ -201,7 +201,7 @@ class LoadedModel:
 def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> LoadedModel:
     """Read the config, compile the model, load the weights. Raises the `ValueError` family as `Worker` does."""
     start = time.perf_counter()
-    model_config = read_config(config.model.path)
+    model_config = read_model_config(config.model)
     config = with_cache_dtype(config, model_config, device)
     dtype = model_dtype(config, device)
     cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)

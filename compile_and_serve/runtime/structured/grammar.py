@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from compile_and_serve.runtime.structured.closing import close_objects
 from compile_and_serve.runtime.structured.distinct import Rules, distinct_strings
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.json_schema import locate, original_path, parse_json, rewrite
@@ -122,6 +123,8 @@ def _schema(given: Any, path: str, params: StructuredOutputsParams, rules: Rules
             raise GrammarError("The schema is nested too deeply", path) from None
         rules.update(found)
     schema = rewrite(given, path)
+    if params.disable_additional_properties:
+        schema = close_objects(schema)
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}

@@ -20,6 +20,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         The types of a format are const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags and
         tags_with_separator.
 
+    disable_additional_properties: objects of the schemas have only properties that a schema declares, unless it has additionalProperties
+    (`closing.close_objects`).
     disable_any_whitespace: JSON is written without optional whitespace. whitespace_pattern: a regex for JSON's optional
     whitespace; by default up to 32 spaces, tabs and line ends at each place.
     begins_after: token id sequences. Tokens are free until the first of them was generated, and structured after it. Empty:
@@ -44,6 +46,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
+    disable_additional_properties: bool = False
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     begins_after: list[list[int]] = []

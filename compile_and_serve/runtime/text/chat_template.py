@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jinja2
 import jinja2.ext
@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 logger = logging.getLogger(__name__)
 
+ContentFormat = Literal["auto", "string", "openai"]
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SYSTEM_ROLES = ("system", "developer")
@@ -155,6 +156,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    content_format: ContentFormat = "auto",
 ) -> str:
     """The prompt's text for a conversation.
 
@@ -163,6 +165,7 @@ def render_chat(
     add_generation_prompt: end with the beginning of an assistant's message.
     continue_final_message: leave the last message open, so that the model continues it.
     tools, documents: passed to the template. template_kwargs: further variables of the template.
+    content_format: how the template takes contents: "string", "openai" (a list of parts), or as `_compile` has found out.
     Raises `ChatTemplateError` for messages or variables that the template cannot render.
     """
     if add_generation_prompt and continue_final_message:
@@ -173,9 +176,13 @@ def render_chat(
         raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}, which the conversation defines.")
     source = template if template is not None else _choose(tokenizer, has_tools=bool(tools))
     compiled = _compile(source)
+    if content_format != "auto":
+        compiled = compiled._replace(iterates_parts=content_format == "openai")
     conversation = [_normalize(message, index, compiled) for index, message in enumerate(messages)]
     if not conversation:
         raise ChatTemplateError("messages must hold at least one message.")
+    if content_format == "openai":
+        conversation = [_with_parts(message) for message in conversation]
     if any(message["role"] in _SYSTEM_ROLES for message in conversation[1:]) and not _takes_late_instructions(source):
         conversation = _with_early_instructions(conversation)
     if continue_final_message:
@@ -235,6 +242,11 @@ def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> d
         if isinstance(result.get(name), str):
             result.setdefault(other, result[name])
     return result
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) and content else message
 
 
 @lru_cache(maxsize=32)

@@ -64,8 +64,12 @@ def tool_use(
     *,
     parallel: bool,
     only_shown: bool = False,
+    open_schemas: bool = False,
 ) -> ToolUse:
-    """The checked use of tools. only_shown: no answer is generated, so no parser is needed. Raises `ToolUseError`."""
+    """The checked use of tools. Raises `ToolUseError`.
+
+    only_shown: no answer is generated, so no parser is needed. open_schemas: arguments may have properties that a schema does not declare.
+    """
     known = _tools(tools or ())
     mode, name = _choice(choice, known)
     if mode == "none" or not known:
@@ -84,7 +88,8 @@ def tool_use(
         raise ToolUseError("The schemas of the tools are nested too deeply.", "tools") from None
     grammar = None
     if tag is not None:
-        grammar = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})
+        structural_tag = {"type": "structural_tag", "format": tag}
+        grammar = StructuredOutputsParams(structural_tag=structural_tag, disable_additional_properties=not open_schemas)
     return ToolUse(
         parser=parser,
         shown=tools or (),
@@ -211,29 +216,7 @@ def _enforced(tool: Tool) -> Any:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         sentence = f"The parameters of {tool.name!r:.{_MAX_ECHO}} must have the type 'object', got {kind!r:.{_MAX_ECHO}}."
         raise ToolUseError(sentence, "tools")
-    return closed({**tool.schema, "type": "object"})
-
-
-def closed(schema: Any) -> Any:
-    """The schema, refusing properties that it does not declare unless it says otherwise.
-
-    Functions do not take undeclared arguments, and small models do not stop writing them.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    result = dict(schema)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), Mapping):
-            result[key] = {name: closed(part) for name, part in schema[key].items()}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            result[key] = [closed(part) for part in schema[key]]
-    if "items" in schema:
-        result["items"] = closed(schema["items"])
-    combines = any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"))
-    if isinstance(schema.get("properties"), Mapping) and not combines:
-        result.setdefault("additionalProperties", False)
-    return result
+    return {**tool.schema, "type": "object"}
 
 
 def _calls(parser: type[ToolParser], tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:

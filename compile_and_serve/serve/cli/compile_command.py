@@ -40,7 +40,7 @@ def compile_model_command(
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
     from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
     from compile_and_serve.runtime.runner.device import model_dtype, resolve_kv_cache_dtype, use_threads, with_cache_dtype
-    from compile_and_serve.runtime.weights import read_config
+    from compile_and_serve.runtime.weights import read_model_config
 
     config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
     started = time.perf_counter()
@@ -48,7 +48,7 @@ def compile_model_command(
         device = resolve_device(config.device)
         dtype = model_dtype(config, device)
         use_threads(config.num_threads, config.num_processes)
-        model_config = read_config(config.model.path)
+        model_config = read_model_config(config.model)
         config = with_cache_dtype(config, model_config, device)
         spec = build_model(
             model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None

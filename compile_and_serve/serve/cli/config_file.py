@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
+
+from compile_and_serve.serve.cli.vllm.catalogue import catalogue
+from compile_and_serve.serve.cli.vllm.command import values_of
+from compile_and_serve.serve.cli.vllm.decisions import DECISIONS
 
 _NOT_IN_FILE = frozenset({"help", "config"})
 # Other plain words stay text: as a number, the key 0123 would become 83.
@@ -29,7 +34,8 @@ def _read(context: typer.Context, path: Path) -> dict[str, Any]:
         }
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), TextLoader)
+        text = path.read_text(encoding="utf-8")
+        content, typed = yaml.load(text, TextLoader), yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}.") from None
     except yaml.YAMLError as error:
@@ -43,12 +49,17 @@ def _read(context: typer.Context, path: Path) -> dict[str, Any]:
         for spelling in (parameter.name, *parameter.opts):
             if spelling and parameter.name not in _NOT_IN_FILE:
                 parameters[spelling.lstrip("-").replace("-", "_")] = parameter
-    values = {}
+    values, of_vllm = {}, list[str]()
     for name, value in content.items():
         known = parameters.get(str(name).replace("-", "_"))
-        if known is None or known.name is None:
-            raise typer.BadParameter(f"{path}: {context.info_name} has no flag --{str(name).replace('_', '-')}.")
+        flag = "--" + str(name).replace("_", "-")
+        is_of_vllm = flag in catalogue().by_spelling() and str(name) not in _NOT_IN_FILE
+        if not is_of_vllm and (known is None or known.name is None):
+            raise typer.BadParameter(f"{path}: {context.info_name} has no flag {flag}.")
         if value is None:  # an empty value leaves the flag unset
+            continue
+        if known is None or known.name is None or (is_of_vllm and (flag in DECISIONS or isinstance(value, dict))):
+            of_vllm += _as_arguments(flag, typed[name] if isinstance(value, dict) else value)
             continue
         is_flag, takes_many = getattr(known, "is_flag", False), getattr(known, "multiple", False)
         if is_flag != isinstance(value, bool):
@@ -61,4 +72,13 @@ def _read(context: typer.Context, path: Path) -> dict[str, Any]:
             if not all(isinstance(one, str) for one in value):
                 raise typer.BadParameter(f"{path}: {name} must be a list of values: put words like yes and null in quotes.")
         values[known.name] = value
-    return values
+    return (values_of(context, of_vllm) | values) if of_vllm else values
+
+
+def _as_arguments(flag: str, value: Any) -> list[str]:
+    """A flag of vLLM with the value that a YAML file gives it, as words of a command line."""
+    if isinstance(value, bool):
+        return [flag] if value else [f"--no-{flag.removeprefix('--')}"]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    return [flag, *(str(one) for one in (value if isinstance(value, list) else [value]))]

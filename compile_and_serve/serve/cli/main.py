@@ -17,6 +17,7 @@ from compile_and_serve.serve.cli.inspect_command import inspect_command
 from compile_and_serve.serve.cli.models_command import models_command
 from compile_and_serve.serve.cli.quantize_command import quantize_command
 from compile_and_serve.serve.cli.serve_command import serve_command
+from compile_and_serve.serve.cli.vllm.command import VllmCommand
 
 app = typer.Typer(
     name="compile-and-serve",
@@ -41,7 +42,7 @@ def _root(
 ) -> None: ...
 
 
-app.command("serve")(command(serve_command))
+app.command("serve", cls=VllmCommand)(command(serve_command))
 app.command("compile")(command(compile_model_command))
 app.command("generate")(command(generate_command))
 app.command("inspect")(command(inspect_command))

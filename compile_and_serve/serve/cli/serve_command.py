@@ -16,6 +16,7 @@ from compile_and_serve.serve.cli.api_keys import ADMIN_KEY_VARIABLE, API_KEY_VAR
 from compile_and_serve.serve.cli.config_file import apply_config_file
 from compile_and_serve.serve.cli.flags import ACCESS_PANEL, CONNECTION_PANEL, ModelArgument
 from compile_and_serve.serve.cli.output import StageDisplay, StageLog, error_console, use_json_logs
+from compile_and_serve.serve.cli.vllm.command import check_flags, sentences_about_flags
 from compile_and_serve.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def serve_command(
     engine_options: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions API, metrics and health checks."""
+    check_flags()
     from compile_and_serve.runtime.child_process import freeze_heap
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.parsers.registry import check_names
@@ -95,6 +97,8 @@ def serve_command(
     started = time.perf_counter()
     if settings.log_format == "json":
         use_json_logs()
+    for sentence in sentences_about_flags():
+        logger.warning("%s", sentence)
     with graphs, StageLog() if settings.log_format == "json" else StageDisplay() as stages:
 
         def on_ready(url: str, info: EngineInfo) -> None:

@@ -54,7 +54,8 @@ class Conversation:
         """Check the whole request and render its prompt. Raises `ApiError`."""
         check_generates(context.inputs.info)
         tools = await context.bodies.run(request, lambda: context.prompts.tool_use(body))
-        await context.bodies.check_structure(body.structure() if tools.grammar is None else tools.grammar)
+        structure = body.structure(open_schemas=context.settings.open_schemas)
+        await context.bodies.check_structure(structure if tools.grammar is None else tools.grammar)
         return await context.bodies.run(request, lambda: cls._create(body, tools, request, context, request_id), renders=True)
 
     @classmethod
@@ -64,7 +65,7 @@ class Conversation:
         settings, parsers = context.settings, context.parsers
         model, lora = context.adapters.check_model(body.model)
         check_fields(body, priority=body.priority, priorities=settings.priorities)
-        params = body.params(settings.default_sampling)
+        params = body.params(settings.default_sampling, open_schemas=settings.open_schemas)
         names = body.names()
         if tools.grammar is not None:
             names = {**names, "structured_outputs": "tools"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from prometheus_client.registry import Collector
 from compile_and_serve.runtime.messages import EngineInfo, EngineStats, FinishReason
 from compile_and_serve.runtime.text.output_processor import CompletionDelta
 from compile_and_serve.serve.observe.throughput import TokenCounts, total_load
+from compile_and_serve.serve.settings import MetricsPrefix
 
 Sample = tuple[str, dict[str, str], float]  # name, labels, value
 MetricFamily = tuple[str, str, str, list[Sample]]  # name, text, type, samples
 
 PREFIX = "cas:"
+_NAMES = re.compile(rb"^(# (?:HELP|TYPE) )?cas:", re.MULTILINE)
 _LABEL = "model_name"
 _MAX_ADAPTERS = 100  # labels; further adapters are counted together
 _OTHER_ADAPTERS = "other"
@@ -290,6 +293,14 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, [_LABEL], registry=self.registry, buckets=buckets).labels(self._model)
+
+
+def with_prefix(text: bytes, prefix: MetricsPrefix) -> bytes:
+    """Metrics in Prometheus' text format under the names that the server was asked for, all of them twice for "both"."""
+    if prefix == "cas":
+        return text
+    renamed = _NAMES.sub(rb"\1vllm:", text)
+    return text + renamed if prefix == "both" else renamed
 
 
 def sum_families(processes: Sequence[Sequence[MetricFamily]]) -> list[MetricFamily]:

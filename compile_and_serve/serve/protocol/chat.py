@@ -70,10 +70,12 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     )
     echo: bool | None = Field(default=False, description="Begin the answer with the last message if that has the answer's role.")
 
-    def params(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        """The request's `SamplingParams`, verified. defaults: values of missing fields."""
+    def params(self, defaults: Mapping[str, float | int], *, open_schemas: bool) -> SamplingParams:
+        """The request's `SamplingParams`, verified. defaults: values of missing fields. open_schemas: see `structured_params`."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return sampling_params(self, defaults, max_tokens=max_tokens, logprobs=self._num_logprobs(), names=self.names())
+        return sampling_params(
+            self, defaults, max_tokens=max_tokens, logprobs=self._num_logprobs(), names=self.names(), open_schemas=open_schemas
+        )
 
     def names(self) -> dict[str, str]:
         """Field names of other endpoints and of the engine → this request's names for them."""

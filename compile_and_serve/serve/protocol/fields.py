@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_COMPLETIONS = 128  # largest n, as in OpenAI's API
 MAX_ID = 256  # characters of a client's request id or cache salt
 
+_OLDER_FORMS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "guided_whitespace_pattern")
 _SHOWN = 10  # wrong entries of one field that a message names
 
 _warned: set[str] = set()  # names that this process has logged
@@ -153,6 +154,13 @@ class GenerationFields(SamplingFields):
         default=None, description="One of json, json_object, regex, choice, grammar and structural_tag."
     )
 
+    guided_json: str | dict[str, Any] | bool | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
+    guided_regex: str | None = Field(default=None, description="vLLM's older name of structured_outputs.regex.")
+    guided_choice: Strings | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
+    structural_tag: str | dict[str, Any] | None = Field(default=None, description="vLLM's older name of structured_outputs.structural_tag.")
+    guided_whitespace_pattern: str | None = Field(default=None, description="vLLM's older name of structured_outputs.whitespace_pattern.")
+
     use_beam_search: bool | None = Field(default=None, description="Return the n likeliest completions, best first.")
     length_penalty: float | None = Field(default=None, description="Of beam search: above 0 favors long completions; 1 by default.")
     request_id: str | None = Field(default=None, max_length=MAX_ID)
@@ -163,11 +171,22 @@ class GenerationFields(SamplingFields):
 
     def names(self) -> dict[str, str]:
         """Field names of other endpoints and of the engine → this request's names for them."""
-        return {"structured_outputs": "response_format"} if self.response_format is not None else {}
+        older = self._older_forms()
+        if self.response_format is not None:
+            return {"structured_outputs": "response_format"}
+        return {"structured_outputs": next(iter(older))} if older else {}
 
-    def structure(self) -> StructuredOutputsParams | None:
-        """The form that the output must have. Raises a 400."""
-        return structured_params(self.response_format, self.structured_outputs)
+    def structure(self, *, open_schemas: bool) -> StructuredOutputsParams | None:
+        """The form that the output must have. open_schemas: see `structured_params`. Raises a 400."""
+        older = self._older_forms()
+        if older and self.structured_outputs is not None:
+            raise ApiError(400, f"{next(iter(older))} and structured_outputs cannot be combined.", next(iter(older)))
+        fields = {name.removeprefix("guided_"): value for name, value in older.items()}
+        return structured_params(self.response_format, fields or self.structured_outputs, open_schemas=open_schemas)
+
+    def _older_forms(self) -> dict[str, Any]:
+        """The fields that vLLM had before structured_outputs, with their values."""
+        return {name: value for name in _OLDER_FORMS if (value := getattr(self, name)) is not None}
 
 
 def _only(allowed: Iterable[Any], sentence: str) -> tuple[Callable[[Any], bool], str]:
@@ -177,11 +196,6 @@ def _only(allowed: Iterable[Any], sentence: str) -> tuple[Callable[[Any], bool],
 
 # Known fields that this server cannot honour: field → (which values are accepted, the message for others). null is accepted.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "guided_json": _only((), "guided_json is not supported: use structured_outputs.json."),
-    "guided_regex": _only((), "guided_regex is not supported: use structured_outputs.regex."),
-    "guided_choice": _only((), "guided_choice is not supported: use structured_outputs.choice."),
-    "guided_grammar": _only((), "guided_grammar is not supported: use structured_outputs.grammar."),
-    "structural_tag": _only((), "structural_tag is not supported here: use structured_outputs.structural_tag."),
     "early_stopping": _only((False,), "early_stopping is not supported: beam search ends when no beam can improve."),
     "best_of": _only((1,), "best_of is not supported: use n and choose by logprobs."),
     "suffix": _only(("",), "This server does not support suffix (fill in the middle) yet."),
@@ -210,6 +224,7 @@ _HARMLESS = frozenset(
         "prediction",
         "verbosity",
         "moderation",
+        "guided_decoding_backend",  # vLLM's choice of a library
     }
 )
 
@@ -243,8 +258,12 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     names: Mapping[str, str] | None = None,
+    open_schemas: bool = False,
 ) -> SamplingParams:
-    """The request's `SamplingParams`, verified. defaults: values of missing fields. names: see `user_errors`."""
+    """The request's `SamplingParams`, verified.
+
+    defaults: values of missing fields. names: see `user_errors`. open_schemas: see `structured_params`.
+    """
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed: set stream to false.", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -275,7 +294,7 @@ def sampling_params(
         "logit_bias",
     )
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}
-    given["structured_outputs"] = body.structure()
+    given["structured_outputs"] = body.structure(open_schemas=open_schemas)
     if body.repetition_detection is not None:
         given["repetition_detection"] = RepetitionDetectionParams(**body.repetition_detection.model_dump())
     if body.stop is not None:

@@ -91,7 +91,7 @@ class _Answer:
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """The answer as events: roles, then text as it is generated, then usage if requested."""
-        include_usage, continuous = usage_options(self.body)
+        include_usage, continuous = usage_options(self.body, always=self.conversation.context.settings.force_include_usage)
         in_chunks = True if continuous else (False if include_usage else None)
         writer = ChunkWriter(self.head, _delta_body, usage=self.usage, usage_in_chunks=in_chunks)
         role = b'"delta":{"role":%s,"content":""}' % msgspec.json.encode(self.role)

@@ -18,12 +18,13 @@ EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {401: {"description": "No valid API key"}, 404: {"description": "No such model"}}
 
 
-def usage_options(body: GenerationFields) -> tuple[bool, bool]:
-    """(whether a usage chunk ends the stream, whether every chunk carries usage)."""
+def usage_options(body: GenerationFields, *, always: bool) -> tuple[bool, bool]:
+    """(whether a usage chunk ends the stream, whether every chunk carries usage). always: the server ends all streams with one."""
     options = body.stream_options
     if options is None:
-        return False, False
-    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
+        return always, False
+    included = always or bool(options.include_usage)
+    return included, bool(included and options.continuous_usage_stats)
 
 
 async def collect(

@@ -40,7 +40,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
     check_generates(context.inputs.info)
-    await context.bodies.check_structure(body.structure())
+    await context.bodies.check_structure(body.structure(open_schemas=context.settings.open_schemas))
     answer = await context.bodies.run(request, lambda: _Answer.prepare(body, request, context))
     if body.use_beam_search:
         return await answer_with_beams(body, request, context, answer.prompts, answer.params, answer.complete, **answer.submit_options())
@@ -84,7 +84,10 @@ class _Answer:
         model, lora = context.adapters.check_model(body.model)
         check_fields(body, priority=body.priority, priorities=context.settings.priorities)
         check_beam_search(body)
-        requested = sampling_params(body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        settings = context.settings
+        requested = sampling_params(
+            body, settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs, open_schemas=settings.open_schemas
+        )
         if body.echo:
             with user_errors():
                 context.inputs.require_tokenizer("echo")
@@ -147,7 +150,7 @@ class _Answer:
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """The answer as events: text as it is generated, then usage if requested."""
-        include_usage, continuous = usage_options(self.body)
+        include_usage, continuous = usage_options(self.body, always=self.context.settings.force_include_usage)
         in_chunks = True if continuous else (False if include_usage else None)
         writer = ChunkWriter(self.head, _text_body, usage=self.usage, usage_in_chunks=in_chunks)
         begun: set[int] = set()

@@ -10,7 +10,7 @@ from compile_and_serve import __version__
 from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import error_response
 from compile_and_serve.serve.http.responses import json_response
-from compile_and_serve.serve.observe.metrics import render_families
+from compile_and_serve.serve.observe.metrics import render_families, with_prefix
 
 router = APIRouter(tags=["Utility"])
 
@@ -66,4 +66,4 @@ async def metrics(context: Context) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
     siblings = context.siblings
     text = context.metrics.render() if siblings is None else render_families(await siblings.metrics())
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return Response(with_prefix(text, context.settings.metrics_prefix), media_type=CONTENT_TYPE_LATEST)

@@ -12,7 +12,7 @@ import torch
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import StepModel
-from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.runner import warm_up
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
@@ -96,12 +96,12 @@ def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monk
     class Read(Exception):
         pass
 
-    def read(path: Path) -> None:
+    def read(model: ModelConfig) -> None:
         assert asked.wait(60)
         raise Read
 
     asked = threading.Event()
     monkeypatch.setattr("compile_and_serve.custom_ops.jit.cpu_kernels.load_cpu_kernels", asked.set)
-    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.read_config", read)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.read_model_config", read)
     with pytest.raises(Read):
         InProcessExecutor(tiny_config(write_tiny_model(tmp_path)), lambda *_: None)

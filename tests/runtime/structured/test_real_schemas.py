@@ -25,7 +25,8 @@ def llm(tiny_llama_dir: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.slow
-def test_outputs_of_real_schemas_are_valid(llm: LLM) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_outputs_of_real_schemas_are_valid(llm: LLM, is_closed: bool) -> None:
     tokenizer = llm.get_tokenizer()
     likely = {tokenizer.encode(text, add_special_tokens=False)[0]: 12.0 for text in CLOSING}
     likely |= dict.fromkeys(tokenizer.eos_token_ids, 14.0)  # of random weights, few outputs would end otherwise
@@ -40,7 +41,7 @@ def test_outputs_of_real_schemas_are_valid(llm: LLM) -> None:
             n=2,
             max_tokens=MAX_TOKENS,
             logit_bias=likely,
-            structured_outputs=StructuredOutputsParams(json=text),
+            structured_outputs=StructuredOutputsParams(json=text, disable_additional_properties=is_closed),
         )
         try:
             llm._inputs.prepare([1], params)

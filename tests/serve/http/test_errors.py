@@ -86,7 +86,6 @@ async def test_nan_is_a_400(server: Server) -> None:
 REFUSED = {
     "tools": [{"type": "function"}],
     "tool_choice": "required",
-    "guided_json": {},
     "early_stopping": True,
     "best_of": 2,
     "chat_template": "{{ 1 }}",
