@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +32,13 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Held:
+    """read: of each group of slots, the pages that the next step reads; `blocks` has those that it writes."""
+
     data: NewRequestData
     tokens: list[int]
     blocks: list[list[int]]
     computed: int
+    read: dict[int, list[int]]
 
 
 @dataclass
@@ -47,11 +51,22 @@ class Cell:
     step: int
 
 
+@dataclass
+class State:
+    """What a step left in page `part` of a slot: the tokens that it is the state after."""
+
+    tokens: list[int]
+    group: int
+    part: int
+    step: int
+
+
 class FakeRunner:
     """Keeps the contract of runtime/scheduler/step_messages.py.
 
-    It reads every token that attention would read through the block tables, so a block that is handed out or freed
-    wrongly shows as a wrong token. Decodes accept a random number of their drafts.
+    It reads every token that attention would read through the block tables, and the states of slots, so a block that is
+    handed out or freed wrongly shows as a wrong token. Nor may one request write a page in the step in which another reads
+    it. Decodes accept a random number of their drafts.
     fail_on: request → sentence, reported the next time that it runs. poison: requests whose prefills leave POISON in the
     cache; a request that reads it samples a wrong token.
     """
@@ -62,6 +77,9 @@ class FakeRunner:
         self.rng = random.Random(seed)
         self.held: dict[str, Held] = {}
         self.cache: dict[tuple[int, int], Cell] = {}
+        self.states: dict[int, State] = {}
+        self.readers: dict[int, set[str]] = {}  # of this step
+        self.writers: dict[int, str] = {}
         self.fail_on: dict[str, str] = {}
         self.poison: set[str] = set()
         self.num_prefilled = 0  # tokens computed in prefill chunks
@@ -72,18 +90,38 @@ class FakeRunner:
         for new in step.new_requests:
             assert new.request_id not in self.held
             blocks = [list(block_ids) for block_ids in new.block_ids]
-            self.held[new.request_id] = Held(new, list(new.token_ids), blocks, new.num_computed_tokens)
+            held = self.held[new.request_id] = Held(new, list(new.token_ids), blocks, new.num_computed_tokens, {})
+            for number, group in self._slot_groups:
+                size = group.pages_per_slot
+                assert len(blocks[number]) == (2 * size if new.num_computed_tokens else size)
+                held.read[number], blocks[number] = blocks[number][:-size], blocks[number][-size:]
         assert len(self.held) <= self.num_slots, "the runner was not told who has gone"
         for grown in step.cached_requests:
-            for block_ids, new_ids in zip(self.held[grown.request_id].blocks, grown.new_block_ids, strict=True):
-                block_ids += new_ids
+            held = self.held[grown.request_id]
+            for number, new_ids in enumerate(grown.new_block_ids):
+                if self.groups[number].kind == "tokens":
+                    held.blocks[number] += new_ids
+                elif new_ids:
+                    assert len(new_ids) == self.groups[number].pages_per_slot
+                    held.blocks[number] = list(new_ids)
+            assert len(grown.new_block_ids) == len(self.groups)
         result = ModelRunnerOutput(step=step.step, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors={})
+        self.readers, self.writers = {}, {}
         for request_id, count in step.num_scheduled_tokens.items():
             self._run(request_id, count, step.step, result)
             if request_id in self.fail_on:
                 result.errors[request_id] = self.fail_on[request_id]
                 result.sampled_token_ids.pop(request_id, None)
+        for page, writer in self.writers.items():
+            assert self.readers.get(page, set()) <= {writer}, "read by one request and written by another"
         return result
+
+    @property
+    def _slot_groups(self) -> list[tuple[int, StateGroupInfo]]:
+        return [(number, group) for number, group in enumerate(self.groups) if group.kind == "slot"]
+
+    def _write(self, page: int, request_id: str) -> None:
+        assert self.writers.setdefault(page, request_id) == request_id, "written by two requests"
 
     def _run(self, request_id: str, count: int, step: int, result: ModelRunnerOutput) -> None:
         held = self.held[request_id]
@@ -102,9 +140,15 @@ class FakeRunner:
             inputs = [POISON] * count
         for offset, token in enumerate(inputs):
             for number, group in enumerate(self.groups):
-                block, place = divmod(start + offset, group.block_size)
-                self.cache[held.blocks[number][block], place] = Cell(token, number, request_id, step)
+                if group.kind == "tokens":
+                    block, place = divmod(start + offset, group.block_size)
+                    page = held.blocks[number][block]
+                    self._write(page, request_id)
+                    self.states.pop(page, None)
+                    self.cache[page, place] = Cell(token, number, request_id, step)
         is_poisoned = self._check_reads(request_id, start, start + count, step)
+        for number, group in self._slot_groups:
+            is_poisoned |= self._advance_slot(request_id, number, group, inputs, step)
         held.computed += num_new if start >= len(held.data.token_ids) else count
         prompt_len = held.data.num_prompt_tokens
         if held.data.sampling_params.prompt_logprobs is not None:
@@ -123,9 +167,12 @@ class FakeRunner:
         held = self.held[request_id]
         is_poisoned = False
         for number, group in enumerate(self.groups):
+            if group.kind != "tokens":
+                continue
             first = 0 if group.window is None else max(0, start - group.window + 1)
             for position in range(first, end):
                 block, place = divmod(position, group.block_size)
+                self.readers.setdefault(held.blocks[number][block], set()).add(request_id)
                 cell = self.cache[held.blocks[number][block], place]
                 assert cell.writer == request_id or cell.step < step, "read in the launch that writes it"
                 assert cell.group == number, "a block of another group"
@@ -134,6 +181,27 @@ class FakeRunner:
                 elif position < len(held.tokens):
                     assert cell.token == held.tokens[position] or position >= start, "the cache of another sequence"
         return is_poisoned
+
+    def _advance_slot(self, request_id: str, number: int, group: StateGroupInfo, inputs: list[int], step: int) -> bool:
+        """Read the state after the tokens before `inputs`, write the state after them; whether there was poison in what was read."""
+        held = self.held[request_id]
+        start, before = held.computed, list[int]()
+        for part, page in enumerate(held.read.get(number, []) if start else []):
+            self.readers.setdefault(page, set()).add(request_id)
+            state = self.states[page]
+            assert (state.group, state.part) == (number, part), "the page of another group"
+            assert state.step < step, "read in the launch that writes it"
+            assert 0 <= len(state.tokens) - start <= group.rollback_tokens, "the state cannot be rolled back so far"
+            before = state.tokens[:start]
+            assert before == held.tokens[:start] or POISON in before, "the state of another sequence"
+        assert len(before) == start, "no state to begin from"
+        for part, page in enumerate(held.blocks[number]):
+            self._write(page, request_id)
+            for place in range(max(group.block_size for group in self.groups)):
+                self.cache.pop((page, place), None)
+            self.states[page] = State(before + inputs, number, part, step)
+        held.read[number] = held.blocks[number]
+        return POISON in before or POISON in inputs
 
 
 def continuation(tokens: list[int], count: int) -> list[int]:
@@ -249,6 +317,7 @@ class Driver:
                 assert block_ids[:num_freed] == [0] * num_freed
                 assert num_freed == 0 or group.window is not None
                 held += block_ids[num_freed:]
+                assert group.kind == "tokens" or len(block_ids) == group.pages_per_slot
                 if group.window is not None:
                     # Of drafts in flight, which may all be rejected, nothing is freed.
                     reach = group.window + scheduler.config.token_budget
@@ -256,16 +325,23 @@ class Driver:
                     assert len(block_ids) - num_freed <= -(-reach // group.block_size) + 1
             assert len(set(held)) == len(held)
             owners.update(held)
-            assert request.num_held_tokens == min(
-                len(block_ids) * group.block_size for group, block_ids in zip(groups, request.block_ids, strict=True)
-            )
+            tokens = [number for number, group in enumerate(groups) if group.kind == "tokens"]
+            room = min([len(request.block_ids[number]) * groups[number].block_size for number in tokens], default=sys.maxsize)
+            must_move = len(tokens) < len(groups) and request.num_held_tokens == request.num_computed_tokens
+            assert request.num_held_tokens == room or must_move
             assert request.num_computed_tokens <= request.num_held_tokens
         assert {block.block_id: block.ref_count for block in pool.blocks if block.ref_count != 0} == owners
         free = pool.free_queue.block_ids()
         assert sorted(free) == [block.block_id for block in pool.blocks if block.ref_count == 0]
         assert len(free) == pool.num_free
         assert all(pool.cached[key].key == key for key in pool.cached)
-        assert sum(block.key is not None for block in pool.blocks) == len(pool.cached)
+        entries = [[block, *block.followers] for block in pool.cached.values()]
+        assert sum(block.key is not None for block in pool.blocks) == sum(map(len, entries))
+        for entry in entries:
+            assert len({(block.key, block.ref_count) for block in entry}) == 1
+            if entry[0].ref_count == 0:  # the first is handed out before the others
+                place = free.index(entry[0].block_id)
+                assert free[place : place + len(entry)] == [block.block_id for block in entry]
         assert manager.num_promised == sum(request.num_promised_blocks for request in running)
         assert 0 <= manager.num_promised <= pool.num_free
         assert all(request.status is RequestStatus.RUNNING for request in running)

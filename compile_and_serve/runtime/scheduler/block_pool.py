@@ -5,27 +5,32 @@ A block is *used* (ref_count > 0), or *free* and in the free queue. A free block
 findable by key until the block is handed out again. Blocks are handed out from the head of the queue. Blocks without
 content lie at the head, cached ones behind them in the order in which they were freed. So the least recently used
 content is evicted first, and none while an empty block is left.
+
+Several blocks may be cached as one entry (a snapshot of recurrent state). Its key finds the first; the others follow it.
+They are shared together, and freed together in their order, so they lie behind the first in the queue. When the first is
+handed out, the entry is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 COMPUTED = -1  # `KVCacheBlock.step` of content that was computed before it was cached
 
 
 class KVCacheBlock:
     """One block. key: names its content (runtime/scheduler/prefix_keys.py), None when it is not cached. step: number of the step
-    that computes the content; later steps may read it.
+    that computes the content; later steps may read it. followers: of the first block of an entry, the others; they have its key.
     """
 
-    __slots__ = ("block_id", "key", "next", "prev", "ref_count", "step")
+    __slots__ = ("block_id", "followers", "key", "next", "prev", "ref_count", "step")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: bytes | None = None
         self.step = COMPUTED
+        self.followers: tuple[KVCacheBlock, ...] = ()
         self.prev: KVCacheBlock = self
         self.next: KVCacheBlock = self
 
@@ -105,21 +110,22 @@ class BlockPool:
         for _ in range(count):
             block = queue.pop_left()
             if block.key is not None:
-                del self.cached[block.key]
-                block.key = None
+                self._forget(block)
             block.ref_count = 1
             block_ids.append(block.block_id)
         return block_ids
 
     def share(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add a reference to each cached block. Those that were free leave the free queue."""
+        """Add a reference to each cached block, to all of an entry. Those that were free leave the free queue."""
         for block in blocks:
             if block.ref_count == 0:
                 self.free_queue.remove(block)
             block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference of each block. The first ones are evicted first: give the last block of a sequence first."""
+        """Drop a reference of each block. The first ones are evicted first: give the last block of a sequence first, but those of an
+        entry in their order.
+        """
         for block_id in block_ids:
             block = self.blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
@@ -130,28 +136,48 @@ class BlockPool:
                 else:
                     self.free_queue.append(block)
 
-    def cache(self, block_id: int, key: bytes, step: int = COMPUTED) -> None:
-        """Make the content of a used block findable, unless another block has the same content: used blocks are not merged."""
-        block = self.blocks[block_id]
-        assert block.ref_count > 0, f"block {block_id} is free"
-        assert block.key is None, f"block {block_id} is cached already"
-        if key not in self.cached:
-            self.cached[key] = block
-            block.key = key
-            block.step = step
+    def cache(self, block_ids: Sequence[int], keys: Sequence[bytes], step: int = COMPUTED) -> None:
+        """Make the content of used blocks findable, each by its key, except where another block has the same content: used blocks
+        are not merged.
+        """
+        blocks, cached = self.blocks, self.cached
+        for block_id, key in zip(block_ids, keys, strict=True):
+            block = blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is free"
+            assert block.key is None, f"block {block_id} is cached already"
+            if key not in cached:
+                cached[key] = block
+                block.key = key
+                block.step = step
 
-    def uncache(self, block_id: int) -> None:
-        """Forget the content of a block."""
-        block = self.blocks[block_id]
-        if block.key is not None:
-            del self.cached[block.key]
-            block.key = None
+    def cache_together(self, block_ids: Sequence[int], key: bytes, step: int) -> None:
+        """Make used blocks findable as one entry, unless there is one with that key."""
+        if key not in self.cached:
+            first, *others = (self.blocks[block_id] for block_id in block_ids)
+            self.cache(block_ids[:1], [key], step)
+            first.followers = tuple(others)
+            for block in others:
+                assert block.ref_count > 0, f"block {block.block_id} is free"
+                assert block.key is None, f"block {block.block_id} is cached already"
+                block.key = key
+
+    def uncache(self, key: bytes) -> None:
+        """Forget the content that has the key."""
+        self._forget(self.cached[key])
 
     def uncache_all(self) -> bool:
         """Forget all content. Returns False, and does nothing, while any block is used."""
         if self.num_free != self.num_blocks:
             return False
-        for block in self.cached.values():
-            block.key = None
-        self.cached.clear()
+        for block in list(self.cached.values()):
+            self._forget(block)
         return True
+
+    def _forget(self, first: KVCacheBlock) -> None:
+        assert first.key is not None
+        del self.cached[first.key]
+        first.key = None
+        if first.followers:
+            for block in first.followers:
+                block.key = None
+            first.followers = ()

@@ -25,9 +25,10 @@ class Prompt:
     keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
     deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
         blocks that this sequence needed.
+    computed_by: the sequence that was the last to start with a prefill of the prompt.
     """
 
-    __slots__ = ("deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
+    __slots__ = ("computed_by", "deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
@@ -35,6 +36,7 @@ class Prompt:
         self.keys: list[bytes] = []
         self.deferred_step = -1
         self.num_new_blocks = 0
+        self.computed_by: Request | None = None
 
 
 class Request:
@@ -61,12 +63,13 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "decode_end",
+        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
         "draft_ends", "end_ids", "fast_until", "finish_reason",
         "first_scheduled_time",
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
-        "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end", "prefill_step", "prompt",
+        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end",
+        "prefill_step", "prompt",
         "prompt_logprobs", "repetition", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
         "wants_prompt_logprobs",
     )  # fmt: skip
@@ -125,6 +128,8 @@ class Request:
         self.num_cached_blocks: list[int] = []  # per group: leading blocks that the prefix cache has seen
         self.num_promised_blocks = 0  # blocks that the rest of the prefill may need
         self.num_held_tokens = 0
+        self.num_prefix_tokens = 0  # tokens that the prefix cache had when it was admitted
+        self.cuts: list[int] = []  # lengths at which the rest of its prefill must be cut, for snapshots
         self.next_cache_len = 0  # number of computed tokens at which the next block is full
         self.keys = prompt.keys  # of the leading full blocks of token_ids; shared until they reach beyond the prompt
 

@@ -87,9 +87,13 @@ class Scheduler:
                 f"max_num_seqs and max_num_batched_tokens must be at least 1, got {config.max_num_seqs} and {config.token_budget}."
             )
         self.config = config
-        self.groups = list(groups or [StateGroupInfo("tokens", block_size=cache.block_size)])
+        self.groups = [StateGroupInfo("tokens", block_size=cache.block_size)] if groups is None else list(groups)
         self.manager = KVCacheManager(
-            num_blocks, self.groups, max_step_tokens=config.token_budget, enable_prefix_caching=cache.enable_prefix_caching
+            num_blocks,
+            self.groups,
+            max_step_tokens=config.token_budget,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            max_draft_tokens=0 if speculator is None else speculator.max_tokens,
         )
         self.max_model_len = max_model_len
         self.max_len = self.manager.max_tokens(max_model_len)
@@ -278,6 +282,7 @@ class Scheduler:
             admission.free_slots.was_full = False
         elif budget > 0 and not step.is_ahead:
             budget = admission.admit(self._running, budget, step, scheduled, new_requests)
+        self.manager.end_step()
         if not scheduled:
             return None
 
@@ -366,16 +371,16 @@ class Scheduler:
                 assert self._in_flight, request.request_id
                 return False
             victim = self._running.pop()
-            self._preempt(victim)
+            self._preempt(victim, last_step=self._next_step - 1)
             if victim is request:
                 return False
         grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=new_ids))
         return True
 
-    def _preempt(self, request: Request) -> None:
-        """Take the blocks of a request, which has left `_running`, and let it wait."""
+    def _preempt(self, request: Request, last_step: int | None) -> None:
+        """Take the blocks of a request, which has left `_running`, and let it wait. last_step: as in `KVCacheManager.free`."""
         request.num_pending_steps = sum(step.samples_for(request) for step in self._in_flight)
-        self.manager.free(request)
+        self.manager.free(request, last_step)
         if request.adapter is not None:
             self.adapter_slots.release(request.adapter)
         request.fast_until = 0
@@ -423,8 +428,13 @@ class Scheduler:
         outputs.append(output)
 
     def _fail(self, step: StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
-        """End the requests that failed. What their prefills computed cannot be trusted, unless it was the user's mistake."""
-        for chunk in step.chunks:
+        """End the requests that failed. What they computed cannot be trusted, unless it was the user's mistake."""
+        # Of a decode, only the state that it left when it ended or was preempted is in the prefix cache already.
+        left = [
+            Chunk(request, 0, len(request.token_ids), True, request.num_preemptions, step.step, request.num_prompt_tokens)
+            for request in step.decodes
+        ]
+        for chunk in (*step.chunks, *left):
             if not is_users_mistake(errors.get(chunk.request.request_id, NOTHING_LEFT)):
                 self._uncache_failed(chunk, step)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
@@ -434,24 +444,31 @@ class Scheduler:
                 kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
                 outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind))
 
-    def _uncache_failed(self, chunk: Chunk, step: StepInFlight) -> None:
-        """Forget the content that a failed prefill computed, and preempt the requests that share it. What this step and the steps
-        in flight return for these is dropped.
+    def _uncache_failed(self, failed: Chunk, step: StepInFlight) -> None:
+        """Forget the content that a failed prefill computed, and what later prefills computed from it. Preempt those that still run.
+        What this step and the steps in flight return for these is dropped.
         """
-        block_ids = self.manager.uncache(chunk.request, chunk.end, chunk.prefill_step)
-        for request in self._running.copy():
-            if request is not chunk.request and not all(map(block_ids.isdisjoint, request.block_ids)):
-                for other in (step, *self._in_flight):
-                    other.drop(request)
-                self._running.remove(request)
-                self._preempt(request)
+        manager = self.manager
+        keys = manager.uncache(failed.request, failed.prefill_start, failed.end, failed.prefill_step)
+        misled: list[Request] = []
+        for chunk in [chunk for later in self._in_flight for chunk in later.chunks]:
+            request = chunk.request
+            if request is not failed.request and manager.has_prefix(request, chunk.prefill_start, keys):
+                keys |= manager.uncache(request, chunk.prefill_start, chunk.end, chunk.prefill_step)
+                if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.num_preemptions:
+                    misled.append(request)
+        for request in dict.fromkeys(misled):
+            for other in (step, *self._in_flight):
+                other.drop(request)
+            self._running.remove(request)
+            self._preempt(request, last_step=None)
 
     def _finish(self, request: Request, reason: FinishReason | None) -> None:
         """Give back what the request holds. The queues still have it until `_drop_finished`."""
         assert reason is not None, request.request_id
         assert request.status is not RequestStatus.FINISHED, request.request_id
         if request.status is RequestStatus.RUNNING:
-            self.manager.free(request)
+            self.manager.free(request, None if reason == "error" else self._next_step - 1)
             self._forget_ids.append(request.request_id)
             if request.adapter is not None:
                 self.adapter_slots.release(request.adapter)

@@ -10,8 +10,8 @@ from compile_and_serve.runtime.scheduler.request import Request
 
 @dataclass(slots=True)
 class Chunk:
-    """A part of a prefill in a step. prefill_step: the prefill's first step. num_preemptions: the request's count then; it has
-    other blocks if that has changed.
+    """A part of a prefill in a step. prefill_step: the prefill's first step. prefill_start: the tokens that it found in the prefix
+    cache. num_preemptions: the request's count then; it has other blocks if that has changed.
     """
 
     request: Request
@@ -20,6 +20,7 @@ class Chunk:
     samples: bool
     num_preemptions: int
     prefill_step: int
+    prefill_start: int
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class StepInFlight:
     def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
         start = request.num_computed_tokens
-        num_tokens = min(request.prefill_end - start, budget)
+        num_tokens = min((request.cuts[0] if request.cuts else request.prefill_end) - start, budget)
         if request.wants_prompt_logprobs:
             num_tokens = min(num_tokens, self.prompt_rows_left)
             self.prompt_rows_left -= num_tokens
@@ -52,7 +53,7 @@ class StepInFlight:
         if end >= request.next_cache_len:
             manager.cache_blocks(request, end, self.step)
         samples = end == request.prefill_end
-        self.chunks.append(Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step))
+        self.chunks.append(Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step, request.num_prefix_tokens))
         scheduled[request.request_id] = num_tokens
         return new_ids
 

@@ -3,6 +3,7 @@
 import random
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,17 @@ from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 from tests.support.drafters import all_that_fit
 from tests.support.scheduler_harness import BLOCK, END_ID, VOCAB, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
 
-GROUPS = st.lists(st.builds(StateGroupInfo, st.just("tokens"), st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
+SIZES = st.sampled_from([2, 4, 8])
+TOKENS = st.builds(StateGroupInfo, st.just("tokens"), SIZES, st.sampled_from([None, 1, 5, 9]))
+SLOTS = st.builds(
+    StateGroupInfo,
+    st.just("slot"),
+    SIZES,
+    pages_per_slot=st.integers(1, 3),
+    snapshots=st.sampled_from([True, True, False]),
+    rollback_tokens=st.sampled_from([0, 2, 8, 20]),
+)
+GROUPS = st.lists(st.one_of(TOKENS, SLOTS), max_size=3)
 
 # Small enough that all of them matter in small tests.
 SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
@@ -28,7 +39,7 @@ SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
 @given(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 16),
-    num_blocks=st.integers(6, 24),
+    num_blocks=st.integers(6, 36),
     groups=GROUPS,
     num_draft_tokens=st.integers(0, 3),
     max_num_seqs=st.integers(1, 8),
@@ -60,7 +71,7 @@ def test_random_workloads(
         caching=caching,
         policy=policy,
         admit_in_groups=admit_in_groups,
-        groups=groups,
+        groups=[msgspec.structs.replace(group, rollback_tokens=group.rollback_tokens + num_draft_tokens) for group in groups],
         speculator=speculator,
         drafts_run_ahead=depth == 1,
     )
