@@ -52,20 +52,21 @@ class FreeBlockQueue:
         """Put the block at the head: it is handed out next."""
         self._insert(self._sentinel, block)
 
-    def pop_left(self) -> KVCacheBlock:
-        """Take the block at the head. The queue must not be empty."""
-        block = self._sentinel.next
-        assert block is not self._sentinel, "the free queue is empty"
-        following = block.next
+    def pop_left(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks at the head; none where count is negative. The queue must have as many."""
+        assert count <= self.length, f"{count} blocks wanted, {self.length} free"
+        blocks = []
+        following = self._sentinel.next
+        for _ in range(count):
+            blocks.append(following)
+            following = following.next
         self._sentinel.next, following.prev = following, self._sentinel
-        block.prev = block.next = block
-        self.length -= 1
-        return block
+        self.length -= len(blocks)
+        return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out, wherever it lies."""
         block.prev.next, block.next.prev = block.next, block.prev
-        block.prev = block.next = block
         self.length -= 1
 
     def block_ids(self) -> list[int]:
@@ -103,12 +104,11 @@ class BlockPool:
         return self.free_queue.length
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks with reference count 1. The caller has checked `num_free`. Their content is forgotten."""
-        queue = self.free_queue
-        assert count <= queue.length, f"{count} blocks wanted, {queue.length} free"
+        """Hand out `count` blocks (none if it is negative) with reference count 1. The caller has checked `num_free`. Their content
+        is forgotten.
+        """
         block_ids = []
-        for _ in range(count):
-            block = queue.pop_left()
+        for block in self.free_queue.pop_left(count):
             if block.key is not None:
                 self._forget(block)
             block.ref_count = 1
@@ -136,25 +136,21 @@ class BlockPool:
                 else:
                     self.free_queue.append(block)
 
-    def cache(self, block_ids: Sequence[int], keys: Sequence[bytes], step: int = COMPUTED) -> None:
-        """Make the content of used blocks findable, each by its key, except where another block has the same content: used blocks
-        are not merged.
-        """
-        blocks, cached = self.blocks, self.cached
-        for block_id, key in zip(block_ids, keys, strict=True):
-            block = blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is free"
-            assert block.key is None, f"block {block_id} is cached already"
-            if key not in cached:
-                cached[key] = block
-                block.key = key
-                block.step = step
+    def cache(self, block_id: int, key: bytes, step: int = COMPUTED) -> None:
+        """Make the content of a used block findable, unless another block has the same content: used blocks are not merged."""
+        block = self.blocks[block_id]
+        assert block.ref_count > 0, f"block {block_id} is free"
+        assert block.key is None, f"block {block_id} is cached already"
+        if key not in self.cached:
+            self.cached[key] = block
+            block.key = key
+            block.step = step
 
     def cache_together(self, block_ids: Sequence[int], key: bytes, step: int) -> None:
         """Make used blocks findable as one entry, unless there is one with that key."""
         if key not in self.cached:
             first, *others = (self.blocks[block_id] for block_id in block_ids)
-            self.cache(block_ids[:1], [key], step)
+            self.cache(block_ids[0], key, step)
             first.followers = tuple(others)
             for block in others:
                 assert block.ref_count > 0, f"block {block.block_id} is free"

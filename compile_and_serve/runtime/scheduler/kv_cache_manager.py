@@ -72,8 +72,11 @@ class KVCacheManager:
         kinds: list[type[GroupBlocks]] = [FullBlocks, WindowBlocks, SlotBlocks]
         # What is cheap to find comes first, what is dear to lose is freed last.
         self._by_kind = sorted(self._groups, key=lambda group: kinds.index(type(group)))
+        self._windows = [group for group in self._groups if isinstance(group, WindowBlocks)]
         self._slots = [group for group in self._groups if isinstance(group, SlotBlocks)]
         self._pages = [group for group in self._by_kind if not isinstance(group, SlotBlocks)]
+        # More than one step of a request can need: with as many free blocks, nobody counts.
+        self._ample = sum(group.pages_per_slot or max_step_tokens // group.block_size + 2 for group in groups)
         self._last_step = COMPUTED  # the last step of which blocks were cached
 
     @property
@@ -180,14 +183,16 @@ class KVCacheManager:
 
         The request's next step computes tokens from `first_read` on. Blocks out of reach of their windows are freed.
         """
-        counts = []
-        for group in self._groups:
+        groups = self._groups
+        for group in self._windows:
             group.free_unread(request, first_read)
-            counts.append(group.num_missing(request, num_tokens))
-        if sum(counts) > self.num_spare + request.num_promised_blocks:
+        spare = self.pool.free_queue.length - self.num_promised + request.num_promised_blocks
+        if spare < self._ample and spare < sum(group.num_missing(request, num_tokens) for group in groups):
             return None
-        new_ids = [group.take(request, count) for group, count in zip(self._groups, counts, strict=True)]
-        request.num_held_tokens = min([group.num_held(request) for group in self._groups], default=sys.maxsize)
+        request.num_held_tokens = sys.maxsize
+        new_ids = []
+        for group in groups:  # a comprehension is a call
+            new_ids.append(group.grow(request, num_tokens))  # noqa: PERF401
         return new_ids
 
     def cache_blocks(self, request: Request, num_computed: int, step: int = COMPUTED) -> None:
@@ -199,8 +204,14 @@ class KVCacheManager:
             return
         if step != COMPUTED:
             self._last_step = step
-        self.chains.extend(request, num_computed // self.chains.tokens_per_key)
-        request.next_cache_len = min([group.cache(request, num_computed, step) for group in self._groups])
+        chains = self.chains
+        chains.extend(request, num_computed // chains.tokens_per_key)
+        next_len = sys.maxsize
+        for group in self._groups:
+            group_len = group.cache(request, num_computed, step)
+            if group_len < next_len:
+                next_len = group_len
+        request.next_cache_len = next_len
         if request.cuts and request.cuts[0] <= num_computed:
             del request.cuts[0]
             request.num_held_tokens = min([group.num_held(request) for group in self._groups], default=sys.maxsize)

@@ -75,19 +75,13 @@ class GroupBlocks(ABC):
     def admit(self, request: Request, prefix: Prefix) -> None:
         """Append the group's entries to the request's lists. The prefix's blocks are shared already."""
 
-    def free_unread(self, request: Request, first_read: int) -> None:
-        """Free blocks of tokens that neither token `first_read` nor a later one reads: none, but where there is a window."""
-        return
-
     @abstractmethod
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that the request lacks for its first `num_tokens` tokens."""
 
-    def take(self, request: Request, count: int) -> list[int]:
-        """Give the request `count` more blocks. → their ids"""
-        new_ids = self._pool.allocate(count)
-        request.block_ids[self.index] += new_ids
-        return new_ids
+    @abstractmethod
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Give the request the blocks that it lacks, and lower `num_held_tokens` to the room that there is then. → their ids"""
 
     @abstractmethod
     def num_held(self, request: Request) -> int:
@@ -128,6 +122,15 @@ class _TokenBlocks(GroupBlocks):
     def num_missing(self, request: Request, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self.block_size) - len(request.block_ids[self.index]))
 
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        block_ids, size = request.block_ids[self.index], self.block_size
+        new_ids = self._pool.allocate(-(-num_tokens // size) - len(block_ids))
+        block_ids += new_ids
+        room = len(block_ids) * size
+        if room < request.num_held_tokens:
+            request.num_held_tokens = room
+        return new_ids
+
     def num_held(self, request: Request) -> int:
         return len(request.block_ids[self.index]) * self.block_size
 
@@ -135,12 +138,12 @@ class _TokenBlocks(GroupBlocks):
         index = self.index
         start, stop = request.num_cached_blocks[index], num_computed // self.block_size
         if start < stop:
-            self._cache(request, max(start, request.num_freed_blocks[index]), stop, step)
-            request.num_cached_blocks[index] = start = stop
-        return (start + 1) * self.block_size
-
-    def _cache(self, request: Request, start: int, stop: int, step: int) -> None:
-        self._pool.cache(request.block_ids[self.index][start:stop], self._keys(request, start, stop), step)
+            request.num_cached_blocks[index] = stop
+            block_ids, keys, num_freed = request.block_ids[index], request.keys, request.num_freed_blocks[index]
+            per_block, suffix, cache = self._keys_per_block, self._suffix, self._pool.cache
+            for number in range(num_freed if start < num_freed else start, stop):
+                cache(block_ids[number], keys[(number + 1) * per_block - 1] + suffix, step)
+        return (stop + 1) * self.block_size
 
     def uncache(self, request: Request, start: int, end: int, step: int) -> set[bytes]:
         cached, suffix = self._pool.cached, self._suffix
@@ -235,6 +238,7 @@ class WindowBlocks(_TokenBlocks):
         request.block_ids.append([0] * num_unread + [block.block_id for block in blocks])
 
     def free_unread(self, request: Request, first_read: int) -> None:
+        """Free blocks of tokens that neither token `first_read` nor a later one reads."""
         block_ids = request.block_ids[self.index]
         num_freed = request.num_freed_blocks[self.index]
         num_unread = min(max(0, first_read - self._window) // self.block_size, len(block_ids))
@@ -316,10 +320,13 @@ class SlotBlocks(GroupBlocks):
     def num_missing(self, request: Request, num_tokens: int) -> int:
         return self._num_pages if self._is_snapshot(request) else 0
 
-    def take(self, request: Request, count: int) -> list[int]:
-        if count:
-            self._moved.append(request)
-        return super().take(request, count)
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        if not self._is_snapshot(request):
+            return []
+        new_ids = self._pool.allocate(self._num_pages)
+        request.block_ids[self.index] += new_ids
+        self._moved.append(request)
+        return new_ids
 
     def end_step(self) -> None:
         """The step is complete: give back what it reads and does not write. Later steps may write it."""

@@ -57,6 +57,7 @@ class Request:
         tokens are known.
     grammar: of structured output. The request cannot start before it is done.
     can_draft: whether the request takes part in speculative decoding. draft_ends: tokens at which its drafts end, themselves excluded.
+    end_len: from so many tokens on, any token may be the last.
     repetition: the repetition that ends it, of its sampling parameters; None: none does.
     changes_logits: of its sampling parameters.
     adapter, adapter_load: the number of its LoRA adapter, and the reading of it, which must be done too.
@@ -64,7 +65,7 @@ class Request:
 
     __slots__ = (
         "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
-        "draft_ends", "end_ids", "fast_until", "finish_reason",
+        "draft_ends", "end_ids", "end_len", "fast_until", "finish_reason",
         "first_scheduled_time",
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
@@ -98,6 +99,7 @@ class Request:
         self.end_ids = frozenset() if params.ignore_eos and not is_structured else frozenset(request.eos_token_ids)
         detection = params.repetition_detection
         self.repetition = detection if detection is not None and detection.max_pattern_size else None
+        self.end_len = self.max_total_tokens if self.repetition is None else 0
         self.stop_ids = self.end_ids | frozenset(request.stop_token_ids)
 
         structured = params.structured_outputs

@@ -333,7 +333,7 @@ class Scheduler:
             token_ids = request.token_ids
             token_ids += new_ids
             num_tokens = len(token_ids)
-            may_end = num_tokens >= request.max_total_tokens or not request.stop_ids.isdisjoint(new_ids) or request.repetition is not None
+            may_end = num_tokens >= request.end_len or not request.stop_ids.isdisjoint(new_ids)
             is_last = may_end and request.end(output)
             if logprobs and request_id in logprobs:
                 output.new_logprobs = logprobs[request_id][: len(output.new_token_ids)]
