@@ -184,8 +184,8 @@ class KVCacheManager:
         The request's next step computes tokens from `first_read` on. Blocks out of reach of their windows are freed.
         """
         groups = self._groups
-        for group in self._windows:
-            group.free_unread(request, first_read)
+        for windows in self._windows:
+            windows.free_unread(request, first_read)
         spare = self.pool.free_queue.length - self.num_promised + request.num_promised_blocks
         if spare < self._ample and spare < sum(group.num_missing(request, num_tokens) for group in groups):
             return None
@@ -219,8 +219,8 @@ class KVCacheManager:
 
     def end_step(self) -> None:
         """A step is complete: no more blocks are handed out for it."""
-        for group in self._slots:
-            group.end_step()
+        for slots in self._slots:
+            slots.end_step()
 
     def uncache(self, request: Request, start: int, end: int, step: int) -> set[bytes]:
         """Remove from the prefix cache what `step` or a later step computes of the request's tokens `start` … `end` - 1.
