@@ -227,9 +227,9 @@ class EngineStage(msgspec.Struct, tag="stage", kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
-    """The engine process lives. step_seconds: age of the step under way; 0 if there is none."""
+    """The engine process lives. turn_seconds: age of the loop's turn under way, mostly a step; 0 while it waits for messages."""
 
-    step_seconds: float
+    turn_seconds: float
 
 
 class EngineDead(msgspec.Struct, tag="dead", kw_only=True):

@@ -226,9 +226,12 @@ class ServerSettings:
     )
     lora_dir: Path | None = option(
         None,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this folder. Without "
-        "--admin-api-key, anyone who may send requests may then load and unload.",
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this folder. They need --admin-api-key or "
+        "--allow-lora-without-admin-key.",
         panel="LoRA",
+    )
+    allow_lora_without_admin_key: bool = option(
+        False, "Without an admin key, whoever may send requests may load and unload adapters.", panel="LoRA"
     )
     graphs_dir: Path | None = option(
         None,

@@ -233,9 +233,10 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(
         core, unreadable = llm.engine.core, Future[Any]()
         with monkeypatch.context() as patch:
             patch.setattr(core.executor, "load_adapter", lambda _: unreadable)
-            core.utility("load_adapter", LoRARequest("pinned", 9, str(adapters[0]), pinned=True))
+            core.load_adapter(LoRARequest("pinned", 9, str(adapters[0]), pinned=True))
         assert core._scheduler.adapter_slots.is_pinned(9)
         unreadable.set_exception(OSError("the disk is gone"))
+        core.poll_adapters()
         assert not core._scheduler.adapter_slots.is_pinned(9)
         core.utility("unload_adapter", LoRARequest("good", 3, ""))
         with pytest.raises(ValueError, match="not a new positive number"):

@@ -52,7 +52,7 @@ async def test_an_admin_key_alone_leaves_the_api_open(start_server: StartServer,
 
 
 async def test_web_pages_cannot_call_admin_routes(start_server: StartServer, tmp_path: Path) -> None:
-    server = await start_server(allowed_origins=("*",), lora_dir=tmp_path)
+    server = await start_server(allowed_origins=("*",), lora_dir=tmp_path, allow_lora_without_admin_key=True)
     preflight = {**ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     assert (await server.http.options(UNLOAD, headers=preflight)).status_code == 405
     response = await server.http.post(UNLOAD, json={"lora_name": "x"}, headers=ORIGIN)
@@ -66,7 +66,7 @@ async def test_web_pages_cannot_call_admin_routes(start_server: StartServer, tmp
     [({"Content-Type": "text/plain"}, 415), ({"Content-Type": "application/x-www-form-urlencoded"}, 415), ({}, 404), (ORIGIN, 415)],
 )
 async def test_admin_routes_take_json_only(start_server: StartServer, tmp_path: Path, headers: dict[str, str], status: int) -> None:
-    server = await start_server(lora_dir=tmp_path)
+    server = await start_server(lora_dir=tmp_path, allow_lora_without_admin_key=True)
     response = await server.http.post(UNLOAD, content=b'{"lora_name": "x"}', headers=headers)
     assert response.status_code == status
 

@@ -54,6 +54,7 @@ FLAGS = {
         "--chat-template-content-format", "--default-chat-template-kwargs", "--reasoning-effort-map", "--generation-config",
         "--open-schemas", "--enable-force-include-usage", "--disable-fastapi-docs", "--metrics-prefix",
         "--stream-keepalive", "--api-server-count", "--log-format", "--throughput-log", "--otlp-traces-endpoint",
+        "--allow-lora-without-admin-key",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {

@@ -42,7 +42,7 @@ def server(
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
     server = ServerProcess(
         str(tiny_llama_dir), "--port", "0", "--served-model-name", "base", "--enable-lora", *flags,
-        "--lora-modules", f"first={folder / 'first'}", "--lora-dir", str(folder),
+        "--lora-modules", f"first={folder / 'first'}", "--lora-dir", str(folder), "--allow-lora-without-admin-key",
         "--cache-dir", str(tmp_path_factory.mktemp("cache")), "--api-server-count", str(request.param),
     )  # fmt: skip
     yield server

@@ -9,6 +9,7 @@ A JSON file in the model's folder tells it what to do besides answering steps:
 - "devices": a folder where each rank writes which CUDA devices it sees, and which is its own.
 - "load", "step", "result": {rank: action}, or {"replica/rank": action} for one replica. Actions: "mistake", "error", "kill", "stop",
   "hang", "end" (with status 0). Those of "step" and "result" happen at step 3.
+- "adapters": {rank: why it cannot read an adapter}.
 - "until": a file that must exist before an action happens.
 - "pause": seconds that each of a step's "collectives" (default 1) takes.
 
@@ -23,6 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,8 @@ from typing import TYPE_CHECKING, Any
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE
 from compile_and_serve.runtime.engine.process import BOOT_CODE as ENGINE_CODE
+from compile_and_serve.runtime.lora.errors import AdapterError
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, StateGroupInfo, WorkerInfo, WorkerStats
 
 if TYPE_CHECKING:
@@ -95,6 +99,7 @@ class Worker:
         self._idle_work = self._orders.get("idle", 2)
         self._num_launched = 0
         self._is_gpu = is_gpu = self._orders.get("device", "cpu") != "cpu"  # then a thread waits for results
+        self.adapters = SimpleNamespace(load=self._read_adapter, drop=lambda _: None)
         self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None)
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
@@ -139,6 +144,15 @@ class Worker:
         if self._idle_work >= 0:
             time.sleep(self._orders.get("pause", 0))
         return self._idle_work >= 0
+
+    def _read_adapter(self, adapter: LoRARequest) -> Future[None]:
+        reading: Future[None] = Future()
+        sentence = self._orders.get("adapters", {}).get(str(self._rank))
+        if sentence is None:
+            reading.set_result(None)
+        else:
+            reading.set_exception(AdapterError(sentence))
+        return reading
 
     def sleep(self, level: int) -> None:
         """As if memory were freed."""

@@ -68,7 +68,11 @@ class Executor(Protocol):
         ...
 
     def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
-        """Let every rank read a checked adapter into its host memory. A rank that has not read it waits for it before a step."""
+        """Let every rank read an adapter into its host memory. Done once all have; the result may raise `AdapterError`."""
+        ...
+
+    def poll(self) -> None:
+        """End the futures of `load_adapter` whose ranks have answered. No step may be in flight. Raises `RankFailedError`."""
         ...
 
     def drop_adapter(self, adapter_id: int) -> None:

@@ -47,6 +47,9 @@ class InProcessExecutor:
         """Read an adapter in a thread."""
         return self.worker.adapters.load(adapter)
 
+    def poll(self) -> None:
+        """Nothing: the thread that reads an adapter ends its future."""
+
     def drop_adapter(self, adapter_id: int) -> None:
         """Free an adapter's host memory."""
         self.worker.adapters.drop(adapter_id)

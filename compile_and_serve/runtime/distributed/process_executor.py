@@ -28,6 +28,7 @@ from compile_and_serve.runtime.child_process import LINGER_MS, boot_input, descr
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import STUCK_SECONDS, RankFailedError, StepHandle, report_shared_stages
 from compile_and_serve.runtime.distributed.rank_messages import (
+    AdapterRead,
     CompileGrammar,
     DropAdapter,
     FromRank,
@@ -51,6 +52,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
 from compile_and_serve.runtime.distributed.socket_keys import EngineKeys
 from compile_and_serve.runtime.logs import current_format
+from compile_and_serve.runtime.lora.errors import AdapterError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
@@ -109,6 +111,15 @@ class _Launched:
 
 
 @dataclass(slots=True)
+class _Load:
+    """Of an adapter, by all ranks. error: of the first that could not read it."""
+
+    future: Future[Any]
+    num_answers: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
 class _RankProgress:
     """A rank's last report: (steps done, steps begun, collectives entered), and when it came by the executor's clock."""
 
@@ -139,6 +150,7 @@ class DistributedExecutor:
         self._has_failed = False
         self._progress = [_RankProgress() for _ in range(self.mesh.size)]
         self._num_launched = 0
+        self._loads: dict[int, _Load] = {}
         self._clock = 0.0  # seconds spent waiting for answers
         self._last_progress = 0.0  # by `_clock`
         self._last_poll = 0.0  # by the system's clock
@@ -178,11 +190,21 @@ class DistributedExecutor:
         return self._grammars.compile(grammar)
 
     def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
-        """Let every rank read an adapter in a thread; not awaited here."""
+        """Let every rank read an adapter in a thread. `poll`, and what waits for a step, end the future."""
         self._broadcast(LoadAdapter(adapter))
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        loading: Future[Any] = Future()
+        self._loads[adapter.lora_int_id] = _Load(loading)
+        return loading
+
+    def poll(self) -> None:
+        """Take the answers to `load_adapter` that have arrived."""
+        self._check_ended()
+        while self._answers.poll(0):
+            message = self._decoder.decode(self._answers.recv())
+            if isinstance(message, RankFailed):
+                self._raise_failure(message)
+            is_report = self._is_report(message)
+            assert is_report, message
 
     def drop_adapter(self, adapter_id: int) -> None:
         """Let every rank free an adapter's host memory."""
@@ -306,8 +328,7 @@ class DistributedExecutor:
                 if may_be_stuck and self._clock > self._last_progress + self._stuck_seconds:
                     self._raise_stuck()
                 continue
-            if isinstance(message, ProgressReport):
-                self._record_progress(message)
+            if self._is_report(message):
                 continue
             if isinstance(message, RankStage):
                 self._on_stage[message.rank](message.stage, message.seconds, message.detail)
@@ -322,6 +343,27 @@ class DistributedExecutor:
         now = time.monotonic()
         self._clock += min(now - self._last_poll, 2 * _POLL_MS / 1000)
         self._last_poll = now
+
+    def _is_report(self, message: FromRank) -> bool:
+        """Whether a message is one that may come at any time; then it is taken."""
+        if isinstance(message, ProgressReport):
+            self._record_progress(message)
+        elif isinstance(message, AdapterRead):
+            self._record_adapter(message)
+        else:
+            return False
+        return True
+
+    def _record_adapter(self, read: AdapterRead) -> None:
+        load = self._loads[read.adapter_id]
+        load.num_answers += 1
+        load.error = load.error or read.error
+        if load.num_answers == self.num_ranks:
+            del self._loads[read.adapter_id]
+            if load.error is None:
+                load.future.set_result(None)
+            else:
+                load.future.set_exception(AdapterError(load.error))
 
     def _record_progress(self, report: ProgressReport) -> None:
         rank = self._progress[report.rank]

@@ -27,7 +27,7 @@ class CompileGrammar(msgspec.Struct, tag="grammar"):
 
 
 class LoadAdapter(msgspec.Struct, tag="load adapter"):
-    """Read a checked LoRA adapter into host memory, in a thread."""
+    """Read a LoRA adapter into host memory, in a thread, and answer with `AdapterRead`."""
 
     adapter: LoRARequest
 
@@ -93,6 +93,14 @@ class StepDone(msgspec.Struct, tag="done"):
     stats: WorkerStats
 
 
+class AdapterRead(msgspec.Struct, tag="adapter read"):
+    """A rank has read an adapter, or could not: then error is one sentence."""
+
+    rank: int
+    adapter_id: int
+    error: str | None
+
+
 class IdleTaskDone(msgspec.Struct, tag="idle"):
     """The end of an idle task. Only the answering rank sends it. did_work: False if there was nothing to do."""
 
@@ -124,4 +132,4 @@ class RankFailed(msgspec.Struct, tag="failed"):
     is_user_error: bool
 
 
-FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleTaskDone | SleepChanged | ProgressReport | RankFailed
+FromRank = RankStage | RankLoaded | RankReady | StepDone | AdapterRead | IdleTaskDone | SleepChanged | ProgressReport | RankFailed

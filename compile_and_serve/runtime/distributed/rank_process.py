@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -28,6 +30,7 @@ from compile_and_serve.runtime.child_process import (
 )
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.rank_messages import (
+    AdapterRead,
     CompileGrammar,
     DropAdapter,
     FromRank,
@@ -161,7 +164,7 @@ class RankProcess:
             elif isinstance(command, CompileGrammar):
                 worker.compile_grammar(command.grammar)
             elif isinstance(command, LoadAdapter):
-                worker.adapters.load(command.adapter)
+                worker.adapters.load(command.adapter).add_done_callback(partial(self._report_adapter, command.adapter.lora_int_id))
             elif isinstance(command, DropAdapter):
                 worker.adapters.drop(command.adapter_id)
             elif isinstance(command, (SleepRank, WakeRank)):
@@ -189,6 +192,10 @@ class RankProcess:
         self._steps_done += 1
         if self._answers_for_all:
             self._send(StepDone(output, stats))
+
+    def _report_adapter(self, adapter_id: int, reading: Future[Any]) -> None:
+        error = reading.exception()
+        self._send(AdapterRead(self._rank, adapter_id, None if error is None else str(error)))
 
     def _report_progress(self) -> None:
         """Let the engine tell a long step from a hung one, and find the rank that the others wait for."""

@@ -85,7 +85,6 @@ class EngineCore:
         self.adapters = Adapters(
             self.executor,
             found.adapter_targets,
-            max_rank=config.compile.max_lora_rank,
             max_on_host=max(config.max_cpu_loras or 0, config.compile.max_loras),
             is_used=self._scheduler.is_adapter_used,
         )
@@ -155,7 +154,7 @@ class EngineCore:
                 raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
             grammar = self.executor.compile_grammar(structured.compiled)
         if request.lora is not None:
-            adapter = self._load_adapter(request.lora)
+            adapter = self.load_adapter(request.lora)
         awaited = [future for future in (grammar, adapter) if future is not None]
         for future in awaited:
             if future.done():
@@ -163,7 +162,8 @@ class EngineCore:
         self._scheduler.add_request(request, grammar, adapter)
         self._preparing += [(request.request_ids, future) for future in awaited if not future.done()]
 
-    def _load_adapter(self, adapter: LoRARequest) -> Future[Any]:
+    def load_adapter(self, adapter: LoRARequest) -> Future[None]:
+        """Have every rank read an adapter. `poll_adapters` and `step` end the future. This and the future raise `AdapterError`."""
         if not adapter.pinned:
             return self.adapters.load(adapter)
         slots = self._scheduler.adapter_slots
@@ -177,7 +177,7 @@ class EngineCore:
             raise
         if not was_pinned:
 
-            def unpin_failed(loaded: Future[Any]) -> None:
+            def unpin_failed(loaded: Future[None]) -> None:
                 if loaded.cancelled() or loaded.exception() is not None:
                     slots.unpin(adapter.lora_int_id)
 
@@ -203,6 +203,7 @@ class EngineCore:
                 "unknown: create a new engine."
             ) from self._broken_by
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self.executor
+        self.poll_adapters()
         failed = self._requests_not_prepared() if self._preparing else []
         depth = self._depth
         if executor.stats().captures_due > self._captures_due:
@@ -226,7 +227,8 @@ class EngineCore:
         if not in_flight:
             self._idle_since = None
             if self._preparing and not failed:
-                wait((future for _, future in self._preparing), PREPARING_SECONDS, FIRST_COMPLETED)
+                awaited = [future for _, future in self._preparing]
+                wait([*awaited, *self.adapters.being_read], PREPARING_SECONDS, FIRST_COMPLETED)
             return StepOutputs(outputs=failed, stats=self.stats())
         scheduled, handle = in_flight[0]
         result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
@@ -242,6 +244,13 @@ class EngineCore:
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         stats.expert_tokens = result.expert_tokens
         return StepOutputs(outputs=outputs, stats=stats)
+
+    def poll_adapters(self) -> None:
+        """End the futures of adapters that every rank has read. `step` does it too."""
+        if self.adapters.being_read:
+            if not self._in_flight:
+                self.executor.poll()
+            self.adapters.poll()
 
     def _requests_not_prepared(self) -> list[RequestOutput]:
         """End the requests whose grammars or adapters turned out to be wrong."""
@@ -326,10 +335,10 @@ class EngineCore:
             self._captures_due = self.executor.stats().captures_due
 
     def utility(self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None) -> UtilityValue:
-        """Answer a `UtilityCall`. Raises `ValueError` for an unknown method and names the known ones, and `AdapterError`."""
-        if method == "load_adapter" and adapter is not None:
-            self._load_adapter(adapter)
-            return {"ok": True}
+        """Answer a `UtilityCall` that waits for nothing.
+
+        Raises `ValueError` for an unknown method and names the known ones, and `AdapterError`.
+        """
         if method == "unload_adapter" and adapter is not None:
             self._scheduler.adapter_slots.unpin(adapter.lora_int_id)
             self.adapters.unload(adapter.lora_int_id)
@@ -349,8 +358,7 @@ class EngineCore:
             stats = self.stats()
             return {name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict | list)}
         raise ValueError(
-            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, load_adapter, unload_adapter, "
-            "sleep, wake_up, is_sleeping."
+            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, unload_adapter, sleep, wake_up, is_sleeping."
         )
 
     def abort_all(self) -> list[RequestOutput]:

@@ -31,7 +31,7 @@ class HeartbeatSender:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
         self._context = context
         self._address = heartbeat_address(folder)
-        self._step_began: float | None = None
+        self._turn_began: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -39,17 +39,21 @@ class HeartbeatSender:
         """Send the first heartbeat soon, then one a second."""
         self._thread.start()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """The body runs a step (or an idle task). Heartbeats carry its age meanwhile.
+    def begin_turn(self) -> None:
+        """The engine's loop begins another turn. Heartbeats carry its age: of a step, of an idle task, of what a message asks for.
 
-        With several ranks, the body waits for their answer, so that a hung rank shows in the age too.
+        With several ranks, a step waits for their answer, so that a hung rank shows in the age too.
         """
-        self._step_began = time.monotonic()
+        self._turn_began = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The body waits for a message, which is no work."""
+        self._turn_began = None
         try:
             yield
         finally:
-            self._step_began = None
+            self._turn_began = time.monotonic()
 
     def close(self) -> None:
         """Stop sending."""
@@ -62,9 +66,9 @@ class HeartbeatSender:
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(self._address)
             while True:
-                began = self._step_began
+                began = self._turn_began
                 age = 0.0 if began is None else time.monotonic() - began
-                socket.send(msgspec.msgpack.encode(Heartbeat(step_seconds=age)))
+                socket.send(msgspec.msgpack.encode(Heartbeat(turn_seconds=age)))
                 if self._closing.wait(HEARTBEAT_SECONDS):
                     return
 
@@ -74,17 +78,17 @@ class HeartbeatMonitor:
 
     def __init__(self) -> None:
         self._received_at = time.monotonic()
-        self._step_seconds = 0.0
+        self._turn_seconds = 0.0
 
     def receive(self, heartbeat: Heartbeat) -> None:
         """Note a heartbeat that has just arrived."""
-        self._received_at, self._step_seconds = time.monotonic(), heartbeat.step_seconds
+        self._received_at, self._turn_seconds = time.monotonic(), heartbeat.turn_seconds
 
     def problem(self) -> str | None:
-        """One sentence if the engine is silent or its step is stuck; None if all is well."""
+        """One sentence if the engine is silent or its loop is stuck; None if all is well."""
         silence = time.monotonic() - self._received_at
         if silence > SILENCE_SECONDS:
             return f"The engine process has sent no heartbeat for {silence:.0f} seconds."
-        if self._step_seconds > STUCK_SECONDS:
-            return f"The engine's step has run for {self._step_seconds:.0f} seconds (limit: {STUCK_SECONDS:g})."
+        if self._turn_seconds > STUCK_SECONDS:
+            return f"The engine has been busy with one step or message for {self._turn_seconds:.0f} seconds (limit: {STUCK_SECONDS:g})."
         return None

@@ -8,6 +8,7 @@ with async scheduling the device works on the next step meanwhile. A second thre
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 BOOT_CODE = boot_code("compile_and_serve.runtime.engine.process")
 _IDLE_POLL_MS = 1000
+_LOADING_POLL_MS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,7 @@ class EngineProcess:
         self._sent_pending_work: dict[str, int] = {}  # of `EngineStats`, as sent last
         self._shutdown: Shutdown | None = None
         self._sleep_calls: list[tuple[Client, UtilityCall]] = []  # to sleep, once no request is left, and what came behind it
+        self._loads: list[tuple[Client, int, Future[None]]] = []  # of adapters, with the number of the call that waits
 
     def run(self) -> int:
         """Build the engine and serve until told to stop. Returns the process's exit status."""
@@ -103,6 +106,9 @@ class EngineProcess:
     def _serve(self) -> None:
         core = self._core
         while True:
+            self._heartbeat.begin_turn()
+            if self._loads:
+                self._answer_loads()
             has_work = core.has_work()
             if self._shutdown is not None and not has_work:
                 return
@@ -110,14 +116,13 @@ class EngineProcess:
                 calls, self._sleep_calls = self._sleep_calls, []
                 for client, call in calls:
                     self._answer(client, call)
-            if has_work or self._idle() or self._socket.wait(_IDLE_POLL_MS):
+            if has_work or self._idle() or self._wait():
                 self._receive()
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return
             if core.has_work():
-                with self._heartbeat.step():
-                    outputs = core.step()
+                outputs = core.step()
             elif self._has_unreported_abort:
                 outputs = StepOutputs(stats=core.stats())
             else:
@@ -125,9 +130,12 @@ class EngineProcess:
             self._has_unreported_abort = False
             self._tell(outputs)
 
+    def _wait(self) -> bool:
+        with self._heartbeat.waiting():
+            return self._socket.wait(_LOADING_POLL_MS if self._loads else _IDLE_POLL_MS)
+
     def _idle(self) -> bool:
-        with self._heartbeat.step():
-            did_work = self._core.idle()
+        did_work = self._core.idle()
         stats = self._core.stats()
         if stats.pending_work != self._sent_pending_work:
             self._tell(StepOutputs(stats=stats))
@@ -201,10 +209,22 @@ class EngineProcess:
     def _answer(self, client: Client, call: UtilityCall) -> None:
         result = UtilityResult(call_id=call.call_id)
         try:
+            if call.method == "load_adapter" and call.adapter is not None:
+                self._loads.append((client, call.call_id, self._core.load_adapter(call.adapter)))
+                return
             result.value = self._core.utility(call.method, call.adapter, call.options)
         except ValueError as error:
             result.error = str(error)
         self._socket.send(client, result)
+
+    def _answer_loads(self) -> None:
+        """Answer the calls whose adapters every rank has read, or one could not read."""
+        self._core.poll_adapters()
+        for client, call_id, load in self._loads:
+            if load.done():
+                error = load.exception()
+                self._socket.send(client, UtilityResult(call_id=call_id, error=None if error is None else str(error)))
+        self._loads = [entry for entry in self._loads if not entry[2].done()]
 
     def _abort_all(self) -> None:
         self._socket.send_step(StepOutputs(outputs=self._core.abort_all(), stats=self._core.stats()))

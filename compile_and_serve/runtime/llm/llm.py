@@ -341,9 +341,10 @@ class LLM(PoolingMethods):
                 if left:
                     self.engine.abort(left)
         for job in jobs:
-            failed = next((c.error for c in job.completions if c.error is not None), None)
+            failed = next((c for c in job.completions if c.error is not None), None)
             if failed is not None:
-                raise RuntimeError(f"Request {job.request_id} failed: {failed}")
+                kind = ValueError if failed.error_kind == "invalid" else RuntimeError
+                raise kind(f"Request {job.request_id} failed: {failed.error}")
 
     def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
         job.completions = [Completion(index) for index in range(job.params.n)]

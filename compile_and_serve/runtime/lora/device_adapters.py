@@ -5,8 +5,12 @@ Shape legend: R the largest rank, I and O input and output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +21,14 @@ from compile_and_serve.compiler.weights.expert_slots import ExpertSite
 from compile_and_serve.custom_ops.mesh import Coordinates
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.spec import TensorPart
+from compile_and_serve.runtime.lora.errors import AdapterError
 from compile_and_serve.runtime.lora.peft_files import open_adapter
 from compile_and_serve.runtime.lora.request import AdapterTarget, LoRARequest
+from compile_and_serve.runtime.lora.timed_thread import TimedThread
 
+logger = logging.getLogger(__name__)
+
+READ_SECONDS = 120.0  # for one adapter
 HostAdapter = dict[str, torch.Tensor]  # name of the weight → one slot's values
 
 
@@ -55,14 +64,18 @@ def adapter_targets(
     return found
 
 
-def _compute_alone() -> None:
-    """Let this thread's tensor operations use no other threads."""
-    torch.get_num_threads()  # sets this thread's number to the default; otherwise its first operation would
+def _compute_alone(make_current: Callable[[], None]) -> None:
+    """Let this thread's tensor operations use no other threads. make_current: the device."""
+    make_current()
+    num_threads = torch.get_num_threads()  # sets this thread's number to the default; otherwise its first operation would
     torch.set_num_threads(1)
+    other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))  # the default of threads that begin later
+    other.start()
+    other.join()
 
 
 class DeviceAdapters:
-    """Reads adapters in a thread, and copies them into slots.
+    """Reads adapters in a thread, and copies them into slots. Whatever is wrong with a file fails its reading and nothing else.
 
     weights: of the compiled model, by name. coordinates: of this rank.
     """
@@ -85,17 +98,16 @@ class DeviceAdapters:
         self._max_rank = max_rank
         self._platform, self._dtype, self._coordinates = platform_of(device), dtype, coordinates
         self._host: dict[int, Future[HostAdapter]] = {}
+        self._stamps: dict[int, tuple[int, int]] = {}  # of the files that were read first
         # One thread: several would only compete for the disk and for the cores of the engine.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=self._platform.make_current)
-        num_threads = torch.get_num_threads()
-        self._reader.submit(_compute_alone).result()
-        torch.set_num_threads(num_threads)  # for threads that begin later
+        self._reader = TimedThread[HostAdapter]("adapters", READ_SECONDS, partial(_compute_alone, self._platform.make_current))
+        self._reader.submit(dict).result()  # the thread is prepared
 
     def load(self, adapter: LoRARequest) -> Future[HostAdapter]:
         """Read an adapter into host memory. The result may raise `AdapterError`."""
         found = self._host.get(adapter.lora_int_id)
         if found is None:
-            found = self._host[adapter.lora_int_id] = self._reader.submit(self._read, Path(adapter.lora_path))
+            found = self._host[adapter.lora_int_id] = self._reader.submit(partial(self._read_checked, adapter))
         return found
 
     def drop(self, adapter_id: int) -> None:
@@ -112,20 +124,32 @@ class DeviceAdapters:
             else:
                 self._weights[name][slot].copy_(values, non_blocking=True)
 
-    def _read(self, path: Path) -> HostAdapter:
-        file = open_adapter(path, self.targets, self._max_rank)
-        sites = [self._sites[part.target.module] for part in file.parts]
-        names = list(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
-        # Many small pieces: while memory is pinned, the device takes no launches.
-        adapter = {
-            name: self._platform.host_zeros(self._weights[name][0].numel(), self._dtype).view(self._weights[name].shape[1:])
-            for name in names
-        }
-        for part, a_RI, b_OR in file.tensors():
-            site = self._sites[part.target.module]
-            slots = adapter[site.a], adapter[site.b]
-            if isinstance(site, ExpertSite):
-                site.fill(*slots, a_RI, b_OR, self._coordinates, part.expert, part.target.first_row)
-            else:
-                site.fill(*slots, a_RI, b_OR, self._coordinates)
+    def _read_checked(self, adapter: LoRARequest) -> HostAdapter:
+        try:
+            return self._read(adapter.lora_int_id, Path(adapter.lora_path))
+        except AdapterError:
+            raise
+        except Exception as error:
+            logger.warning("Reading the adapter %s failed.", adapter.lora_path, exc_info=error)
+            raise AdapterError(f"{adapter.lora_path} could not be read ({type(error).__name__}: {error!s:.200}).") from None
+
+    def _read(self, adapter_id: int, path: Path) -> HostAdapter:
+        with open_adapter(path, self.targets, self._max_rank, deadline=time.monotonic() + READ_SECONDS) as file:
+            if self._stamps.get(adapter_id, file.stamp) != file.stamp:
+                raise AdapterError(f"{path} has changed since it was loaded as {adapter_id}: load it with a new lora_int_id.")
+            sites = [self._sites[part.target.module] for part in file.parts]
+            names = list(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
+            # Many small pieces: while memory is pinned, the device takes no launches.
+            adapter = {
+                name: self._platform.host_zeros(self._weights[name][0].numel(), self._dtype).view(self._weights[name].shape[1:])
+                for name in names
+            }
+            for part, a_RI, b_OR in file.tensors(self._dtype):
+                site = self._sites[part.target.module]
+                slots = adapter[site.a], adapter[site.b]
+                if isinstance(site, ExpertSite):
+                    site.fill(*slots, a_RI, b_OR, self._coordinates, part.expert, part.target.first_row)
+                else:
+                    site.fill(*slots, a_RI, b_OR, self._coordinates)
+        self._stamps[adapter_id] = file.stamp
         return adapter

@@ -5,22 +5,26 @@ Shape legend: R the adapter's rank for a linear, I and O the linear's input and 
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import msgspec
+import torch
 
+from compile_and_serve.runtime.lora.adapter_tensors import AdapterTensors
+from compile_and_serve.runtime.lora.bounded_file import BoundedFile
+from compile_and_serve.runtime.lora.errors import AdapterError
+from compile_and_serve.runtime.lora.module_patterns import ModulePatterns
 from compile_and_serve.runtime.lora.request import AdapterTarget
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_CONFIG = 1 << 20  # bytes
+_LARGEST_ALPHA, _LARGEST_RANK = 1e30, 1 << 20
 _TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)(?:\.default)?\.weight|lora_embedding_(A|B)(?:\.default)?)")
 # What PEFT saves of an embedding that it adapts: the base model's own weight, which did not change.
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
@@ -42,10 +46,6 @@ _UNSUPPORTED = {
 }
 
 
-class AdapterError(ValueError):
-    """An adapter that cannot be used. The message is one sentence."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPart:
     """An adapter's tensors for one target. a_name, b_name: in the file, [R, I] and [O, R]. scale: of B A x.
@@ -65,55 +65,79 @@ class AdapterPart:
 class AdapterFile:
     """A checked adapter, whose tensors are not read yet. stamp: differs when the file has changed."""
 
-    path: Path
     parts: tuple[AdapterPart, ...]
     stamp: tuple[int, int]
+    stored: AdapterTensors
 
-    def tensors(self) -> Iterator[tuple[AdapterPart, torch.Tensor, torch.Tensor]]:
-        """(part, A [R, I], scale · B [O, R]), in the file's dtype or float32."""
-        with _open(self.path / TENSOR_FILE, "pt") as file:
-            for part in self.parts:
-                a_RI, b_OR = file.get_tensor(part.a_name), file.get_tensor(part.b_name)
-                yield part, a_RI, b_OR if part.scale == 1 else b_OR.float() * part.scale
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[AdapterPart, torch.Tensor, torch.Tensor]]:
+        """(part, A [R, I], scale · B [O, R]), all of them finite numbers of this dtype. Raises `AdapterError` and `OSError`."""
+        for part in self.parts:
+            a_RI = self.stored.read(part.a_name).to(dtype)
+            b_OR = self.stored.read(part.b_name)
+            b_OR = b_OR.to(dtype) if part.scale == 1 else (b_OR.float() * part.scale).to(dtype)
+            for name, tensor in ((part.a_name, a_RI), (part.b_name, b_OR)):
+                if not bool(torch.isfinite(tensor).all()):
+                    raise AdapterError(
+                        f"{self.stored.path} has values in {name} that are not finite as {dtype} (scaled by {part.scale:g})."
+                    )
+            yield part, a_RI, b_OR
+        self.stored.check_unchanged()
 
 
-def open_adapter(path: Path, targets: Mapping[str, Sequence[AdapterTarget]], max_rank: int) -> AdapterFile:
-    """Check an adapter's config, and the names and shapes of its tensors.
+@contextmanager
+def open_adapter(
+    path: Path, targets: Mapping[str, Sequence[AdapterTarget]], max_rank: int, *, deadline: float = math.inf
+) -> Iterator[AdapterFile]:
+    """Check an adapter's config, and the names and shapes of its tensors. Nothing in the files is trusted.
 
-    targets: by the name of the module in the model's checkpoint. Raises `AdapterError`.
+    targets: by the name of the module in the model's checkpoint. deadline: of all reading, by `time.monotonic`.
+    Raises `AdapterError` and `OSError`.
     """
-    config = _read_config(path)
+    config = _read_config(path, deadline)
     tensor_file = path / TENSOR_FILE
-    if not tensor_file.is_file():
+    if not tensor_file.exists():
         raise AdapterError(f"{path} has no {TENSOR_FILE}: save the adapter with safetensors (other formats can run code).")
+    most_tensors = sum(2 * max(1, target.num_experts) for several in targets.values() for target in several)
+    with AdapterTensors(tensor_file, most_tensors, deadline) as stored:
+        found = _pairs(stored, targets)
+        ranks, alphas = (ModulePatterns(config.get(name) or {}, path / CONFIG_FILE) for name in ("rank_pattern", "alpha_pattern"))
+        parts = []
+        for module, pair in found.items():
+            stored.check_time()
+            parts.append(_part(module, pair, config, ranks, alphas, targets, max_rank, path))
+        yield AdapterFile(parts=tuple(parts), stamp=stored.stamp, stored=stored)
+
+
+def _pairs(stored: AdapterTensors, targets: Mapping[str, Sequence[AdapterTarget]]) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Module → "A" or "B" → the tensor's name and shape."""
     found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    with _open(tensor_file, "np") as file:  # "pt" would import torch, which an engine beside its ranks does without
-        for name in file.keys():  # noqa: SIM118  (no mapping)
-            match, base = _TENSOR_NAME.fullmatch(name), _BASE_WEIGHT.fullmatch(name)
-            shape = tuple(file.get_slice(name).get_shape())
-            if base is not None and _is_vocabulary(base[1], shape, targets):
-                continue
-            if match is None:
-                raise AdapterError(
-                    f"{tensor_file} has {name}, which is not the A or B of a LoRA adapter: weights that replace the base model's are "
-                    "not supported."
-                )
-            found.setdefault(match[1], {})[match[2] or match[3]] = (name, shape)
+    for name, shape in stored.shapes.items():
+        match, base = _TENSOR_NAME.fullmatch(name), _BASE_WEIGHT.fullmatch(name)
+        if base is not None and _is_vocabulary(base[1], shape, targets):
+            continue
+        if match is None:
+            raise AdapterError(
+                f"{stored.path} has {name}, which is not the A or B of a LoRA adapter: weights that replace the base model's are "
+                "not supported."
+            )
+        other = found.setdefault(match[1], {}).setdefault(match[2] or match[3], (name, shape))
+        if other[0] != name:
+            raise AdapterError(f"{stored.path} has both {other[0]} and {name}: keep one of them.")
     if not found:
-        raise AdapterError(f"{tensor_file} holds no tensors.")
-    parts = tuple(_part(module, pair, config, targets, max_rank, path) for module, pair in found.items())
-    status = tensor_file.stat()
-    return AdapterFile(path=path, parts=parts, stamp=(status.st_mtime_ns, status.st_size))
+        raise AdapterError(f"{stored.path} holds no tensors.")
+    return found
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, deadline: float) -> dict[str, Any]:
     file = path / CONFIG_FILE
     try:
-        with file.open("rb") as opened:
-            config = json.loads(opened.read(_LARGEST_CONFIG))
+        with BoundedFile(file, deadline) as opened:
+            if opened.size > _LARGEST_CONFIG:
+                raise AdapterError(f"{file} has {opened.size} bytes, but a config has at most {_LARGEST_CONFIG}.")
+            config = msgspec.json.decode(opened.read(0, opened.size))
     except OSError:
         raise AdapterError(f"{path} has no {CONFIG_FILE} that can be read: give the folder that PEFT saved.") from None
-    except ValueError:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
         raise AdapterError(f"{file} is not JSON.") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise AdapterError(f'{file} does not describe a LoRA adapter: its peft_type must be "LORA".')
@@ -126,11 +150,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
         raise AdapterError(f"{file} was initialized with {init:.40}, which changes the base model: convert it to plain LoRA.")
     ranks = [config.get("r"), *_pattern(config, "rank_pattern", file).values()]
-    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-        raise AdapterError(f"{file} must give the rank r, and those of rank_pattern, as positive integers.")
+    if not all(type(rank) is int and 0 < rank <= _LARGEST_RANK for rank in ranks):
+        raise AdapterError(f"{file} must give the rank r, and those of rank_pattern, as positive integers up to {_LARGEST_RANK}.")
     alphas = [config.get("lora_alpha"), *_pattern(config, "alpha_pattern", file).values()]
-    if not all(isinstance(alpha, (int, float)) for alpha in alphas):
-        raise AdapterError(f"{file} must give lora_alpha, and those of alpha_pattern, as numbers.")
+    if not all(type(alpha) in (int, float) and abs(alpha) <= _LARGEST_ALPHA for alpha in alphas):
+        raise AdapterError(f"{file} must give lora_alpha, and those of alpha_pattern, as numbers up to {_LARGEST_ALPHA:g}.")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise AdapterError(f"{file} must give use_rslora as true or false.")
     return config
 
 
@@ -153,6 +179,8 @@ def _part(
     module: str,
     pair: Mapping[str, tuple[str, tuple[int, ...]]],
     config: Mapping[str, Any],
+    ranks: ModulePatterns,
+    alphas: ModulePatterns,
     targets: Mapping[str, Sequence[AdapterTarget]],
     max_rank: int,
     path: Path,
@@ -166,7 +194,7 @@ def _part(
     target = (fits or possible)[0]
     stacked = target.num_experts if expert is None and target.num_experts else 1
     name = module.removesuffix(_NESTED) if stacked == 1 else target.module
-    rank = _value_for(name, config.get("rank_pattern") or {}, config["r"], path)
+    rank = ranks.value(name, config["r"])
     expected = ((rank * stacked, target.in_features), (target.out_features, rank * stacked))
     if (a_shape, b_shape) != expected:
         raise AdapterError(
@@ -175,7 +203,7 @@ def _part(
         )
     if rank > max_rank:
         raise AdapterError(f"{path} has rank {rank}, but the engine takes at most {max_rank}: raise --max-lora-rank.")
-    alpha = _value_for(name, config.get("alpha_pattern") or {}, config["lora_alpha"], path)
+    alpha = alphas.value(name, config["lora_alpha"])
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     return AdapterPart(target=target, a_name=a_name, b_name=b_name, rank=rank, scale=scale, expert=expert)
 
@@ -198,21 +226,3 @@ def _targets(
     if expert is not None and expert >= found[0].num_experts:
         raise AdapterError(f"{path} changes {module}, but this model has {found[0].num_experts} experts in a layer.")
     return found, expert
-
-
-def _value_for(module: str, pattern: Mapping[str, Any], default: Any, path: Path) -> Any:
-    """The value of the first key that a module's name ends in; keys are regular expressions."""
-    for key, value in pattern.items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error as error:
-            raise AdapterError(f"{path} has the pattern {key!r:.100}, which is not a regular expression: {error}.") from None
-    return default
-
-
-def _open(file: Path, framework: Literal["pt", "np"]) -> safe_open:
-    try:
-        return safe_open(file, framework=framework, device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file} is truncated or not a safetensors file ({error}).") from None

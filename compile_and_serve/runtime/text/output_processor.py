@@ -80,6 +80,7 @@ class CompletionOutput:
     num_draft_tokens: int = 0
     num_accepted_drafts: int = 0
     error: str | None = None
+    error_kind: ErrorKind = "internal"  # meaningful only with `error`
     pooled: Pooled | None = None
 
     def add(self, delta: CompletionDelta) -> None:
@@ -97,7 +98,7 @@ class CompletionOutput:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.num_draft_tokens += delta.num_draft_tokens
         self.num_accepted_drafts += delta.num_accepted_drafts
-        self.error = delta.error
+        self.error, self.error_kind = delta.error, delta.error_kind
         self.pooled = delta.pooled
 
 

@@ -12,6 +12,8 @@ from compile_and_serve.serve.errors import ApiError
 from compile_and_serve.serve.processes.siblings import Siblings
 
 MAX_SERVED = 10_000
+_MAX_NAME = 256  # characters
+_RESOLVE_SECONDS = 10.0  # a network file system can take any time
 
 
 class ServedAdapters:
@@ -66,6 +68,8 @@ class ServedAdapters:
 
     async def add(self, name: str, path: Path, *, pinned: bool = False) -> None:
         """Load the adapter in a folder. Raises `ValueError` with one sentence if it cannot be used or the name is taken."""
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise ValueError(f"An adapter's name has up to {_MAX_NAME} printable characters, got {name!r:.200}.")
         async with self._lock:
             if not name or name in self._models or name in self._adapters:
                 raise ValueError(f"The name {name!r:.200} is taken or empty: give the adapter another one.")
@@ -79,12 +83,11 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, pinned: bool = False) -> None:
         """`add` for a request: the folder, links resolved, must lie below the server's. Raises a 400."""
         assert self._folder is not None
-        root = self._folder.resolve()
         try:
-            resolved = (root / path).resolve()
-        except (OSError, ValueError, RuntimeError):  # refused below
-            resolved = root
-        if root not in resolved.parents:
+            resolved = await asyncio.wait_for(asyncio.to_thread(_resolve_below, self._folder, path), _RESOLVE_SECONDS)
+        except TimeoutError:
+            raise ApiError(400, f"lora_path could not be found within {_RESOLVE_SECONDS:g} seconds.", "lora_path") from None
+        if resolved is None:
             raise ApiError(400, "lora_path must be a folder below the server's --lora-dir.", "lora_path")
         try:
             await self.add(name, resolved, pinned=pinned)
@@ -105,3 +108,13 @@ class ServedAdapters:
             self.changed(adapter, is_loaded)
         else:
             await self._siblings.call("set_adapter", adapter, is_loaded)
+
+
+def _resolve_below(folder: Path, path: str) -> Path | None:
+    """The folder at `path` with links resolved; None if it is not below `folder`."""
+    root = folder.resolve()
+    try:
+        resolved = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return resolved if root in resolved.parents else None

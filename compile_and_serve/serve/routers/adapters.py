@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 
 from compile_and_serve.serve.admin import AdminRoute
 from compile_and_serve.serve.context import Context
+from compile_and_serve.serve.errors import ApiError
 from compile_and_serve.serve.http.responses import json_response
 from compile_and_serve.serve.protocol.fields import RequestModel
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
-router = APIRouter(tags=["Adapters"], route_class=AdminRoute)
+
+def _check_allowed(context: Context) -> None:
+    settings = context.settings
+    if not (settings.admin_keys or settings.allow_lora_without_admin_key):
+        raise ApiError(403, "This route needs an admin key: the server has none (--admin-api-key, or --allow-lora-without-admin-key).")
+
+
+router = APIRouter(tags=["Adapters"], route_class=AdminRoute, dependencies=[Depends(_check_allowed)])
 
 
 class UnloadRequest(RequestModel):

@@ -17,8 +17,9 @@ router = APIRouter(tags=["Utility"])
 
 @router.get("/health", summary="Whether the engine is alive", responses={503: {"description": "The engine is not healthy"}})
 async def health(context: Context) -> Response:
-    """200 while every engine process sends heartbeats; 503 with the reason after 10 seconds of silence, or when one step
-    takes more than two minutes. Names the graph passes that failed `--verify-passes`, if any.
+    """200 while every engine process sends heartbeats; 503 with the reason after 10 seconds of silence, or when one step,
+    or anything else that the engine does between two messages, takes more than two minutes. Names the graph passes that
+    failed `--verify-passes`, if any.
     """
     if (problem := context.engine.health_problem()) is not None:
         return error_response(503, problem)

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from compile_and_serve.runtime.distributed.rank_process import RankBootstrap
 from compile_and_serve.runtime.distributed.socket_keys import EngineKeys, RankKeys
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.connection import EngineDeadError
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_worker import use_fake_workers
@@ -230,6 +232,21 @@ def test_ranks_that_make_no_progress_are_given_up(
 ) -> None:
     use_fake_workers(monkeypatch, model_dir, **orders)
     assert fail_in_the_fourth_step(model_dir, message, stuck_seconds=3.0) > 2.9
+
+
+@pytest.mark.parametrize("orders", [{}, {"adapters": {"1": "It has rank 64."}}])
+def test_an_adapter_is_loaded_once_every_rank_has_read_it(model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, Any]) -> None:
+    """One that a rank could not read is an error of that load, whose requests do not run."""
+    use_fake_workers(monkeypatch, model_dir, **orders)
+    executor = start(model_dir, Ranks())
+    for number in (1, 2):
+        loading = executor.load_adapter(LoRARequest("style", number, "/adapters/style"))
+        if number == 2:
+            assert run(executor, range(3)) == [{"a": [0]}, {"a": [1]}, {"a": [2]}]  # answers may come between those of steps
+        wait_until(lambda loading=loading: executor.poll() or loading.done())  # type: ignore[misc]
+        error = loading.exception()
+        assert str(error) == "It has rank 64." if orders else error is None
+    executor.shutdown()
 
 
 def test_an_idle_task_that_never_ends_is_given_up(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

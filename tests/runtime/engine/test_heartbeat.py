@@ -72,9 +72,30 @@ async def test_a_hung_rank_is_unhealthy_though_the_engine_beats(
             await client.add_request(request(f"r{index}", [index + 1], max_tokens=8))
         await until(client.health_problem)
         problem = client.health_problem() or ""
-        assert problem.startswith(f"{prefix}The engine's step has run for ")
+        assert problem.startswith(f"{prefix}The engine has been busy with one step or message for ")
         assert problem.endswith(" seconds (limit: 1.5).")
         assert client.dead_reason is None
+
+
+STUCK_IN_A_CALL = """\
+import time
+from compile_and_serve.runtime.engine.core import EngineCore
+EngineCore.utility = lambda self, *_: time.sleep(1000)
+main()
+"""
+
+
+async def test_an_engine_that_is_stuck_between_steps_is_unhealthy(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE.removesuffix("main()\n") + STUCK_IN_A_CALL)
+    monkeypatch.setattr(heartbeat, "STUCK_SECONDS", 1.5)
+    async with started(model_dir) as client:
+        await asyncio.sleep(2.0)  # waiting for messages is no work
+        assert client.health_problem() is None
+        call = asyncio.create_task(client.utility("ping"))
+        await until(client.health_problem)
+        assert "busy with one step or message" in (client.health_problem() or "")
+        call.cancel()
 
 
 async def test_a_death_is_a_health_problem(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compile_and_serve.runtime.lora.peft_files import AdapterError, open_adapter
+from compile_and_serve.runtime.lora.errors import AdapterError
+from compile_and_serve.runtime.lora.peft_files import open_adapter
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from tests.support.adapters import write_adapter
 
@@ -26,7 +27,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def scales(adapter: Path) -> dict[str, float]:
-    return {part.target.module: part.scale for part in open_adapter(adapter, TARGETS, 8).parts}
+    with open_adapter(adapter, TARGETS, 8) as file:
+        return {part.target.module: part.scale for part in file.parts}
+
+
+def check(adapter: Path) -> None:
+    with open_adapter(adapter, TARGETS, 8) as file:
+        list(file.tensors(torch.float32))
 
 
 def test_scales_follow_rslora_and_patterns(model: Path) -> None:
@@ -40,7 +47,8 @@ def test_scales_follow_rslora_and_patterns(model: Path) -> None:
 def test_tensors_are_scaled(model: Path) -> None:
     adapter = write_adapter(model / "a", model, 4, alpha=2, targets=("down_proj",))
     stored = load_file(adapter / "adapter_model.safetensors")
-    ((_, a, b),) = open_adapter(adapter, TARGETS, 8).tensors()
+    with open_adapter(adapter, TARGETS, 8) as file:
+        ((_, a, b),) = file.tensors(torch.float32)
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
     torch.testing.assert_close(a, stored[name.format("A")])
     torch.testing.assert_close(b, 0.5 * stored[name.format("B")])
@@ -65,7 +73,7 @@ def test_tensors_are_scaled(model: Path) -> None:
 def test_configs_that_are_refused(model: Path, config: dict[str, Any], message: str) -> None:
     adapter = write_adapter(model / "a", model, 4, **config)
     with pytest.raises(AdapterError, match=message):
-        open_adapter(adapter, TARGETS, 8)
+        check(adapter)
 
 
 def change(adapter: Path, changes: dict[str, torch.Tensor | None]) -> None:
@@ -87,23 +95,23 @@ def test_tensors_that_are_refused(model: Path) -> None:
         adapter = write_adapter(model / str(number), model, 4)
         change(adapter, changes)
         with pytest.raises(AdapterError, match=message):
-            open_adapter(adapter, TARGETS, 8)
+            check(adapter)
 
 
 def test_files_that_are_refused(model: Path) -> None:
     with pytest.raises(AdapterError, match=r"has no adapter_config.json"):
-        open_adapter(model / "nothing", TARGETS, 8)
+        check(model / "nothing")
     big = write_adapter(model / "big", model, 9)
     with pytest.raises(AdapterError, match=r"rank 9, but the engine takes at most 8: raise --max-lora-rank"):
-        open_adapter(big, TARGETS, 8)
+        check(big)
     cut = write_adapter(model / "cut", model, 4)
     file = cut / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(AdapterError, match="truncated"):
-        open_adapter(cut, TARGETS, 8)
+        check(cut)
     file.rename(cut / "adapter_model.bin")
     with pytest.raises(AdapterError, match=r"no adapter_model.safetensors: save the adapter with safetensors"):
-        open_adapter(cut, TARGETS, 8)
+        check(cut)
     (cut / "adapter_config.json").write_text(json.dumps([1]))
     with pytest.raises(AdapterError, match="does not describe"):
-        open_adapter(cut, TARGETS, 8)
+        check(cut)
