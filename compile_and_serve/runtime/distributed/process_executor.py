@@ -358,7 +358,7 @@ class DistributedExecutor:
         load = self._loads[read.adapter_id]
         load.num_answers += 1
         load.error = load.error or read.error
-        if load.num_answers == self.num_ranks:
+        if load.num_answers == self.mesh.size:
             del self._loads[read.adapter_id]
             if load.error is None:
                 load.future.set_result(None)
