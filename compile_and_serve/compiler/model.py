@@ -211,6 +211,7 @@ class EagerModel:
     def __post_init__(self) -> None:
         self.module = _materialized(self.spec.module, self.device)
         self._assigned: set[str] = set()
+        self._optional = frozenset(one.name for one in self.spec.inputs if one.optional)
 
     @property
     def inputs(self) -> Sequence[StepInput]:
@@ -254,8 +255,11 @@ class EagerModel:
 
     def __call__(self, step: Step) -> Outputs:
         state = {group.name: group.argument(step.state) for group in self.spec.state}
+        inputs = step.inputs
+        if self._optional and not step.uses_optional:
+            inputs = {name: tensor for name, tensor in inputs.items() if name not in self._optional}
         with torch.no_grad(), running(step.metadata):
-            results = self.module(**step.inputs, **state)
+            results = self.module(**inputs, **state)
         names = [output.name for output in self.spec.outputs]
         return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 

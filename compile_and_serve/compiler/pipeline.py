@@ -7,13 +7,14 @@ key → artifact in a store? → load the plan and its pieces
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from compile_and_serve.compiler.artifacts.cache_key import op_versions, plan_fie
 from compile_and_serve.compiler.artifacts.model_artifacts import KERNELS, ModelArtifacts, OpVersions, StoredPlan
 from compile_and_serve.compiler.artifacts.store import Entry, key_of
 from compile_and_serve.compiler.artifacts.work_folder import WorkFolder
-from compile_and_serve.compiler.capture.capture import capture
+from compile_and_serve.compiler.capture.capture import CapturedGraph, CaptureError, capture
 from compile_and_serve.compiler.compat import no_garbage_collection
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.inductor import CompiledPiece, PendingPiece, PieceCallable, PieceCompileError, start_inductor, start_piece
@@ -76,6 +77,7 @@ def compile_model(
     on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
     """
+    _check_optional(spec)
     if config.mode == "eager":
         _check_eager(config)
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
@@ -113,6 +115,14 @@ def _added(spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[s
             if one.name in taken or added.setdefault(one.name, one) != one:
                 raise PassError(f"Pass {graph_pass.name} adds {one.name!r} to the step, which has another of this name.")
     return tuple(added.values())
+
+
+def _check_optional(spec: ModelSource) -> None:
+    """Raise `CaptureError` if `forward` cannot do without one of the model's optional inputs."""
+    parameters = inspect.signature(spec.module.forward).parameters
+    for one in spec.inputs:
+        if one.optional and (one.name not in parameters or parameters[one.name].default is not None):
+            raise CaptureError(f"The model's input {one.name} is optional: its forward must take {one.name}=None, and do without it then.")
 
 
 def _check_eager(config: CompileConfig) -> None:
@@ -277,15 +287,10 @@ class _Compilation:
         passes did
         """
         start = time.perf_counter()
-        captured = capture(
-            self.spec.module,
-            self.spec.inputs,
-            self.spec.state,
-            self.dtype,
-            quantized=self.spec.quantized_weights,
-            with_bytecode=self.dump is not None,
-        )
+        captured = self._capture(self.spec.inputs, with_bytecode=self.dump is not None)
         gm = captured.gm
+        required = [one for one in self.spec.inputs if not one.optional]
+        without = self._capture(required) if len(required) < len(self.spec.inputs) else None
         repeated = f", {captured.regions} repeated blocks" if captured.regions else ""
         self._stage("capture", time.perf_counter() - start, f"{len(gm.graph.nodes)} nodes{repeated}")
         if self.dump is not None:
@@ -311,15 +316,18 @@ class _Compilation:
             ),
         )
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
+        plain = None
+        if without is not None:  # the model has optional inputs of its own
+            plain = without.gm, replace(ctx, weights=without.weights, fake_mode=without.fake_mode), copy(verifier)
+            run_passes(plain[0], [one for one in self.passes if not one.for_optional], plain[1], disabled, plain[2])
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
         records = run_passes(gm, self.passes[:shared], ctx, disabled, verifier, after_pass)
-        plain = None
-        if for_optional:
+        if for_optional and plain is None:
             plain = (*ctx.fork(gm), copy(verifier))
-            records += run_passes(gm, self.passes[shared:], ctx, disabled, verifier, after_pass)
             rest = [one for one in self.passes[shared:] if not one.for_optional]
             run_passes(plain[0], rest, plain[1], disabled, plain[2])
-            assert key_orders(gm) == key_orders(plain[0]), "both plans read one KV cache"
+        records += run_passes(gm, self.passes[shared:], ctx, disabled, verifier, after_pass)
+        assert plain is None or key_orders(gm) == key_orders(plain[0]), "both plans read one KV cache"
         self._stage("passes", time.perf_counter() - start, f"{len(records)} passes, {len(gm.graph.nodes)} nodes")
 
         start = time.perf_counter()
@@ -334,6 +342,10 @@ class _Compilation:
             plan, graphs = with_weights_of(plan, plain_plan), plain_graphs | graphs
         self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         return plan, plain_plan, graphs, records
+
+    def _capture(self, inputs: Sequence[StepInput], *, with_bytecode: bool = False) -> CapturedGraph:
+        spec = self.spec
+        return capture(spec.module, inputs, spec.state, self.dtype, quantized=spec.quantized_weights, with_bytecode=with_bytecode)
 
     def _compile_pieces(
         self, distinct: Sequence[str], graphs: Mapping[str, GraphModule], versions: OpVersions, work_dir: Path

@@ -87,9 +87,10 @@ def make_step(
 
 
 def _input(one: StepInput, batch: TokenBatch) -> torch.Tensor:
-    """The values of an input. One of the device has random numbers, the same at every call; integers are 0."""
-    if one.source == "host":
-        return torch.from_numpy(np.ascontiguousarray(one.values(batch))).to(one.dtype)
+    """The values of an input. Where the host has none, they are random numbers, the same at every call; integers are 0."""
+    values = one.values(batch) if one.source == "host" else None
+    if values is not None:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(one.dtype)
     shape = one.shape(len(batch.token_ids), len(batch.row_indices))
     if not one.dtype.is_floating_point:
         return torch.zeros(shape, dtype=one.dtype)

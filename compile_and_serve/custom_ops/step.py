@@ -20,7 +20,7 @@ import torch
 
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES
-from compile_and_serve.custom_ops.step_data import StepDatum
+from compile_and_serve.custom_ops.step_data import ArrayInfo, RequestArrays, StepDatum
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
 LOGITS = "logits"
@@ -37,7 +37,8 @@ class TokenBatch:
 
     token_ids: int64 [T]; 0 where only the device knows the token (the input of a decode). positions: int64 [T], of each token in its
     sequence. query_start_loc: int32 [S + 1]. row_indices: int64 [L], the tokens whose output rows are wanted. request_ids: S ids.
-    step_data: the data that each of the S requests came with; empty in synthetic steps.
+    step_data: the data that each of the S requests came with; empty in synthetic steps. arrays: theirs; empty where no token can have a
+    row of one.
     """
 
     token_ids: np.ndarray
@@ -46,6 +47,26 @@ class TokenBatch:
     row_indices: np.ndarray
     request_ids: Sequence[str] = ()
     step_data: Sequence[Mapping[str, StepDatum]] = ()
+    arrays: Sequence[RequestArrays] = ()
+
+    def rows_of(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """The rows that requests brought for tokens of this step: (tokens of T, [tokens, *row_shape]) of each piece of an array `name`."""
+        for sequence, arrays in enumerate(self.arrays):
+            first, last = int(self.query_start_loc[sequence]), int(self.query_start_loc[sequence + 1])
+            begin = int(self.positions[first])
+            for array in arrays.get(name, ()):
+                start, stop = max(begin, array.start), min(begin + last - first, array.end)
+                if start < stop:
+                    yield slice(first + start - begin, first + stop - begin), array.rows(start, stop)
+
+    def with_rows_of(self, name: str, default: np.ndarray, *, axis: int = 0) -> np.ndarray:
+        """`default`, with the rows of the requests' arrays `name` in place of those of their tokens. axis: the dimension of tokens."""
+        values = default
+        for tokens, rows in self.rows_of(name):
+            if values is default:
+                values = default.copy()
+            np.moveaxis(values, axis, 0)[tokens] = rows
+        return values
 
     def data_of_token(self, key: str, default: StepDatum) -> np.ndarray:
         """[T]: the entry `key` of the data of each token's request; `default` where a request has none."""
@@ -67,20 +88,22 @@ class StepInput:
 
     dims: numbers and at most one of "tokens" and "rows". source: "host": `fill` gives the values, without padding (padding is 0);
     "device": what runs before the step (a receive, another graph) writes them to `Step.inputs[name]`, which is the same memory at every
-    step of a size; what it does not write has any finite value.
+    step of a size; what it does not write has any finite value. arrays: of requests, that `fill` reads (`TokenBatch.rows_of`).
     advance: of an input of the host: how the device makes the next decode step's values from this step's: "sampled": the tokens that
     were sampled last; "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it
-    at each step. optional: where it is 0 for all tokens, the step may run without the pass that added it.
+    at each step. optional: where it is 0 for all tokens (`fill` may then give None), the step may run without it: without the pass that
+    added it, or, of a model's own input, without that argument of `forward`. All decodes of a sequence have the same value.
     Raises `ValueError` for an input of the host without `fill`, and for one of the device with it, or which is optional.
     """
 
     name: str
     dtype: torch.dtype
     dims: tuple[int | str, ...]
-    fill: Callable[[TokenBatch], np.ndarray] | None = None
+    fill: Callable[[TokenBatch], np.ndarray | None] | None = None
     source: InputSource = "host"
     advance: Advance | None = None
     optional: bool = False
+    arrays: tuple[ArrayInfo, ...] = ()
 
     def __post_init__(self) -> None:
         if self.source == "host" and self.fill is None:
@@ -88,8 +111,8 @@ class StepInput:
         if self.source == "device" and (self.fill is not None or self.advance is not None or self.optional):
             raise ValueError(f"Input {self.name} is filled by the device: leave out fill=, advance= and optional=.")
 
-    def values(self, batch: TokenBatch) -> np.ndarray:
-        """The host's values, without padding."""
+    def values(self, batch: TokenBatch) -> np.ndarray | None:
+        """The host's values, without padding; None: 0 for all tokens."""
         assert self.fill is not None, f"input {self.name} is filled by the device"
         return self.fill(batch)
 

@@ -1,4 +1,160 @@
 """What requests give to step inputs. This file imports no torch, for the process that schedules beside its ranks."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
 StepDatum = int | float | str | bool  # a value in a request's step data
 ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
+
+ArrayDtype = Literal["int32", "int64", "float16", "bfloat16", "float32"]
+
+
+class StepArray(msgspec.Struct, frozen=True, kw_only=True):
+    """Values for the tokens `start`, `start` + 1, … of a prompt, a row for each token.
+
+    dtype: of the values. row_shape: of a token's row. data: the rows one after another, row-major.
+    """
+
+    start: int = 0
+    dtype: ArrayDtype
+    row_shape: tuple[int, ...] = ()
+    data: bytes
+
+    @classmethod
+    def of(cls, values: Any, *, start: int = 0, axis: int = 0) -> StepArray:
+        """From an array or a CPU tensor whose dimension `axis` is tokens. Raises `ValueError` for a dtype that is no `ArrayDtype`."""
+        dtype: Any = str(values.dtype).removeprefix("torch.")
+        if dtype not in get_args(ArrayDtype):
+            raise ValueError(f"A request's array must be one of {', '.join(get_args(ArrayDtype))}, got {dtype}.")
+        if not isinstance(values, np.ndarray):
+            import torch
+
+            # numpy has no bfloat16.
+            values = (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
+        rows = np.ascontiguousarray(np.moveaxis(values, axis, 0))
+        return cls(start=start, dtype=dtype, row_shape=rows.shape[1:], data=rows.tobytes())
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.row_shape) * _numpy_type(self.dtype).itemsize
+
+    @property
+    def end(self) -> int:
+        """The first token behind those that have values."""
+        return self.start + len(self.data) // max(1, self.row_bytes)
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """[end - begin, *row_shape]: the rows of tokens `begin` … `end` - 1, which have values; bfloat16 comes as float32."""
+        size = self.row_bytes
+        raw = np.frombuffer(self.data, _numpy_type(self.dtype), (end - begin) * math.prod(self.row_shape), (begin - self.start) * size)
+        if self.dtype == "bfloat16":
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.reshape(end - begin, *self.row_shape)
+
+
+RequestArrays = Mapping[str, Sequence[StepArray]]  # of one request, by name, in the order of their tokens
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Something in a prompt that is no text: an image, say. It stands at the tokens `position` … `position` + `length` - 1.
+
+    key: names its content, and how it was processed; equal keys must mean equal rows. arrays: its values for these tokens, by name.
+    """
+
+    key: bytes
+    position: int
+    length: int
+    arrays: dict[str, StepArray] = {}
+
+
+class ArrayInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An array that a step input reads. row_shape: of a token's row. is_floating: of its dtype. limit: of integers: they are 0 …
+    `limit` - 1; None: any.
+    """
+
+    name: str
+    row_shape: tuple[int, ...] = ()
+    is_floating: bool = False
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContents:
+    """What stands beside a prompt's tokens. media: sorted by position. arrays: of the request itself, not those of the media."""
+
+    media: Sequence[MediaItem]
+    arrays: Mapping[str, StepArray]
+
+    @classmethod
+    def of(cls, media: Sequence[MediaItem], arrays: Mapping[str, StepArray]) -> PromptContents | None:
+        """None where there is nothing."""
+        if not media and not arrays:
+            return None
+        return cls(sorted(media, key=lambda item: item.position), dict(sorted(arrays.items())))
+
+    def all_arrays(self) -> dict[str, list[StepArray]]:
+        """Those of the request and of its media, by name."""
+        found: dict[str, list[StepArray]] = {}
+        for arrays in (self.arrays, *(item.arrays for item in self.media)):
+            for name, array in arrays.items():
+                found.setdefault(name, []).append(array)
+        for several in found.values():
+            several.sort(key=lambda array: array.start)
+        return found
+
+    def check(self, num_tokens: int, known: Iterable[ArrayInfo]) -> None:
+        """Raise `ValueError` with one sentence if they do not fit a prompt of `num_tokens` tokens, or the arrays of the model's inputs."""
+        end = 0
+        for item in self.media:
+            if item.length < 1 or item.position < end or item.position + item.length > num_tokens:
+                raise ValueError(
+                    f"A media item stands at tokens {item.position} to {item.position + item.length - 1} of a prompt of {num_tokens}: "
+                    "media must lie inside of the prompt, one behind the other."
+                )
+            end = item.position + item.length
+            for name, array in item.arrays.items():
+                if not item.position <= array.start <= array.end <= end:
+                    raise ValueError(f"The array {name!r:.100} of a media item has values for other tokens than the item's.")
+        infos = {info.name: info for info in known}
+        for name, several in self.all_arrays().items():
+            if name not in infos:
+                known_names = ", ".join(infos) or "none"
+                raise ValueError(f"The model's inputs read no array {name!r:.100}: they read {known_names}.")
+            end = 0
+            for array in several:
+                _check_array(array, infos[name])
+                if array.start < end or array.end > num_tokens:
+                    raise ValueError(
+                        f"The array {name!r} has values for tokens {array.start} to {array.end - 1} of a prompt of {num_tokens}: arrays "
+                        "must lie inside of the prompt, and give a token one row at most."
+                    )
+                end = array.end
+
+
+def _check_array(array: StepArray, info: ArrayInfo) -> None:
+    is_floating = "float" in array.dtype
+    if tuple(array.row_shape) != info.row_shape or is_floating != info.is_floating:
+        kind = "floating" if info.is_floating else "integer"
+        raise ValueError(
+            f"The array {info.name!r} has {array.dtype} rows of shape {list(array.row_shape)}: the model reads {kind} rows of shape "
+            f"{list(info.row_shape)}."
+        )
+    if array.row_bytes and len(array.data) % array.row_bytes:
+        raise ValueError(f"The array {info.name!r} has {len(array.data)} bytes, no multiple of {array.row_bytes}, which a row has.")
+    if info.limit is not None and array.data:
+        values = array.rows(array.start, array.end)
+        if values.min() < 0 or values.max() >= info.limit:
+            raise ValueError(
+                f"The array {info.name!r} has values from {values.min()} to {values.max()}: they must be 0 to {info.limit - 1}."
+            )
+
+
+def _numpy_type(dtype: ArrayDtype) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from compile_and_serve.custom_ops.step_data import StepDatum
+from compile_and_serve.custom_ops.step_data import MediaItem, PromptContents, StepArray, StepDatum
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -41,6 +41,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token_ids: the request's own stop ids and, unless `ignore_eos` is set, the model's end-of-sequence ids.
     pooling: of a request that ends after its prompt, with a pooled result; None generates tokens.
     step_data: what step inputs are filled from (`TokenBatch.step_data`); requests share cached prefixes only where it is equal.
+    step_arrays: values for the prompt's tokens, by name (`TokenBatch.rows_of`). media: what stands in the prompt beside text, with its own
+        arrays. Requests share cached prefixes up to where arrays or media differ.
     """
 
     request_id: str
@@ -54,6 +56,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_key: str | None = None  # names whatever else the keys and values depend on, e.g. an adapter
     siblings: list[Sibling] = []
     step_data: StepData = {}
+    step_arrays: dict[str, StepArray] = {}
+    media: list[MediaItem] = []
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
 
@@ -61,6 +65,10 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     def request_ids(self) -> list[str]:
         """Ids of all sequences."""
         return [self.request_id, *(sibling.request_id for sibling in self.siblings)]
+
+    def contents(self) -> PromptContents | None:
+        """What stands beside the prompt's tokens; None where there is nothing."""
+        return PromptContents.of(self.media, self.step_arrays)
 
     def sequences(self) -> list[EngineRequest]:
         """A request for each sequence. They share the list `prompt_token_ids`."""

@@ -62,11 +62,12 @@ def plan_fields(
     mesh: Mesh = SINGLE_RANK,
 ) -> dict[str, Any]:
     """Key of a whole model's plan: everything that its captured and rewritten graph depends on."""
+    inputs = [(one.name, one.dtype, one.dims, *(["optional"] if one.optional else [])) for one in spec.inputs]
     return {
         **toolchain_fields(device),
         "config": digest(json.dumps(spec.config, sort_keys=True)),
         "architecture": type(spec.module).__name__,
-        "step": digest(repr([(i.name, i.dtype, i.dims) for i in spec.inputs]), repr(spec.state), repr(spec.outputs)),
+        "step": digest(repr(inputs), repr(spec.state), repr(spec.outputs)),
         "layers": sum(len(group.layers) for group in spec.state),
         "mesh": {axis: mesh.of_axis(axis) for axis in mesh.divided_axes},  # not the rank: the ranks of a stage run the same pieces
         "tp_plan": digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),

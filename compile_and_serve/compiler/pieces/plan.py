@@ -155,11 +155,18 @@ def make_plan(
 
 
 def with_weights_of(plan: ExecutionPlan, other: ExecutionPlan) -> ExecutionPlan:
-    """The plan with the weights of another plan of the same model added, so that both can run on one set of weights."""
+    """The plan with the weights of another plan of the same model added, so that both can run on one set of weights.
+
+    Raises `ValueError` where passes made different weights of the same name for them.
+    """
     own = {transform.target: transform for transform in plan.transforms}
     for transform in other.transforms:
         known = own.setdefault(transform.target, transform)
-        assert known == transform, f"weight {transform.target} differs between two plans of one model"
+        if known != transform:
+            raise ValueError(
+                f"Passes made weight {transform.target} in two ways, for steps with and without optional inputs: find the pass with "
+                "--dump-dir and disable it."
+            )
     return replace(plan, transforms=tuple(own.values()))
 
 

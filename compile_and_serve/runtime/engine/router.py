@@ -163,7 +163,7 @@ class Router:
         num_blocks = min(len(request.prompt_token_ids) // size, MAX_HASHED_BLOCKS)
         keys: list[bytes] = []
         root = root_key(request.cache_salt, request.prefix_key, request.step_data)
-        extend_keys(keys, root, request.prompt_token_ids, size, num_blocks)
+        extend_keys(keys, root, request.prompt_token_ids, size, num_blocks, request.contents())
         return keys
 
     def _cached_prefixes(self, hashes: list[bytes]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import msgspec
 import numpy as np
 
+from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
 from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
 from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already tokenized. prompt: its text, if known."""
+    """A prompt that is already tokenized. prompt: its text, if known. step_arrays, media: see `EngineRequest`."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
+    step_arrays: NotRequired[dict[str, StepArray]]
+    media: NotRequired[list[MediaItem]]
 
 
 Prompt = str | TokensPrompt
@@ -95,6 +98,8 @@ class _Job:
     prompt_token_ids: list[int]
     params: SamplingParams
     pooling: PoolingParams | None = None
+    step_arrays: dict[str, StepArray] = field(default_factory=dict)
+    media: list[MediaItem] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
     unfinished: int = 0
 
@@ -280,18 +285,23 @@ class LLM(PoolingMethods):
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         given: str | list[int]
+        arrays: dict[str, StepArray] = {}
+        media: list[MediaItem] = []
         if isinstance(prompt, str):
             text: str | None = prompt
             given = prompt
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             text, given = prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            arrays, media = prompt.get("step_arrays", {}), prompt.get("media", [])
+            if params.truncate_prompt_tokens is not None and (arrays or media):
+                raise ValueError("A prompt with step_arrays or media cannot be truncated: leave out truncate_prompt_tokens.")
         else:
             raise ValueError(f'A prompt must be a string or {{"prompt_token_ids": [...]}}, got {prompt!r:.200}.')
         if self.tokenizer is None and params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
         ids, params = self._inputs.prepare(given, params)
         self._num_requests += 1
-        return _Job(str(self._num_requests - 1), text, ids, params)
+        return _Job(str(self._num_requests - 1), text, ids, params, step_arrays=arrays, media=media)
 
     def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
         self._num_requests += 1
@@ -328,6 +338,7 @@ class LLM(PoolingMethods):
                         lora=lora,
                         pooling=job.pooling,
                     )
+                    request.step_arrays, request.media = job.step_arrays, job.media
                     engine_ids += request.request_ids
                     self.engine.add_request(request)
                 while len(self._outputs):

@@ -18,7 +18,7 @@ import torch
 
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput, TokenBatch
-from compile_and_serve.custom_ops.step_data import StepDatum
+from compile_and_serve.custom_ops.step_data import RequestArrays, StepDatum
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
@@ -37,6 +37,7 @@ class HeldRequest:
     params: SamplingParams
     num_blocks: list[int]  # of each group whose pages hold tokens
     step_data: Mapping[str, StepDatum]
+    arrays: RequestArrays
     pooling: PoolingParams | None = None
 
 
@@ -131,6 +132,7 @@ class BaseBatch(ABC):
         self._computed = np.zeros(num_slots, dtype=np.int64)
         self._known = np.zeros(num_slots, dtype=np.int64)  # length of token_ids
         self._num_versions = 0
+        self._num_with_arrays = 0  # held requests that brought some
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -147,9 +149,11 @@ class BaseBatch(ABC):
             params=data.sampling_params,
             num_blocks=[0] * len(self.tables),
             step_data=data.step_data,
+            arrays=data.arrays,
             pooling=data.pooling,
         )
         self._requests[data.request_id] = request
+        self._num_with_arrays += bool(data.arrays)
         self._computed[slot] = data.num_computed_tokens
         self._known[slot] = len(request.token_ids)
         self.append_blocks(data.request_id, data.block_ids)
@@ -161,6 +165,7 @@ class BaseBatch(ABC):
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._free_slots.append(request.slot)
+            self._num_with_arrays -= bool(request.arrays)
             self._forget_layout()
         return request
 
@@ -251,6 +256,7 @@ class BaseBatch(ABC):
             row_indices=np.concatenate(indices),
             request_ids=layout.request_ids,
             step_data=layout.step_data,
+            arrays=[request.arrays for request in rows] if self._num_with_arrays else (),
         )
 
     def _fill_decodes(self, layout: BatchLayout, starts: np.ndarray, token_ids_T: np.ndarray) -> None:  # noqa: B027 (not all have decodes)

@@ -135,7 +135,7 @@ class BaseRunner(ABC):
         elif size > num_tokens:
             buffers.pad_slot_mapping(num_tokens, size)
         self.padded_tokens += size - num_tokens
-        buffers.fill(tokens, size, rows)
+        buffers.fill(tokens, size, rows, uses_optional=layout.uses_optional)
         buffers.upload()
         for table in batch.tables.values():
             table.commit()

@@ -195,6 +195,7 @@ class LoadedModel:
             adapter_targets=None if self.adapters is None else dict(self.adapters.targets),
             compile_report=flat_report(self.model.report) | self.facts | drafter,
             pooling=pooling_info(self.config, spec),
+            arrays=[array for one in spec.inputs for array in one.arrays],
         )
 
 

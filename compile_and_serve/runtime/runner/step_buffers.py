@@ -7,7 +7,7 @@ in the step's shape, so that the tensor is contiguous.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ class StepBuffers(StagedArrays):
     """Arrays for steps of up to max_tokens tokens, max_seqs sequences and max_rows rows, max_sampled of which are sampled.
 
     host: the arrays to fill by name: `input.<name>`, `slot_mapping.<group whose pages hold tokens>`, and what every step has. device: the
-    same, and the inputs that the device fills.
+    same, and the inputs that the device fills. Optional inputs have arrays of their own, which steps that
+    use none neither fill nor copy.
     """
 
     def __init__(
@@ -44,10 +45,13 @@ class StepBuffers(StagedArrays):
         device: torch.device,
     ) -> None:
         self._inputs, self._groups = tuple(inputs), tuple(groups)
-        self._host_inputs = [one for one in inputs if one.source == "host"]
+        self._host_inputs = [one for one in inputs if one.source == "host" and not one.optional]
+        self._fills = [_host_fill(one) for one in self._host_inputs]
+        self._optional_inputs = [one for one in inputs if one.optional]
+        lengths = {one.name: math.prod(one.shape(max_tokens, max_rows)) for one in inputs}
         self._token_groups = tuple(token_groups)
         fields: dict[str, tuple[type[np.generic], int]] = {
-            _INPUT + one.name: (_numpy_type(one.dtype), math.prod(one.shape(max_tokens, max_rows))) for one in self._host_inputs
+            _INPUT + one.name: (_numpy_type(one.dtype), lengths[one.name]) for one in self._host_inputs
         }
         fields |= {_SLOT_MAPPING + name: (np.int64, max_tokens) for name in self._token_groups}
         fields |= {
@@ -61,41 +65,57 @@ class StepBuffers(StagedArrays):
             **{name: (dtype, max_sampled) for name, dtype in SAMPLING_FIELDS.items()},
         }
         super().__init__(fields, device)
+        optional = {_INPUT + one.name: (_numpy_type(one.dtype), lengths[one.name]) for one in self._optional_inputs}
+        self._optional = StagedArrays(optional, device) if optional else None
+        self._uploads_optional = False
+        if self._optional is not None:
+            self.device |= self._optional.device
         for one in inputs:
+            name = _INPUT + one.name
             if one.source == "device":
-                length = math.prod(one.shape(max_tokens, max_rows))
-                self.device[_INPUT + one.name] = torch.zeros(length, dtype=one.dtype, device=device)
+                self.device[name] = torch.zeros(lengths[one.name], dtype=one.dtype, device=device)
+            else:
+                self.device[name] = self.device[name].view(one.dtype)
         self._filled = (-1, 0, 0)  # what `_arrays`, the inputs of the last step on the host, belong to
         self._arrays: list[np.ndarray] = []
 
     def host_input(self, one: StepInput, tokens: int, rows: int) -> np.ndarray:
         """The host's array of an input in a step of so many tokens and rows."""
-        shape = one.shape(tokens, rows)
-        return self.host[_INPUT + one.name][: math.prod(shape)].reshape(shape)
+        shape, optional = one.shape(tokens, rows), self._optional
+        host = optional.host if one.optional and optional is not None else self.host
+        return host[_INPUT + one.name][: math.prod(shape)].reshape(shape)
 
     def host_slot_mapping(self, group: str) -> np.ndarray:
         """int64 [max_tokens] of a group whose pages hold tokens."""
         return self.host[_SLOT_MAPPING + group]
 
-    def fill(self, batch: TokenBatch, tokens: int, rows: int) -> None:
-        """Write the values and padding of every input of the host."""
+    def fill(self, batch: TokenBatch, tokens: int, rows: int, *, uses_optional: bool = True) -> None:
+        """Write the values and padding of every input of the host. uses_optional: of the optional ones, too."""
         key = (self._current, tokens, rows)
         if key != self._filled:
             self._filled, self._arrays = key, [self.host_input(one, tokens, rows) for one in self._host_inputs]
-        for one, array in zip(self._host_inputs, self._arrays, strict=True):
-            values = one.values(batch)
+        for one, fill_one, array in zip(self._host_inputs, self._fills, self._arrays, strict=True):
+            values = fill_one(batch)
             if values.shape == array.shape:
                 array[...] = values
-                continue
-            dim = one.symbolic_dim
-            assert dim is not None, f"{one.name} has shape {array.shape}, its fill gave {values.shape}"
-            before, count = (slice(None),) * dim, values.shape[dim]
-            array[(*before, slice(None, count))] = values
-            array[(*before, slice(count, None))] = 0
+            else:
+                _write_padded(one, array, values)
+        self._uploads_optional = uses_optional and self._optional is not None
+        if self._uploads_optional:
+            assert self._optional is not None
+            self._optional.rotate()
+            for one in self._optional_inputs:
+                _write_padded(one, self.host_input(one, tokens, rows), _host_fill(one)(batch))
+
+    def upload(self) -> None:
+        super().upload()
+        if self._uploads_optional:
+            assert self._optional is not None
+            self._optional.upload()
 
     def uses_optional(self, batch: TokenBatch) -> bool:
         """Whether an optional input has values other than 0."""
-        return any(bool(one.values(batch).any()) for one in self._inputs if one.optional)
+        return any((values := one.values(batch)) is not None and bool(values.any()) for one in self._optional_inputs)
 
     def pad_slot_mapping(self, begin: int, end: int) -> None:
         """Make tokens begin … end - 1 padding, for which no keys and values are written."""
@@ -165,5 +185,34 @@ class StepBuffers(StagedArrays):
             metadata.seq_lens_cpu = self.host["seq_lens"][: step.padded_seqs]
 
 
+def _host_fill(one: StepInput) -> Callable[[TokenBatch], Any]:
+    """What gives an input's values as its host array holds them: an array, or None for zeros."""
+    fill = one.fill
+    assert fill is not None
+    if one.dtype != torch.bfloat16:
+        return fill
+
+    def bits(batch: TokenBatch) -> np.ndarray | None:
+        values = fill(batch)
+        if values is None:
+            return None
+        return torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16).view(torch.int16).numpy()
+
+    return bits
+
+
+def _write_padded(one: StepInput, array: np.ndarray, values: np.ndarray | None) -> None:
+    """Write an input's values into its host array, and 0 for the padding behind them. values: None: zeros."""
+    if values is None or values.shape == array.shape:
+        array[...] = 0 if values is None else values
+        return
+    dim = one.symbolic_dim
+    assert dim is not None, f"{one.name} has shape {array.shape}, its fill gave {values.shape}"
+    before, count = (slice(None),) * dim, values.shape[dim]
+    array[(*before, slice(None, count))] = values
+    array[(*before, slice(count, None))] = 0
+
+
 def _numpy_type(dtype: torch.dtype) -> type[np.generic]:
-    return np.dtype(str(dtype).removeprefix("torch.")).type
+    """The type of the host's array: numpy has no bfloat16, whose bits are written as integers."""
+    return np.int16 if dtype == torch.bfloat16 else np.dtype(str(dtype).removeprefix("torch.")).type

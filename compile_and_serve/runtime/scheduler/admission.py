@@ -176,6 +176,7 @@ class Admission:
             block_ids=[block_ids.copy() for block_ids in request.block_ids],
             num_computed_tokens=num_computed,
             step_data=step_data,
+            arrays={} if request.prompt.contents is None else request.prompt.contents.all_arrays(),
             pooling=request.pooling,
         )
 

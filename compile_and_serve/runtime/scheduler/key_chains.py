@@ -42,8 +42,8 @@ class KeyChains:
         if keys is prompt.keys:
             num_shared = min(num_keys, request.num_prompt_tokens // size)
             if len(keys) < num_shared:
-                extend_keys(keys, prompt.root_key, prompt.token_ids, size, num_shared)
+                extend_keys(keys, prompt.root_key, prompt.token_ids, size, num_shared, prompt.contents)
             if num_keys == num_shared:
                 return
             keys = request.keys = keys.copy()
-        extend_keys(keys, prompt.root_key, request.token_ids, size, num_keys)
+        extend_keys(keys, prompt.root_key, request.token_ids, size, num_keys, prompt.contents)

@@ -22,17 +22,19 @@ class RequestStatus(IntEnum):
 class Prompt:
     """A prompt, shared by the sequences that continue it. token_ids is never changed.
 
+    contents: what stands beside its tokens; None where there is nothing.
     keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
     deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
         blocks that this sequence needed.
     computed_by: the sequence that was the last to start with a prefill of the prompt.
     """
 
-    __slots__ = ("computed_by", "deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
+    __slots__ = ("computed_by", "contents", "deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
         self.root_key = root_key(request.cache_salt, request.prefix_key, request.step_data)
+        self.contents = request.contents()
         self.keys: list[bytes] = []
         self.deferred_step = -1
         self.num_new_blocks = 0

@@ -30,6 +30,7 @@ from typing import Literal
 
 import msgspec
 
+from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
@@ -73,7 +74,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     block_ids: for each group, blocks for all of token_ids (a group with a window: up to the end of this step's chunk).
         The first `num_computed_tokens` tokens are in the cache already. Of a group of slots: the `pages_per_slot` pages
         that the step writes; if num_computed_tokens is not 0, before them as many that it reads, which others may read too.
-    step_data: of the request (`TokenBatch.step_data`).
+    step_data: of the request (`TokenBatch.step_data`). arrays: of the request and its media, by name.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     block_ids: list[list[int]]
     num_computed_tokens: int
     step_data: StepData = {}
+    arrays: dict[str, list[StepArray]] = {}
     pooling: PoolingParams | None = None
 
 
@@ -157,7 +159,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     may have work to do. prefix_caching_unsupported: why this model's cache
     cannot be reused by other requests, as a sentence. adapter_targets: the linears
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
-    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured.
+    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. arrays: that requests may bring.
     """
 
     num_blocks: int
@@ -173,6 +175,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     adapter_targets: dict[str, list[AdapterTarget]] | None = None
     compile_report: dict[str, int | float | str]
     pooling: PoolingInfo | None = None
+    arrays: list[ArrayInfo] = []
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):

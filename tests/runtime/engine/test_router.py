@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.engine.router import AFFINITY, Router
 from compile_and_serve.runtime.messages import EngineStats, Sibling
 from tests.support.engines import request
@@ -69,6 +70,18 @@ def test_salts_and_short_overlaps_are_no_prefix() -> None:
     other = prompt(0)[: BLOCK - 1] + prompt(1)
     first = router.route(request("c", other))
     assert router.route(request("d", prompt(0)[: BLOCK - 1] + prompt(2))) == 1 - first
+
+
+def test_a_prompt_returns_to_the_replica_that_has_its_image() -> None:
+    router = make_router()
+    homes = []
+    for name, key in (("a", b"cat"), ("b", b"dog"), ("c", b"cat"), ("d", b"dog")):
+        one = request(name, prompt(0))
+        one.media = [MediaItem(key=key, position=1, length=2)]
+        homes.append(router.route(one))
+        router.finish(name)
+    assert homes[0] != homes[1]
+    assert homes[2:] == homes[:2]
 
 
 def test_a_prefix_that_all_requests_share_spreads_when_its_replica_fills_up() -> None:
