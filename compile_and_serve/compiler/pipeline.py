@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +318,7 @@ class _Compilation:
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         plain = None
         if without is not None:  # the model has optional inputs of its own
-            plain = without.gm, replace(ctx, weights=without.weights, fake_mode=without.fake_mode), copy(verifier)
+            plain = without.gm, ctx.of_other(without.weights, without.fake_mode), copy(verifier)
             run_passes(plain[0], [one for one in self.passes if not one.for_optional], plain[1], disabled, plain[2])
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
         records = run_passes(gm, self.passes[:shared], ctx, disabled, verifier, after_pass)

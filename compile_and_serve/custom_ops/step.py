@@ -49,20 +49,35 @@ class TokenBatch:
     step_data: Sequence[Mapping[str, StepDatum]] = ()
     arrays: Sequence[RequestArrays] = ()
 
-    def rows_of(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
-        """The rows that requests brought for tokens of this step: (tokens of T, [tokens, *row_shape]) of each piece of an array `name`."""
+    def rows_of(self, name: str, *, goes_on: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
+        """The rows that requests brought for tokens of this step: (tokens of T, [tokens, *row_shape]) of each piece of an array `name`.
+
+        Where two pieces overlap, the later one counts. goes_on: behind a piece, up to the next, each token has the row before it plus 1.
+        """
         for sequence, arrays in enumerate(self.arrays):
-            first, last = int(self.query_start_loc[sequence]), int(self.query_start_loc[sequence + 1])
+            pieces = arrays.get(name)
+            if not pieces:
+                continue
+            first = int(self.query_start_loc[sequence])
             begin = int(self.positions[first])
-            for array in arrays.get(name, ()):
-                start, stop = max(begin, array.start), min(begin + last - first, array.end)
+            end = begin + int(self.query_start_loc[sequence + 1]) - first
+            for number, array in enumerate(pieces):
+                reach = end if number + 1 == len(pieces) else min(end, pieces[number + 1].start)
+                start, stop, behind = max(begin, array.start), min(reach, array.end), max(begin, array.end)
                 if start < stop:
                     yield slice(first + start - begin, first + stop - begin), array.rows(start, stop)
+                if goes_on and behind < reach:
+                    last = array.rows(array.end - 1, array.end)
+                    steps = np.arange(behind, reach) - (array.end - 1)
+                    yield slice(first + behind - begin, first + reach - begin), last + steps.reshape(-1, *[1] * (last.ndim - 1))
 
-    def with_rows_of(self, name: str, default: np.ndarray, *, axis: int = 0) -> np.ndarray:
-        """`default`, with the rows of the requests' arrays `name` in place of those of their tokens. axis: the dimension of tokens."""
+    def with_rows_of(self, name: str, default: np.ndarray, *, axis: int = 0, goes_on: bool = False) -> np.ndarray:
+        """`default`, with the rows of the requests' arrays `name` in place of those of their tokens, as `rows_of` gives them.
+
+        axis: the dimension of tokens.
+        """
         values = default
-        for tokens, rows in self.rows_of(name):
+        for tokens, rows in self.rows_of(name, goes_on=goes_on):
             if values is default:
                 values = default.copy()
             np.moveaxis(values, axis, 0)[tokens] = rows

@@ -65,7 +65,8 @@ RequestArrays = Mapping[str, Sequence[StepArray]]  # of one request, by name, in
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """Something in a prompt that is no text: an image, say. It stands at the tokens `position` … `position` + `length` - 1.
 
-    key: names its content, and how it was processed; equal keys must mean equal rows. arrays: its values for these tokens, by name.
+    key: names its content, and how it was processed: items of equal keys behind equal prompts must have equal arrays.
+    arrays: its values for these tokens, and for the first one behind them, by name.
     """
 
     key: bytes
@@ -120,20 +121,21 @@ class PromptContents:
                 )
             end = item.position + item.length
             for name, array in item.arrays.items():
-                if not item.position <= array.start <= array.end <= end:
+                if not item.position <= array.start <= array.end <= end + 1:
                     raise ValueError(f"The array {name!r:.100} of a media item has values for other tokens than the item's.")
         infos = {info.name: info for info in known}
         for name, several in self.all_arrays().items():
             if name not in infos:
                 known_names = ", ".join(infos) or "none"
                 raise ValueError(f"The model's inputs read no array {name!r:.100}: they read {known_names}.")
-            end = 0
+            end = 1
             for array in several:
                 _check_array(array, infos[name])
-                if array.start < end or array.end > num_tokens:
+                # A piece may have a row for the first token behind it, where the next piece may begin.
+                if array.start < end - 1 or array.end > num_tokens + 1 or array.start == array.end:
                     raise ValueError(
                         f"The array {name!r} has values for tokens {array.start} to {array.end - 1} of a prompt of {num_tokens}: arrays "
-                        "must lie inside of the prompt, and give a token one row at most."
+                        "have rows for tokens of the prompt, one for each at most."
                     )
                 end = array.end
 

@@ -41,8 +41,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token_ids: the request's own stop ids and, unless `ignore_eos` is set, the model's end-of-sequence ids.
     pooling: of a request that ends after its prompt, with a pooled result; None generates tokens.
     step_data: what step inputs are filled from (`TokenBatch.step_data`); requests share cached prefixes only where it is equal.
-    step_arrays: values for the prompt's tokens, by name (`TokenBatch.rows_of`). media: what stands in the prompt beside text, with its own
-        arrays. Requests share cached prefixes up to where arrays or media differ.
+    step_arrays: values for the prompt's tokens, and for the first one behind it, by name (`TokenBatch.rows_of`).
+    media: what stands in the prompt beside text, with arrays of its own. Requests share cached prefixes up to where arrays or media differ.
     """
 
     request_id: str

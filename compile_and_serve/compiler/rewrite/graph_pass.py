@@ -196,6 +196,10 @@ class PassContext:
         forked = replace(self, weights=self.weights.copy(), _weight_nodes=weight_nodes)
         return GraphModule(gm, copy), forked
 
+    def of_other(self, weights: WeightTable, fake_mode: FakeTensorMode) -> PassContext:
+        """A context for passes over another graph that was captured of the same model."""
+        return replace(self, weights=weights, fake_mode=fake_mode, _weight_nodes={}, _values={})
+
     def _copied(self, gm: GraphModule) -> tuple[Graph, dict[str, Node]]:
         copy, copies = Graph(), dict[Node, Node]()
         copy.output(copy.graph_copy(gm.graph, copies))

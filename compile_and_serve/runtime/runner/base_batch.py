@@ -58,9 +58,9 @@ class BatchLayout:
     """What a step's composition says. Rows are sequences: decodes first, the longest of them first, so that the tail is short
     (attention takes rows in order). The first rows of logits are the sampled ones.
 
-    version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids, step_data: in
-    the order of rows. num_decodes: leading rows whose first token is the device's last token of the batch slot.
-    query_len: tokens of each sequence, where is_decode_only.
+    version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids, step_data,
+    arrays: in the order of rows; no arrays where no request has any. num_decodes: leading rows whose first token is the device's last
+    token of the batch slot. query_len: tokens of each sequence, where is_decode_only.
     sampled_ids, sampled_slots: of the sequences that sample. sampled_counts, sampled_drafts: rows of each of them, and the
     guessed tokens that all rows but the last are compared with (empty lists: one row each). has_drafts: the host knows the tokens of
     decodes, and guesses behind them. is_on_device: the device makes this step's inputs from the step before; the host's arrays are not
@@ -71,6 +71,7 @@ class BatchLayout:
     scheduled_ids: list[str] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     step_data: list[Mapping[str, StepDatum]] = field(default_factory=list)
+    arrays: list[RequestArrays] = field(default_factory=list)
     slots_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_decodes: int = 0
     query_len: int = 1
@@ -214,6 +215,7 @@ class BaseBatch(ABC):
             scheduled_ids=list(num_scheduled),
             request_ids=[request.request_id for request in rows],
             step_data=[request.step_data for request in rows],
+            arrays=[request.arrays for request in rows] if self._num_with_arrays else [],
             slots_S=slots_S,
             num_tokens=int(counts_S.sum()),
             max_query_len=int(counts_S.max()),
@@ -256,7 +258,7 @@ class BaseBatch(ABC):
             row_indices=np.concatenate(indices),
             request_ids=layout.request_ids,
             step_data=layout.step_data,
-            arrays=[request.arrays for request in rows] if self._num_with_arrays else (),
+            arrays=layout.arrays,
         )
 
     def _fill_decodes(self, layout: BatchLayout, starts: np.ndarray, token_ids_T: np.ndarray) -> None:  # noqa: B027 (not all have decodes)

@@ -187,6 +187,7 @@ class InputBatch(BaseBatch):
             row_indices=self._numbers[:num_seqs],
             request_ids=layout.request_ids,
             step_data=layout.step_data,
+            arrays=layout.arrays,
         )
 
     def _lay_drafted(self, layout: BatchLayout, buffers: StepBuffers, *, is_ahead: bool) -> TokenBatch:
@@ -214,6 +215,7 @@ class InputBatch(BaseBatch):
             row_indices=np.arange(num_seqs * q),
             request_ids=layout.request_ids,
             step_data=layout.step_data,
+            arrays=layout.arrays,
         )
 
     def _fill_decodes(self, layout: BatchLayout, starts: np.ndarray, token_ids_T: np.ndarray) -> None:

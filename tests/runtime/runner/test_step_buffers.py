@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,12 @@ def test_rows_of_arrays_come_to_their_tokens() -> None:
     values = batch.with_rows_of("rows", default, axis=1)
     assert values.tolist() == np.stack([rows[2], rows[3], [5] * 3, late[0].tolist(), [0] * 3, [1] * 3], axis=1).tolist()
     assert default[0, 0] == 3
+    goes_on = batch.with_rows_of("rows", default, axis=1, goes_on=True)
+    values[:, 2] = rows[3] + 1
+    assert goes_on.tolist() == values.tolist()
+    decode = replace(batch, positions=np.array([7, 8, 9, 10, 0, 1]))
+    going = decode.with_rows_of("rows", default, axis=1, goes_on=True)
+    assert going[:, :4].tolist() == (late[0].float().numpy()[:, None] + np.arange(1, 5)).tolist()
     assert batch.with_rows_of("others", default) is default
 
 

@@ -117,7 +117,8 @@ def check(arrays: dict[str, StepArray], media: list[MediaItem]) -> None:
         ({"x": StepArray.of(np.zeros(3, dtype=np.int64))}, [], "The model's inputs read no array 'x': they read places, rows"),
         ({"places": StepArray.of(np.zeros((3, 2), dtype=np.int64))}, [], r"integer rows of shape \[3\]"),
         ({"rows": StepArray.of(np.zeros((3, 2), dtype=np.int64))}, [], "floating rows"),
-        ({"places": StepArray.of(np.zeros((9, 3), dtype=np.int64), start=2)}, [], "tokens 2 to 10 of a prompt of 10"),
+        ({"places": StepArray.of(np.zeros((9, 3), dtype=np.int64), start=3)}, [], "tokens 3 to 11 of a prompt of 10"),
+        ({"places": StepArray.of(np.zeros((0, 3), dtype=np.int64))}, [], "tokens 0 to -1"),
         ({"places": StepArray.of(np.zeros((9, 3), dtype=np.int64), start=-1)}, [], "tokens -1 to 7"),
         ({"places": StepArray.of(np.full((4, 3), 50))}, [], "they must be 0 to 49"),
         ({"places": StepArray(dtype="int64", row_shape=(3,), data=b"x" * 25)}, [], "25 bytes, no multiple of 24"),
@@ -125,7 +126,7 @@ def check(arrays: dict[str, StepArray], media: list[MediaItem]) -> None:
         ({}, [MediaItem(key=b"", position=4, length=3), MediaItem(key=b"", position=5, length=1)], "one behind the other"),
         (
             {},
-            [MediaItem(key=b"", position=4, length=2, arrays={"rows": StepArray.of(np.zeros((2, 2), dtype=np.float32), start=5)})],
+            [MediaItem(key=b"", position=4, length=2, arrays={"rows": StepArray.of(np.zeros((2, 2), dtype=np.float32), start=3)})],
             "values for other tokens than the item's",
         ),
     ],
@@ -137,7 +138,7 @@ def test_arrays_and_media_that_do_not_fit_are_refused(arrays: dict[str, StepArra
 
 def test_arrays_and_media_that_fit_are_taken() -> None:
     rows = StepArray.of(np.zeros((2, 2), dtype=np.float32), start=4)
-    check({"places": StepArray.of(np.zeros((10, 3), dtype=np.int64))}, [MediaItem(key=b"", position=4, length=2, arrays={"rows": rows})])
+    check({"places": StepArray.of(np.zeros((11, 3), dtype=np.int64))}, [MediaItem(key=b"", position=4, length=2, arrays={"rows": rows})])
 
 
 def test_an_array_that_numpy_cannot_hold_is_refused() -> None:
