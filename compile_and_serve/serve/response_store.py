@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class StoredResponse(msgspec.Struct):
 class _Entry:
     encoded: bytes
     stored: float
+    item_ids: tuple[str, ...]
 
 
 class ResponseStore:
@@ -47,6 +48,7 @@ class ResponseStore:
         # Of each owner, the oldest first.
         self._entries: defaultdict[str | None, OrderedDict[str, _Entry]] = defaultdict(OrderedDict)
         self._sizes: Counter[str | None] = Counter()  # bytes of each owner
+        self._responses_of: defaultdict[str | None, dict[str, str]] = defaultdict(dict)  # item → newest response that has it
 
     def __len__(self) -> int:
         self._drop_expired()
@@ -56,13 +58,15 @@ class ResponseStore:
         """Store a response, also in place of its earlier state. One that is too large is not kept."""
         self._remove(response_id, owner)
         self._drop_expired()
-        entry = _Entry(msgspec.json.encode(stored), self._clock())
+        item_ids = tuple(str(item["id"]) for item in _all_items(stored) if "id" in item)
+        entry = _Entry(msgspec.json.encode(stored), self._clock(), item_ids)
         if len(entry.encoded) > self._max_response_bytes:
             logger.warning(
                 "A response of %d bytes with its conversation is not stored: the limit is %d.", len(entry.encoded), self._max_response_bytes
             )
             return
         self._entries[owner][response_id] = entry
+        self._responses_of[owner].update(dict.fromkeys(item_ids, response_id))
         self._sizes[owner] += len(entry.encoded)
         while self._sizes.total() > self._max_bytes:
             [(largest, _)] = self._sizes.most_common(1)
@@ -76,6 +80,16 @@ class ResponseStore:
         entry = self._entries[owner].get(response_id)
         return None if entry is None else msgspec.json.decode(entry.encoded, type=StoredResponse)
 
+    def items(self, item_ids: Iterable[str], owner: str | None) -> dict[str, dict[str, Any]]:
+        """Those of these items that are part of a stored conversation of `owner`, by id."""
+        self._drop_expired()
+        wanted = set(item_ids)
+        found: dict[str, dict[str, Any]] = {}
+        for response_id in {self._responses_of[owner].get(item_id, "") for item_id in wanted}:
+            stored = self.get(response_id, owner)
+            found |= {} if stored is None else {item["id"]: item for item in _all_items(stored) if item.get("id") in wanted}
+        return found
+
     def delete(self, response_id: str, owner: str | None) -> bool:
         """Whether there was such a response."""
         self._drop_expired()
@@ -85,6 +99,10 @@ class ResponseStore:
         entry = self._entries[owner].pop(response_id, None)
         if entry is not None:
             self._sizes[owner] -= len(entry.encoded)
+            known = self._responses_of[owner]
+            for item_id in entry.item_ids:
+                if known.get(item_id) == response_id:
+                    del known[item_id]
         return entry is not None
 
     def _remove_oldest(self, owner: str | None) -> None:
@@ -95,3 +113,7 @@ class ResponseStore:
         for owner, entries in self._entries.items():
             while entries and next(iter(entries.values())).stored <= end:
                 self._remove_oldest(owner)
+
+
+def _all_items(stored: StoredResponse) -> list[dict[str, Any]]:
+    return [*stored.items, *stored.response.get("output", ())]

@@ -364,5 +364,5 @@ async def test_five_turns_of_cline_and_aider(start_server: StartServer, tools: l
         assert response.status_code == 200, response.text
         answer = response.json()["choices"][0]["message"]
         talk.append(answer)
-        talk += [{"role": "tool", "tool_call_id": call["id"], "content": f"Result {turn}"} for call in answer["tool_calls"]]
+        talk += [{"role": "tool", "tool_call_id": call["id"], "content": f"Result {turn}"} for call in answer.get("tool_calls", [])]
     assert all(f"Turn {turn}<|end|>" in prompt_of(server) for turn in range(5))

@@ -217,7 +217,9 @@ async def test_fields_reach_the_engine(start_server: StartServer) -> None:
     [
         ({"input": None}, "input", "input"),
         ({"input": []}, "input", "at least one item"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0] has the type 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0] refers to the item 'x', but this server stores none"),
+        ({"input": [{"id": "x"}]}, "input", "input[0] refers to the item 'x', but this server stores none: start the server with"),
+        ({"input": [{}]}, "input", "input[0] has the type None"),
         ({"input": [{"content": "x"}]}, "input", "input[0] has the type None"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role must be"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only reads text"),

@@ -35,9 +35,15 @@ class OutputParser:
         self._undecided = 0
         self.num_reasoning_tokens = 0
 
-    def feed(self, text: str, token_ids: Sequence[int], *, last: bool) -> list[Event]:
-        """The events that the next piece completes. token_ids: of the piece. last: no other piece follows."""
+    def feed(self, text: str, token_ids: Sequence[int], *, last: bool, cut: bool = False) -> list[Event]:
+        """The events that the next piece completes.
+
+        token_ids: of the piece. last: no other piece follows. cut: because the output reached its limit.
+        """
         parser = self._reasoning
+        for one in (self._reasoning, self._tools):
+            if cut and one is not None:
+                one.was_cut = True
         if parser is None:
             return self._limited(self._find_calls([Content(text)], last=last))
         was_open = parser.in_reasoning

@@ -18,6 +18,9 @@ from compile_and_serve.runtime.parsers.events import (
     Reasoning,
 )
 
+# OpenAI's fields that this server never fills; typed clients may look for them.
+_NEVER: dict[str, Any] = {"refusal": None, "annotations": None, "audio": None, "function_call": None}
+
 
 def call_id(length: int | None, *, prefix: str = "call") -> str:
     """A new id of a tool call. length: in characters; None: the API's form, which begins with `prefix`."""
@@ -27,7 +30,7 @@ def call_id(length: int | None, *, prefix: str = "call") -> str:
 def whole_message(
     message: ParsedMessage, finish_reason: FinishReason | None, *, with_reasoning: bool, id_length: int | None
 ) -> tuple[dict[str, Any], str | None]:
-    """The fields of the message, and the finish reason."""
+    """The fields of the message, and the finish reason. As in vLLM, tool_calls is left out where there are none."""
     calls = [
         {"id": call_id(id_length), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.calls
@@ -35,7 +38,8 @@ def whole_message(
     content = message.content if message.content or not (calls or message.reasoning) else None
     reasoning = (message.reasoning or None) if with_reasoning else None
     reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
-    return {"content": content, "refusal": None, "reasoning": reasoning, "tool_calls": calls}, reason
+    fields: dict[str, Any] = {"content": content, **_NEVER, "reasoning": reasoning}
+    return fields | ({"tool_calls": calls} if calls else {}), reason
 
 
 class MessageDeltas:

@@ -136,7 +136,7 @@ async def stream(conversation: Conversation, generation: Generation, writer: Eve
                     return
                 conversation.usage.add(delta)
                 last = delta.finish_reason is not None
-                parts.append(writer.write(reader.feed(delta.text, delta.token_ids, last=last), delta))
+                parts.append(writer.write(reader.feed(delta.text, delta.token_ids, delta.finish_reason), delta))
                 if last:
                     parts.append(writer.finish(delta))
             if written := b"".join(parts):
@@ -149,7 +149,7 @@ def whole(conversation: Conversation, completion: CompletionOutput, writer: Even
     """The answer with one finished completion. Malformed calls are content."""
     writer.begin()
     conversation.usage.add(completion)
-    events = conversation.reader().feed(completion.text, completion.token_ids, last=True)
+    events = conversation.reader().feed(completion.text, completion.token_ids, completion.finish_reason or "stop")
     writer.write(_without_dropped(events), completion)
     writer.finish(completion)
     return writer.answer()

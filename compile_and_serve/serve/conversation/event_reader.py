@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compile_and_serve.runtime.messages import FinishReason
 from compile_and_serve.runtime.parsers.events import Content, Event
 from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.tools.tool_use import ToolUse
@@ -25,13 +26,13 @@ class EventReader:
     def is_plain(self) -> bool:
         return self._parser is None
 
-    def feed(self, text: str, token_ids: Sequence[int], *, last: bool) -> list[Event]:
-        """The events that the next piece completes."""
+    def feed(self, text: str, token_ids: Sequence[int], finish_reason: FinishReason | None) -> list[Event]:
+        """The events that the next piece completes. finish_reason: of the last piece."""
         parser = self._parser
         if parser is None:
             return [Content(text)] if text else []
         counted = parser.num_reasoning_tokens
-        events = parser.feed(text, token_ids, last=last)
+        events = parser.feed(text, token_ids, last=finish_reason is not None, cut=finish_reason == "length")
         if self._usage.reasoning_tokens is not None:
             self._usage.reasoning_tokens += parser.num_reasoning_tokens - counted
         return events

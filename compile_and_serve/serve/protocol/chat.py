@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.errors import ApiError
@@ -61,6 +61,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
+    input: str | Objects | None = Field(
+        default=None, description="The conversation in the form of the Responses API, in place of messages, as Cursor sends it."
+    )
     max_completion_tokens: int | None = Field(default=None, description="By default, as many as the model's limit allows.")
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -69,6 +72,16 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
         default=None, ge=-1, lt=2**31, description="Tokens after which the reasoning is ended; -1: no limit."
     )
     echo: bool | None = Field(default=False, description="Begin the answer with the last message if that has the answer's role.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _input_replaces_messages(cls, given: Any) -> Any:
+        has_input = isinstance(given, dict) and given.get("messages") is None and given.get("input") is not None
+        return {**given, "messages": []} if has_input else given
+
+    @classmethod
+    def known_fields(cls) -> set[str]:
+        return super().known_fields() | {"instructions", "max_output_tokens", "reasoning", "text"}
 
     def params(self, defaults: Mapping[str, float | int], *, open_schemas: bool) -> SamplingParams:
         """The request's `SamplingParams`, verified. defaults: values of missing fields. open_schemas: see `structured_params`."""

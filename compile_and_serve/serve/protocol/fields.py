@@ -19,6 +19,7 @@ from compile_and_serve.runtime.sampling_params import (
 )
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, user_errors
+from compile_and_serve.serve.protocol.client_parts import warn_once
 from compile_and_serve.serve.protocol.structured import structured_params
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class RequestModel(BaseModel):
     @classmethod
     def known_fields(cls) -> set[str]:
         """Names of the model's fields and of the other fields that `check_fields` knows."""
-        return {*cls.model_fields, *_REFUSED, *_HARMLESS}
+        return {*cls.model_fields, *_REFUSED, *_LEFT_OUT, *_HARMLESS}
 
 
 class StreamOptions(BaseModel):
@@ -205,12 +206,13 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "function_call": _only(("none",), "function_call is not supported: OpenAI replaced it by tool_choice."),
     "modalities": _only((["text"],), "This server answers with text only."),
     "audio": _only((), "This server answers with text only."),
-    "web_search_options": _only((), "This server does not search the web."),
     "prompt_embeds": _only((), "This server does not support prompt_embeds."),
     "mm_processor_kwargs": _only(({},), "This model reads text only."),
     "kv_transfer_params": _only((), "This server does not support KV transfer yet."),
     "thinking_token_budget": _only((), "thinking_token_budget is supported on /v1/chat/completions."),
 }
+# Fields that ask for what this server does not do, and that a conversation can do without: field → why.
+_LEFT_OUT = {"web_search_options": "this server does not search the web"}
 # OpenAI's fields that do not change this server's answers.
 _HARMLESS = frozenset(
     {
@@ -239,6 +241,9 @@ def check_fields(body: RequestModel, *, priority: int | None = None, priorities:
             passes, sentence = _REFUSED[name]
             if value is not None and not passes(value):
                 raise ApiError(400, sentence, name)
+        elif name in _LEFT_OUT:
+            if value is not None:
+                warn_once(f"Requests contain {name}, which has no effect: {_LEFT_OUT[name]}.")
         elif name not in _HARMLESS and name not in _warned and len(_warned) < 1000:
             _warned.add(name)
             logger.warning("Requests contain the unknown field %r, which has no effect.", name[:MAX_ECHO])

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, renamed_params, require_text
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.client_parts import content_text, custom_arguments, texts_of, warn_once
@@ -29,6 +32,7 @@ _REFUSED = {
     "conversation": "This server keeps no conversations: use previous_response_id.",
     "prompt": "This server keeps no prompt templates: send the text in input.",
 }
+STORE_FLAG = "start the server with --response-store"
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -71,17 +75,48 @@ def chat_request(body: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> 
     return ChatCompletionRequest.model_construct(**fields)
 
 
+def chat_of_input(body: ChatCompletionRequest) -> ChatCompletionRequest:
+    """A chat request whose conversation is in the form of the Responses API, as Cursor sends it to the chat route. Raises a 400."""
+    given = {**body.model_dump(exclude_unset=True), **(body.model_extra or {})}
+    try:
+        response = ResponsesRequest.model_validate({name: given[name] for name in given if name in ResponsesRequest.model_fields})
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    with own_names():
+        chat = chat_request(response, input_items(response.input))
+    own = {name: given[name] for name in body.model_fields_set if name not in ResponsesRequest.model_fields and name != "messages"}
+    return chat.model_copy(update={**own, "stream": body.stream, "stream_options": body.stream_options})
+
+
 def new_id(prefix: str) -> str:
     """A new id of an object of the API."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The request's input as items, each with an id and a type."""
+def referenced_ids(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ids of the stored items that the input refers to."""
+    return [] if isinstance(given, str) else [str(item.get("id")) for item in given if _is_reference(item)]
+
+
+def input_items(
+    given: str | Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]] | None = None, *, stores: bool = False
+) -> list[dict[str, Any]]:
+    """The request's input as items, each with an id and a type. Raises a 400.
+
+    known: stored items by id, in place of references to them. stores: whether the server stores responses, for errors.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     items = []
-    for item in given:
+    for index, item in enumerate(given):
+        if _is_reference(item):
+            stored = (known or {}).get(str(item.get("id")))
+            if stored is None:
+                reason = "which is not stored" if stores else f"but this server stores none: {STORE_FLAG}"
+                advice = f"input[{index}] refers to the item {item.get('id')!r:.{MAX_ECHO}}, {reason}, or send the item itself."
+                raise ApiError(400, advice, "input")
+            items.append(stored)
+            continue
         kind = item.get("type") or ("message" if "role" in item else None)
         complete = {**item, "type": kind}
         if not isinstance(complete.get("id"), str):
@@ -155,7 +190,7 @@ def _messages(items: Sequence[Mapping[str, Any]], instructions: str | None) -> l
             raise ApiError(400, f"{where}.call_id must be a text.", "input")
         elif kind in ("function_call_output", "custom_tool_call_output"):
             raise ApiError(400, f"{where}.output is missing.", "input")
-        elif kind == "item_reference" or not isinstance(kind, str):
+        elif not isinstance(kind, str):
             raise ApiError(400, f"{where} has the type {kind!r:.{MAX_ECHO}}: send the item itself, with its type.", "input")
         else:
             warn_once(f"Requests contain items of the type {kind!r:.{MAX_ECHO}}, which are left out.")
@@ -191,6 +226,11 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
+
+
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    """Whether an item stands for a stored one. Its type may be left out."""
+    return item.get("type") == "item_reference" or (item.get("type") is None and item.keys() - {"type"} == {"id"})
 
 
 def _is_output(item: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from compile_and_serve.serve.http.responses import DONE, EventStream, json_respo
 from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
+from compile_and_serve.serve.responses_api.translate import chat_of_input
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -34,6 +35,8 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
+    if body.input is not None and not body.messages:
+        body = await context.bodies.run(request, lambda: chat_of_input(body))
     check_beam_search(body)
     request_id = public_id("chatcmpl", body.request_id, request)
     answer = _Answer(body, await Conversation.create(body, request, context, request_id))
@@ -81,10 +84,9 @@ class _Answer:
                 "finish_reason": finish_reason,
                 "stop_reason": completion.stop_reason,
             }
-            if self.body.return_token_ids:
-                choice["token_ids"] = completion.token_ids
+            choice["token_ids"] = completion.token_ids if self.body.return_token_ids else None
             choices.append(choice)
-        answer = {**self.head, "choices": choices, "usage": self.usage.as_dict(), **self._prompt_ids()}
+        answer = {**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict(), **self._prompt_ids()}
         prompt_logprobs = completions[0].prompt_logprobs
         answer["prompt_logprobs"] = None if prompt_logprobs is None else self.logprobs.prompt(prompt_logprobs)
         return json_response(answer)
@@ -117,7 +119,7 @@ class _Answer:
     def _message(self, completion: CompletionOutput) -> tuple[dict[str, Any], str | None]:
         """The fields of a message, and its finish reason."""
         reader = self.conversation.reader()
-        message = ParsedMessage().add(reader.feed(completion.text, completion.token_ids, last=True))
+        message = ParsedMessage().add(reader.feed(completion.text, completion.token_ids, completion.finish_reason or "stop"))
         message.content = self.echo + message.content
         return whole_message(message, completion.finish_reason, **self.message_options)
 
@@ -129,7 +131,7 @@ class _Answer:
         return content
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.conversation.prompt} if self.body.return_token_ids else {}
+        return {"prompt_token_ids": self.conversation.prompt if self.body.return_token_ids else None}
 
 
 class _Choice:
@@ -155,7 +157,7 @@ class _Choice:
         finish: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._reader.is_plain:
             return [self._writer.chunk(delta.index, delta.text, **tokens, **finish)]
-        events = self._reader.feed(delta.text, delta.token_ids, last=delta.finish_reason is not None)
+        events = self._reader.feed(delta.text, delta.token_ids, delta.finish_reason)
         bodies = self._message.deltas(events)
         if delta.finish_reason is not None:
             finish["finish_reason"] = self._message.finish_reason(delta.finish_reason)

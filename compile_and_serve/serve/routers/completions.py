@@ -143,10 +143,10 @@ class _Answer:
             }
             if entries is not None and self.body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self.logprobs.prompt(entries)
-            if self.body.return_token_ids:
-                choice |= {"prompt_token_ids": prompt, "token_ids": completion.token_ids}
+            with_ids = self.body.return_token_ids
+            choice |= {"prompt_token_ids": prompt if with_ids else None, "token_ids": completion.token_ids if with_ids else None}
             choices.append(choice)
-        return json_response({**self.head, "choices": choices, "usage": self.usage.as_dict()})
+        return json_response({**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict()})
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """The answer as events: text as it is generated, then usage if requested."""

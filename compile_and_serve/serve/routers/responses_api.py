@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -19,7 +19,7 @@ from compile_and_serve.serve.http.responses import EventStream, json_response
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.responses_api import RESPONSE_EXAMPLE, ResponsesRequest
 from compile_and_serve.serve.response_store import ResponseStore, StoredResponse
-from compile_and_serve.serve.responses_api.translate import chat_request, check, input_items, new_id, own_names
+from compile_and_serve.serve.responses_api.translate import STORE_FLAG, chat_request, check, input_items, new_id, own_names, referenced_ids
 from compile_and_serve.serve.responses_api.writer import ResponseWriter
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect
 
@@ -30,7 +30,6 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     **ERROR_RESPONSES,
 }
 _LOOKUPS: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 404: {"description": "No such stored response"}}
-_STORE_FLAG = "start the server with --response-store"
 
 
 @router.post("/v1/responses", summary="Response", responses=_ANSWERS)
@@ -40,7 +39,11 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     with own_names():
         # Not in a thread, because the store is not thread-safe.
         history = _history(body.previous_response_id, store, owner)
-        chat, items = await context.bodies.run(request, lambda: _translate(body, history, stores=store is not None), is_large=bool(history))
+        references = referenced_ids(body.input)
+        known = {} if store is None or not references else store.items(references, owner)
+        chat, items = await context.bodies.run(
+            request, lambda: _translate(body, history, known, stores=store is not None), is_large=bool(history or known)
+        )
         conversation = await Conversation.create(chat, request, context, new_id("resp"))
     if body.store is False:
         store = None
@@ -124,13 +127,16 @@ async def list_input_items(
 
 
 def _translate(
-    body: ResponsesRequest, history: list[dict[str, Any]], *, stores: bool
+    body: ResponsesRequest, history: list[dict[str, Any]], known: Mapping[str, dict[str, Any]], *, stores: bool
 ) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
-    """The chat request, and the items of the conversation. stores: whether the server stores responses. Raises a 400."""
+    """The chat request, and the items of the conversation. known: stored items that the input refers to, by id. Raises a 400.
+
+    stores: whether the server stores responses.
+    """
     check(body)
     if body.background and not (stores and body.store is not False):
-        raise ApiError(400, f"background needs a stored response: {_STORE_FLAG}, and leave store out.", "background")
-    items = [*history, *input_items(body.input)]
+        raise ApiError(400, f"background needs a stored response: {STORE_FLAG}, and leave store out.", "background")
+    items = [*history, *input_items(body.input, known, stores=stores)]
     return chat_request(body, items), items
 
 
@@ -139,7 +145,7 @@ def _history(response_id: str | None, store: ResponseStore | None, owner: str | 
     if response_id is None:
         return []
     if store is None:
-        raise ApiError(400, f"This server stores no responses: {_STORE_FLAG}, or send the conversation in input.", "previous_response_id")
+        raise ApiError(400, f"This server stores no responses: {STORE_FLAG}, or send the conversation in input.", "previous_response_id")
     stored = store.get(response_id, owner)
     if stored is None:
         raise ApiError(400, f"Previous response with id {response_id!r:.{MAX_ECHO}} not found.", "previous_response_id")
@@ -153,7 +159,7 @@ def _find(response_id: str, request: Request, context: ServerContext) -> tuple[R
     store = context.stored_responses
     stored = None if store is None else store.get(response_id, tenant_of(request))
     if store is None or stored is None:
-        hint = f" This server stores none: {_STORE_FLAG}." if store is None else ""
+        hint = f" This server stores none: {STORE_FLAG}." if store is None else ""
         raise ApiError(404, f"There is no stored response {response_id!r:.{MAX_ECHO}}.{hint}", "response_id")
     return store, stored
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, Event, ParsedMessage
+from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, CallDropped, Content, Event, ParsedMessage
 from compile_and_serve.runtime.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
 from tests.runtime.parsers.formats import FORMATS, SCHEMAS, Calls, Format
 
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -218,3 +219,31 @@ def test_grammars_write_what_the_parser_reads(format: Format) -> None:
         message = parse(parser, [written])
         assert calls_in(message) == [("get_weather", {"city": "Rome"})] * count
         assert message.content == ""
+
+
+@formats
+def test_a_beginning_call_of_a_cut_output_is_no_content(format: Format) -> None:
+    """Whatever max_tokens leaves of a call: until its name is known, nothing of it is shown."""
+    written = format.write([("get_weather", {"city": "Paris"})])
+    openers = [opener for opener in format.parser.openers if written.startswith(opener) and not opener.startswith("```")]
+    lead = "Hello " if format.before else ""
+    for length in range(1, len(written)):
+        for size in (1, length):
+            machine = format.parser(SCHEMAS)
+            text = lead + written[:length]
+            events = [event for at in range(0, len(text), size) for event in machine.feed(text[at : at + size])]
+            machine.was_cut = True
+            events += machine.finish()
+            if openers:
+                dropped = [event.text for event in events if isinstance(event, CallDropped) and not event.begun]
+                shown = "".join([*(event.text for event in events if isinstance(event, Content)), *dropped])
+                assert shown.strip() == lead.strip(), (written[:length], events)
+
+
+def test_an_output_that_ends_by_itself_shows_what_it_ends_with() -> None:
+    for text in ("a <", "a <tool_call", "a <tool_call>{"):
+        machine = HermesParser(SCHEMAS)
+        assert ParsedMessage().add([*machine.feed(text), *machine.finish()]).content == text
+    cut = HermesParser(SCHEMAS)
+    cut.was_cut = True
+    assert ParsedMessage().add([*cut.feed("a < b"), *cut.finish()]).content == "a < b"

@@ -18,6 +18,7 @@ class ReasoningParser:
     name: of the format. starts, ends: the markers. markers: all texts that the parser must see, even where they are special
     tokens. opened_by_default: without a start marker the output begins with reasoning. interrupts: texts that end reasoning
     without an end marker, and belong to the content. parses_tools: it finds tool calls too.
+    was_cut: set before `finish`: the output ended because it reached its limit.
     """
 
     name: ClassVar[str] = ""
@@ -27,6 +28,7 @@ class ReasoningParser:
     opened_by_default: ClassVar[bool] = False
     interrupts: ClassVar[tuple[str, ...]] = ()
     parses_tools: ClassVar[bool] = False
+    was_cut = False
 
     def __init__(self, prompt: str) -> None:
         """prompt: the rendered conversation, whose end may already open or close the reasoning."""
@@ -64,9 +66,9 @@ class ReasoningParser:
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the end."""
+        """The events of the end. Of an output that was cut, a part of a marker is left out."""
         text, self._buffer = self._buffer, ""
-        if not text:
+        if not text or (self.was_cut and may_become(text.lstrip(), self.ends if self.in_reasoning else self.starts)):
             return []
         if self.in_reasoning:
             return self._shown(text)

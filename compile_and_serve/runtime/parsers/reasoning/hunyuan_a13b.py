@@ -32,9 +32,9 @@ class HunyuanA13bParser(ThinkParser):
             self._state = self._content_head
 
     def finish(self) -> list[Event]:
-        text, self._buffer = self._buffer, ""
         if self.in_reasoning:
-            return self._shown(text) if text else []
+            return super().finish()
+        text, self._buffer = self._buffer, ""
         text = self._whitespace + text if self._state == self._answer else text
         return [Content(text)] if text else []
 

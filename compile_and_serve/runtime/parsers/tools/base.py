@@ -27,6 +27,7 @@ class ToolParser(ABC):
     even where they are special tokens. id_length: length of the ids of calls, for models whose templates demand one.
     list_opener, list_closer: texts around all calls; list_opener is empty if calls stand alone. separator: text between calls.
     trigger: text that only begins calls; empty if there is none.
+    was_cut: set before `finish`: the output ended because it reached its limit.
     """
 
     name: ClassVar[str] = ""
@@ -37,6 +38,7 @@ class ToolParser(ABC):
     list_closer: ClassVar[str] = "]"
     separator: ClassVar[str] = "\n"
     trigger: ClassVar[str] = ""
+    was_cut = False
 
     def __init__(self, schemas: Schemas) -> None:
         """schemas: name of each tool → JSON schema of its parameters."""
@@ -68,18 +70,29 @@ class ToolParser(ABC):
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the end. A call that is not complete is malformed."""
+        """The events of the end. A call that is not complete is malformed.
+
+        Of an output that was cut, the beginning of a call whose name is not known yet is left out: it is no content.
+        """
         self._end_of_text()
         text, self._buffer = self._buffer, ""
         if self._state == self._text:
-            self._content(text)
+            self._content("" if self.was_cut and self._may_begin_a_call(text) else text)
             if self._whitespace and not self._after_call:
                 self._events.append(Content(self._whitespace))
         elif self._raw:
             self._raw += text
             self._drop()
         events, self._events = self._events, []
+        match events[-1:]:
+            case [CallDropped(dropped, False)] if self.was_cut and self._may_begin_a_call(dropped.lstrip()):
+                events.pop()
         return events
+
+    def _may_begin_a_call(self, text: str) -> bool:
+        """Whether text is a part of an opener, or begins with one. Code blocks may begin calls, but also content."""
+        openers = [opener for opener in self.openers if not opener.startswith("```")]
+        return text != "" and any(text.startswith(opener) or opener.startswith(text) for opener in openers)
 
     def _end_of_text(self) -> None:  # noqa: B027 (most formats need none)
         """Called before the last events are made."""
