@@ -66,6 +66,7 @@ def compile_model(
     passes: Sequence[GraphPass] | None = None,
     attention_backends: Mapping[str, AttentionBackend] | None = None,
     kv_cache_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
     on_stage: StageCallback = _ignore_stage,
 ) -> Model:
     """Compile a model for one device, or wrap it in mode "eager". The caller then loads the weights into the result.
@@ -74,6 +75,7 @@ def compile_model(
     passes: replace `default_passes()`; `config.user_passes` are added to them.
     attention_backends, kv_cache_dtype: used to measure the split ops for `config.profile_tokens`, and for nothing else. Backends
         are given by state group; the dtype is `dtype` by default.
+    state_dtype: of recurrent state that passes add; None: their choice.
     on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
     """
@@ -102,11 +104,13 @@ def compile_model(
         attention_backends=attention_backends,
         kv_cache_dtype=kv_cache_dtype or dtype,
         artifacts=ModelArtifacts(config, device),
-        added=_added(spec, all_passes, config.disabled_passes),
+        added=_added(spec, all_passes, config.disabled_passes, state_dtype),
     ).run()
 
 
-def _added(spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str]) -> tuple[StepInput | StateGroup, ...]:
+def _added(
+    spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str], state_dtype: torch.dtype | None
+) -> tuple[StepInput | StateGroup, ...]:
     """The inputs and state that passes may add to a step. Raises `PassError` for a name that is taken."""
     taken = {one.name for one in spec.inputs} | {group.name for group in spec.state}
     added: dict[str, StepInput | StateGroup] = {}
@@ -114,7 +118,9 @@ def _added(spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[s
         for one in () if graph_pass.name in disabled else graph_pass.adds(spec):
             if one.name in taken or added.setdefault(one.name, one) != one:
                 raise PassError(f"Pass {graph_pass.name} adds {one.name!r} to the step, which has another of this name.")
-    return tuple(added.values())
+    if state_dtype is None:
+        return tuple(added.values())
+    return tuple(one.with_state_dtype(state_dtype) if isinstance(one, StateGroup) else one for one in added.values())
 
 
 def _check_optional(spec: ModelSource) -> None:

@@ -18,6 +18,7 @@ LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "proc
 RunnerKind = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["last", "mean", "cls"]
 KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
+StateDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MIN_DRAFTED_ROWS = 512  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
 
@@ -106,6 +107,7 @@ class CacheConfig:
         "token and head. auto: the checkpoint's choice.",
         name="kv_cache_dtype",
     )
+    state_dtype: StateDtype = _cache_option("auto", "Dtype of recurrent state. auto: the model's choice, which is float32 if it has none.")
     block_size: int = _cache_option(16, "Tokens per KV block.", checks=(at_least(1),))
     num_blocks: int | None = _cache_option(
         None, "Number of KV blocks, also on the CPU.", name="num_kv_blocks", flags=("--num-gpu-blocks-override",), checks=(at_least(1),)

@@ -26,7 +26,7 @@ from compile_and_serve.compiler.pipeline import compile_model
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import LayerState, StateTensor
-from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer
+from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer, gather_slot, scatter_slot
 from compile_and_serve.custom_ops.state.tokens import TokenWindow
 from compile_and_serve.custom_ops.step import INPUT_IDS, LOGITS, LOGITS_INDICES, ROWS, TOKENS, StepInput, StepOutput, current_metadata
 from compile_and_serve.models.families import register_model
@@ -68,21 +68,29 @@ def _window_mean(x_TD: torch.Tensor, cache_NPD: torch.Tensor, window: int, group
     return out_TD
 
 
-def _decaying_mean(x_TD: torch.Tensor, sums_RD: torch.Tensor, weights_R1: torch.Tensor, decay: float, group: str) -> torch.Tensor:
+def _decaying_mean(
+    x_TD: torch.Tensor,
+    sums: torch.Tensor,
+    sum_columns: torch.Tensor,
+    weights: torch.Tensor,
+    weight_columns: torch.Tensor,
+    decay: float,
+    group: str,
+) -> torch.Tensor:
     """y_t / w_t with y_t = decay · y_{t-1} + x_t and w_t = decay · w_{t-1} + 1 along each sequence."""
     metadata = current_metadata(group)
     out_TD = torch.zeros_like(x_TD)
-    starts, slots = metadata.query_start_loc.tolist(), metadata.slots.tolist()
+    y_SD = gather_slot(sums, sum_columns, metadata.read_pages, 1)[:, 0]
+    weights_S1 = gather_slot(weights, weight_columns, metadata.read_pages, 1)[:, 0]
+    begins_S1 = (metadata.num_computed <= 0)[:, None]
+    y_SD, weights_S1 = y_SD.masked_fill(begins_S1, 0), weights_S1.masked_fill(begins_S1, 0)
+    starts = metadata.query_start_loc.tolist()
     for s, length in enumerate(metadata.seq_lens.tolist()):
-        if not length:
-            continue
-        y_D, weight_1 = sums_RD[slots[s]], weights_R1[slots[s]]
-        if length == starts[s + 1] - starts[s]:
-            y_D, weight_1 = torch.zeros_like(y_D), torch.zeros_like(weight_1)
-        for token in range(starts[s], starts[s + 1]):
-            y_D, weight_1 = decay * y_D + x_TD[token], decay * weight_1 + 1
-            out_TD[token] = y_D / weight_1
-        sums_RD[slots[s]], weights_R1[slots[s]] = y_D, weight_1
+        for token in range(starts[s], starts[s + 1] if length else starts[s]):
+            y_SD[s], weights_S1[s] = decay * y_SD[s] + x_TD[token], decay * weights_S1[s] + 1
+            out_TD[token] = y_SD[s] / weights_S1[s]
+    scatter_slot(y_SD[:, None], sums, sum_columns, metadata.write_pages)
+    scatter_slot(weights_S1[:, None], weights, weight_columns, metadata.write_pages)
     return out_TD
 
 
@@ -94,10 +102,11 @@ WINDOW_MEAN = define(
     CompositeExplicitAutograd=_window_mean,
 )
 DECAYING_MEAN = define(
-    "test_decaying_mean(Tensor x, Tensor(a!) sums, Tensor(b!) weights, float decay, str group) -> Tensor",
+    "test_decaying_mean(Tensor x, Tensor(a!) sums, Tensor sum_columns, Tensor(b!) weights, Tensor weight_columns, float decay, str group) "
+    "-> Tensor",
     kind=OpKind.SPLIT_POINT,
     version=1,
-    fake=lambda x, sums, weights, decay, group: torch.empty_like(x),
+    fake=lambda x, *_: torch.empty_like(x),
     CompositeExplicitAutograd=_decaying_mean,
 )
 
@@ -108,10 +117,10 @@ class Layer(nn.Module):
         self.norm = nn.RMSNorm(D, eps=1e-5)
         self.near, self.far, self.out = (nn.Linear(D, D, bias=False) for _ in range(3))
 
-    def forward(self, x_TD: torch.Tensor, cache: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cache: torch.Tensor, memory: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> torch.Tensor:
         y_TD = self.norm(x_TD)
         near_TD = WINDOW_MEAN(self.near(y_TD), cache, WINDOW, "window_caches")
-        far_TD = DECAYING_MEAN(self.far(y_TD), memory[0], memory[1], DECAY, "memories")
+        far_TD = DECAYING_MEAN(self.far(y_TD), *memory[0], *memory[1], DECAY, "memories")
         return x_TD + self.out(torch.tanh(near_TD + 0.3 * far_TD))
 
 
@@ -128,7 +137,7 @@ class Outside(nn.Module):
         input_ids: torch.Tensor,
         places: torch.Tensor,
         window_caches: list[torch.Tensor],
-        memories: list[tuple[torch.Tensor, ...]],
+        memories: list[tuple[tuple[torch.Tensor, torch.Tensor], ...]],
         logits_indices: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD = self.embedding(input_ids)
@@ -139,6 +148,7 @@ class Outside(nn.Module):
         return self.head(rows_LD), rows_LD
 
 
+MEMORY = RecurrentLayer(parts=(StateTensor(shape=(1, D)), StateTensor(shape=(1, 1))))
 PLACES = StepInput(
     name="places",
     dtype=torch.int64,
@@ -156,7 +166,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         config=config,
         state=(
             StateGroup(name="window_caches", layers=(WindowLayer(size=D),) * LAYERS, kind=TokenWindow(size=WINDOW)),
-            StateGroup(name="memories", layers=(RecurrentLayer(shapes=((D,), (1,))),) * LAYERS, kind=Recurrent()),
+            StateGroup(name="memories", layers=(MEMORY,) * LAYERS, kind=Recurrent()),
         ),
         vocab_size=VOCAB,
         max_model_len=256,
@@ -205,7 +215,7 @@ def test_it_serves_the_tokens_of_the_plain_module(folder: Path, tmp_path: Path) 
 def test_preemptions_change_no_token(folder: Path) -> None:
     """Greedy or drawn, with penalties, logprobs, stop ids."""
     outputs = []
-    for num_kv_blocks in (None, 10):
+    for num_kv_blocks in (None, 12):
         core = EngineCore(tiny_config(folder, max_num_batched_tokens=24, max_model_len=100, num_kv_blocks=num_kv_blocks))
         outputs.append(run_requests(core, mixed_requests()))
         stats = core.stats()

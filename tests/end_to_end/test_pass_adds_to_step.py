@@ -2,7 +2,7 @@
 
 The pass pulls each sequence's embeddings towards their running mean, as far as the request says.
 
-Shape legend: T tokens of the step, S sequences, D hidden size, R batch slots.
+Shape legend: T tokens of the step, S sequences, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult, is_call
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.state.group import StateGroup
-from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer
+from compile_and_serve.custom_ops.state.kind import StateTensor
+from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer, gather_slot, scatter_slot
 from compile_and_serve.custom_ops.step import TOKENS, StepInput, current_metadata
 from tests.support.transformers_models import load_reference, write_random_model
 
@@ -32,29 +33,30 @@ PULLS = [0, 30, 70, 90]
 NUM_TOKENS = 12
 
 
-def _pull(x_TD: torch.Tensor, pull_T: torch.Tensor, sums_RD: torch.Tensor, group: str) -> torch.Tensor:
+def _pull(x_TD: torch.Tensor, pull_T: torch.Tensor, sums: torch.Tensor, columns: torch.Tensor, group: str) -> torch.Tensor:
     """x_t + pull / 100 · (mean of x_0 … x_t - x_t) along each sequence."""
     metadata = current_metadata(group)
     out_TD = x_TD.clone()
-    starts, slots = metadata.query_start_loc.tolist(), metadata.slots.tolist()
+    starts = metadata.query_start_loc.tolist()
+    sums_SD = gather_slot(sums, columns, metadata.read_pages, 1)[:, 0].masked_fill((metadata.num_computed <= 0)[:, None], 0)
     for s, length in enumerate(metadata.seq_lens.tolist()):
         if not length:
             continue
         before = length - (starts[s + 1] - starts[s])
-        sum_D = sums_RD[slots[s]].clone() if before else torch.zeros_like(sums_RD[0])
+        sum_D = sums_SD[s]
         for token in range(starts[s], starts[s + 1]):
             sum_D += x_TD[token]
             mean_D = sum_D / (before + token - starts[s] + 1)
             out_TD[token] += pull_T[token] / 100 * (mean_D - x_TD[token]).to(x_TD.dtype)
-        sums_RD[slots[s]] = sum_D
+    scatter_slot(sums_SD[:, None], sums, columns, metadata.write_pages)
     return out_TD
 
 
 PULL_OP = define(
-    "test_pull(Tensor x, Tensor pull, Tensor(a!) sums, str group) -> Tensor",
+    "test_pull(Tensor x, Tensor pull, Tensor(a!) sums, Tensor columns, str group) -> Tensor",
     kind=OpKind.SPLIT_POINT,
     version=1,
-    fake=lambda x, pull, sums, group: torch.empty_like(x),
+    fake=lambda x, *_: torch.empty_like(x),
     CompositeExplicitAutograd=_pull,
 )
 
@@ -64,7 +66,7 @@ class PullEmbeddings(BasePass):
     after = "eliminate_noops"
 
     def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
-        sums = RecurrentLayer(shapes=((int(model.config["hidden_size"]),),))
+        sums = RecurrentLayer(parts=(StateTensor(shape=(1, int(model.config["hidden_size"]))),))
         return (PULL, StateGroup(name=SUMS, layers=(sums,), kind=Recurrent()))
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -72,10 +74,10 @@ class PullEmbeddings(BasePass):
         for node in list(gm.graph.nodes):
             if not is_call(node, F.embedding) or any(is_call(user, PULL_OP) for user in node.users):
                 continue
-            pull, sums = ctx.argument(gm, "pull"), ctx.argument(gm, f"{SUMS}.0")
+            pull, sums, columns = (ctx.argument(gm, name) for name in ("pull", f"{SUMS}.0", f"{SUMS}.0.columns"))
             users = list(node.users)
             with gm.graph.inserting_after(node):
-                pulled = ctx.call(gm, PULL_OP, node, pull, sums, SUMS, origin=node)
+                pulled = ctx.call(gm, PULL_OP, node, pull, sums, columns, SUMS, origin=node)
             for user in users:
                 user.replace_input_with(node, pulled)
             matched += 1

@@ -64,11 +64,13 @@ def zero_state(
     groups: Sequence[StateGroup], num_pages: int, tokens_per_page: Mapping[str, int], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
     """State tensors by name, each an allocation of its own: [num_pages, …] of zeros. dtype: of the KV cache."""
-    return {
-        name: torch.zeros((num_pages, *placed.shape), dtype=placed.dtype, device=device)
-        for group in groups
-        for name, placed in group.layout(tokens_per_page.get(group.name, 1), dtype).tensors.items()
-    }
+    state: dict[str, torch.Tensor] = {}
+    for group in groups:
+        layout = group.layout(tokens_per_page.get(group.name, 1), dtype)
+        pages = num_pages + num_pages * layout.pages_per_slot  # so many slots, and padding
+        state |= {name: torch.zeros((pages, *one.shape), dtype=one.dtype, device=device) for name, one in layout.tensors.items()}
+        state |= layout.column_tensors(device or torch.device("cpu"))
+    return state
 
 
 def caches(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1) -> dict[str, torch.Tensor]:

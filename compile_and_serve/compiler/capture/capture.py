@@ -27,7 +27,6 @@ from compile_and_serve.custom_ops.weight_functions import TensorSpec
 log = logging.getLogger(__name__)
 
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 37, 5  # lengths while the graph is captured; nothing may depend on them
-EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS = 8, 16  # of state while the graph is captured; no piece sees it
 
 
 class CaptureError(ValueError):
@@ -56,9 +55,16 @@ def example_tensors(inputs: Sequence[StepInput], groups: Sequence[StateGroup], d
         if one.symbolic_dim is not None and one.length is not None:
             mark_symbolic(tensors[one.name], one.symbolic_dim, one.length)
     for group in groups:
-        for name, placed in group.layout(EXAMPLE_PAGE_TOKENS, dtype).tensors.items():
-            tensors[name] = torch.empty((EXAMPLE_PAGES, *placed.shape), dtype=placed.dtype, device="meta")
+        tensors |= example_state(group, dtype)
     return tensors
+
+
+def example_state(group: StateGroup, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Meta tensors of a group's state by name. dtype: of the KV cache."""
+    layout, meta = group.example_layout(dtype), torch.device("meta")
+    pages = layout.num_example_pages
+    tensors = {name: torch.empty((pages, *placed.shape), dtype=placed.dtype, device=meta) for name, placed in layout.tensors.items()}
+    return tensors | layout.column_tensors(meta)
 
 
 def capture(

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import COLUMNS
 from compile_and_serve.custom_ops.step import StepInput
 
 _ROOT = Path(__file__).parents[2]
@@ -218,7 +219,7 @@ def _kind(node: Node) -> str:
     """What `compiler/reports/run_dump.py` fills an input with: the unit of its state, how an input advances, or nothing."""
     declared = node.meta.get("declaration")
     if isinstance(declared, StateGroup):
-        return declared.kind.unit
+        return "next" if node.meta["input"].endswith(COLUMNS) else declared.kind.unit
     return (declared.advance or "") if isinstance(declared, StepInput) else ""
 
 

@@ -270,11 +270,12 @@ def _state(groups: Sequence[StateGroup], tokens: int, dtype: torch.dtype, device
     pages = tokens * (CONTEXT // PAGE_TOKENS)
     tensors: dict[str, torch.Tensor] = {}
     shared: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
-    shapes = [
-        (name, (pages, *placed.shape), placed.dtype)
-        for group in groups
-        for name, placed in group.layout(PAGE_TOKENS, dtype).tensors.items()
-    ]
+    shapes: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    for group in groups:
+        layout = group.layout(PAGE_TOKENS, dtype)
+        tensors |= layout.column_tensors(device)
+        needed = max(pages, tokens * layout.pages_per_slot + 1)
+        shapes += [(name, (needed, *placed.shape), placed.dtype) for name, placed in layout.tensors.items()]
     total = sum(torch.Size(shape).numel() * kind.itemsize for _, shape, kind in shapes)
     distinct = max(1, len(shapes) * CACHE_BYTES // max(total, CACHE_BYTES))
     for number, (name, shape, kind) in enumerate(shapes):

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.state.group import StateGroup
-from compile_and_serve.custom_ops.state.kind import ExampleTokens, StateKind
+from compile_and_serve.custom_ops.state.kind import COLUMNS, EXAMPLE_PAGE_TOKENS, ExampleTokens, GroupLayout, StateKind
 from compile_and_serve.custom_ops.state.metadata import StepLengths
 from compile_and_serve.custom_ops.state.recurrent import Recurrent
 from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS
@@ -20,7 +19,7 @@ from compile_and_serve.custom_ops.step_builder import build_step
 
 TOKENS, ROWS = 5, 3
 KINDS: Mapping[str, StateKind] = {"tokens": ALL_TOKENS, "slot": Recurrent()}  # by their unit
-# parameter, dtype, shape (symbols as strings), name in the model, kind ("next": counts up; the unit of state)
+# parameter, dtype, shape (symbols as strings), name in the model, kind ("next": counts up, as columns do; the unit of state)
 Input = tuple[str, str, list[Any], str, str]
 
 
@@ -64,7 +63,9 @@ def run(forward: Callable[..., Any], inputs: Sequence[Input], values: Sequence[A
     )
     pages = {}
     for name, kind, value in state:
-        arrays = kind.example_pages(example, len(value), kind.layout({}, EXAMPLE_PAGE_TOKENS), None, writes=True)
+        columns = max((len(v) for v, (_, _, _, of, _) in sized if of.startswith(f"{name}.") and of.endswith(COLUMNS)), default=0)
+        layout = GroupLayout(tensors={}, page_bytes=0, tokens_per_page=EXAMPLE_PAGE_TOKENS, pages_per_slot=columns)
+        arrays = kind.example_pages(example, len(value), layout, None, writes=True)
         pages[name] = tuple([torch.from_numpy(array) for array in arrays])
     step = build_step(groups, lengths, pages=pages, backends=dict.fromkeys(pages, TorchAttention()), inputs={}, state={}, num_rows=ROWS)
     with running(step.metadata), torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
+from compile_and_serve.compiler.capture.capture import example_state
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
 from compile_and_serve.compiler.weights.transforms import WeightTable, evaluate_spec, expression_spec
@@ -167,8 +167,8 @@ class PassContext:
             shape = tuple(_length(nodes.values(), dim) if isinstance(dim, str) else dim for dim in declared.dims)
             dtype = declared.dtype
         else:
-            placed = declared.of_rank(self.mesh).layout(EXAMPLE_PAGE_TOKENS, self.dtype).tensors[name]
-            shape, dtype = (EXAMPLE_PAGES, *placed.shape), placed.dtype
+            example = example_state(declared.of_rank(self.mesh), self.dtype)[name]
+            shape, dtype = tuple(example.shape), example.dtype
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))), self.fake_mode:
             node = gm.graph.placeholder(re.sub(r"\W", "_", name))
             node.meta |= {"input": name, "declaration": declared}

@@ -26,7 +26,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
 from compile_and_serve.compiler.compat import node_source_line
 from compile_and_serve.compiler.rewrite.graph_pass import (
     GraphPass,
@@ -44,6 +43,7 @@ from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.mesh import SINGLE_RANK, TENSOR, Axis, Coordinates, Mesh
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import EXAMPLE_PAGE_TOKENS
 from compile_and_serve.custom_ops.step import Step, StepInput, running
 from compile_and_serve.custom_ops.weight_functions import Expression
 
@@ -279,7 +279,7 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, mesh: Me
     for name, shape in local.items():
         dim = _sharded_dim(step.state[name], shape)
         if dim is None:
-            outcome.state[name] = ranks[0].inputs[name]
+            outcome.state[name] = _with_changes(step.state[name], [rank.inputs[name] for rank in ranks])
             continue
         alike = max(1, mesh.tensor // step.state[name].shape[dim])  # ranks that keep the same share
         outcome.state[name] = torch.cat([rank.inputs[name] for rank in sharing[::alike]], dim=dim)
@@ -314,11 +314,13 @@ def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> S
 
     groups = list({one.name: one for one in declarations if isinstance(one, StateGroup)}.values())
     sizes = {group.name: EXAMPLE_PAGE_TOKENS for group in groups}
-    state = {
-        name: torch.randn((EXAMPLE_PAGES, *placed.shape), generator=generator(name), dtype=torch.float64)
-        for group in groups
-        for name, placed in group.layout(EXAMPLE_PAGE_TOKENS, torch.float64).tensors.items()
-    }
+    state: dict[str, torch.Tensor] = {}
+    for group in groups:
+        layout = group.example_layout(torch.float64)
+        state |= layout.column_tensors(torch.device("cpu"))
+        for name, placed in layout.tensors.items():
+            shape = layout.num_example_pages, *placed.shape
+            state[name] = torch.randn(shape, generator=generator(name), dtype=torch.float64)
     num_tokens = sum(NEW)
     return make_step(
         [one for one in declarations if isinstance(one, StepInput)],
@@ -329,6 +331,14 @@ def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> S
         token_ids=torch.randint(0, MAX_TOKEN_ID, (num_tokens,), generator=generator("token_ids")).numpy(),
         row_indices=np.array([0, num_tokens // 2, num_tokens - 1]),
     )
+
+
+def _with_changes(before: torch.Tensor, of_ranks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor that all ranks have whole, with what each has changed: of recurrent state, the units that are its own."""
+    after = of_ranks[0]
+    for other in of_ranks[1:]:
+        after = torch.where(other != before, other, after)
+    return after
 
 
 def _sharded_dim(whole: torch.Tensor, shape: torch.Size) -> int | None:

@@ -47,10 +47,11 @@ def _begin_kernel(
     tl.store(positions_ptr + rows_S, position_S, mask=is_real_S)
     tl.store(seq_lens_ptr + rows_S, seq_len_S + step_S, mask=is_real_S)
     tl.store(sample_positions_ptr + rows_S, sampled_S + step_S, mask=is_real_S)
-    at_S = block_table_ptr + rows_S.to(tl.int64) * table_stride + position_S // BLOCK_SIZE
-    block_S = tl.load(at_S, mask=is_real_S, other=0).to(tl.int64)
     tl.store(input_ids_ptr + rows_S, tl.load(last_tokens_ptr + slot_S, mask=is_real_S, other=0), mask=ok_S)
-    tl.store(slot_mapping_ptr + rows_S, tl.where(is_real_S, block_S * BLOCK_SIZE + position_S % BLOCK_SIZE, -1), mask=ok_S)
+    if block_table_ptr is not None:
+        at_S = block_table_ptr + rows_S.to(tl.int64) * table_stride + position_S // BLOCK_SIZE
+        block_S = tl.load(at_S, mask=is_real_S, other=0).to(tl.int64)
+        tl.store(slot_mapping_ptr + rows_S, tl.where(is_real_S, block_S * BLOCK_SIZE + position_S % BLOCK_SIZE, -1), mask=ok_S)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -70,17 +71,17 @@ def begin_decodes(
     positions_S: torch.Tensor,
     seq_lens_S: torch.Tensor,
     sample_positions_S: torch.Tensor,
-    block_table_SM: torch.Tensor,
+    block_table_SM: torch.Tensor | None,
     input_ids_S: torch.Tensor,
-    slot_mapping_S: torch.Tensor,
+    slot_mapping_S: torch.Tensor | None,
     block_size: int,
 ) -> None:
     """positions, seq_lens and sample_positions += has_run; input_ids = last_tokens[slots];
     slot_mapping = block · P + position % P, where block is column position // P of the row's table.
 
     has_run_S: int32 [S], 1 where a step has run with the current arrays, else 0. seq_lens_S: int32 [S]; 0: the row is padding, which
-    gets token 0 and slot -1 and does not advance. block_table_SM: int32 [S, M], rows may be strided. All others are int64. Advanced
-    positions are less than M · P.
+    gets token 0 and slot -1 and does not advance. block_table_SM: int32 [S, M], rows may be strided; None: there are no blocks, and no slot
+    mapping. All others are int64. Advanced positions are less than M · P.
     """
     num_rows = slots_S.shape[0]
     launch(
@@ -96,7 +97,7 @@ def begin_decodes(
         input_ids_S,
         slot_mapping_S,
         num_rows,
-        block_table_SM.stride(0),
+        0 if block_table_SM is None else block_table_SM.stride(0),
         BLOCK_SIZE=block_size,
         ROWS=_ROWS,
         num_warps=4,

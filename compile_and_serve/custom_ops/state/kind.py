@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -16,6 +16,9 @@ import torch
 
 from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.state.metadata import StepLengths
+
+EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS, EXAMPLE_SEQS = 8, 16, 2
+COLUMNS = ".columns"  # behind a tensor's name: which pages of a slot hold it
 
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
 AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks", "latent"]
@@ -63,12 +66,24 @@ class PlacedTensor:
 class GroupLayout:
     """What lies where in a group's pages.
 
-    tensors: by the names of `StateGroup.tensor_names`. page_bytes: that a page must have. tokens_per_page: 0 where a page holds no tokens.
+    tensors: by name, their share of a page. page_bytes: that a page must have. tokens_per_page: 0 where a page holds no tokens. Of slots:
+    columns: which of its `pages_per_slot` pages hold a tensor.
     """
 
     tensors: Mapping[str, PlacedTensor]
     page_bytes: int
     tokens_per_page: int = 0
+    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pages_per_slot: int = 0
+
+    @property
+    def num_example_pages(self) -> int:
+        """Pages that hold the state of a few short sequences, while a graph is captured or verified; no piece sees it."""
+        return max(EXAMPLE_PAGES, EXAMPLE_SEQS * self.pages_per_slot + 1)
+
+    def column_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """int32 [n]: the columns of each tensor, by the names of `StateGroup.tensor_names`."""
+        return {name + COLUMNS: torch.tensor(one, dtype=torch.int32, device=device) for name, one in self.columns.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +100,7 @@ class StateKind(Protocol):
 
     unit: what the memory pool gives out: pages of tokens, or a slot for each sequence. window: only the last `window` tokens are read;
     None: any may be. is_shareable: other requests can take the state up where they have the same tokens before it.
-    features: what it needs of an attention backend.
+    features: what it needs of an attention backend. Of slots: snapshots, rollback_tokens: as in `Recurrent`.
     """
 
     @property
@@ -99,6 +114,16 @@ class StateKind(Protocol):
 
     @property
     def features(self) -> frozenset[AttentionFeature]: ...
+
+    @property
+    def snapshots(self) -> bool: ...
+
+    @property
+    def rollback_tokens(self) -> int: ...
+
+    def with_state_dtype(self, dtype: torch.dtype) -> StateKind:
+        """The kind, with another dtype of recurrent state."""
+        ...
 
     def dtype_of(self, tensor: StateTensor, cache_dtype: torch.dtype) -> torch.dtype:
         """The dtype of one of its tensors. cache_dtype: of the KV cache."""
@@ -122,7 +147,7 @@ class StateKind(Protocol):
         """Pages that one request of the longest length holds at a time. max_step_tokens: of one step."""
         ...
 
-    def bytes_read(self, tensor: PlacedTensor, layout: GroupLayout, num_tokens: int) -> int:
+    def bytes_read(self, name: str, layout: GroupLayout, num_tokens: int) -> int:
         """Bytes of a tensor that a decode reads for a sequence of `num_tokens` tokens."""
         ...
 

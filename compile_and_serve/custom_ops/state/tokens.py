@@ -96,6 +96,8 @@ class AllTokens:
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     is_shareable: ClassVar[bool] = True
+    snapshots: ClassVar[bool] = False
+    rollback_tokens: ClassVar[int] = 0
     is_chunked: ClassVar[bool] = False
 
     @property
@@ -109,6 +111,9 @@ class AllTokens:
     def dtype_of(self, tensor: StateTensor, cache_dtype: torch.dtype) -> torch.dtype:
         """The KV cache's."""
         return tensor.dtype or cache_dtype
+
+    def with_state_dtype(self, dtype: torch.dtype) -> AllTokens:
+        return self
 
     def can_roll_back(self, num_tokens: int) -> bool:
         """Always: the entries of tokens that are taken back are not read, and written again."""
@@ -132,9 +137,9 @@ class AllTokens:
         pages = -(-max_model_len // size)
         return pages if self.window is None else min(pages, -(-(self.window + max_step_tokens) // size) + 1)
 
-    def bytes_read(self, tensor: PlacedTensor, layout: GroupLayout, num_tokens: int) -> int:
+    def bytes_read(self, name: str, layout: GroupLayout, num_tokens: int) -> int:
         num_read = num_tokens if self.window is None else min(num_tokens, self.window)
-        return num_read * tensor.num_bytes // layout.tokens_per_page
+        return num_read * layout.tensors[name].num_bytes // layout.tokens_per_page
 
     def metadata(self, lengths: StepLengths, pages: tuple[torch.Tensor, ...], backend: Any) -> AttentionMetadata:
         """pages: block table and slot mapping."""

@@ -60,7 +60,7 @@ class ChainedDrafts(ModelDrafts):
         slots = asked["slots"].clamp(max=self._batch.num_slots - 1)
         pages, most_tokens = {}, 0
         for name, source in self._compiled.borrowed.items():
-            table, size = self._batch.tables[source], self._batch.tokens_per_page[source]
+            table, size = self._batch.token_tables[source], self._batch.tokens_per_page[source]
             table_SM = table.of_slots(slots)
             blocks = table_SM.gather(1, (positions // size).T).T
             mapped = blocks * size + positions % size

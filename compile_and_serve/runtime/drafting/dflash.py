@@ -80,7 +80,7 @@ class DFlash(ModelDrafts):
         lens_S = torch.where(counts_S > 0, known_S + 1 + counts_S, 0).to(torch.int32)
         tokens_SB = torch.full_like(positions_SB, self._mask_token)
         tokens_SB[:, 0] = tokens_S
-        table, size = self._batch.tables[self._source], self._batch.tokens_per_page[self._source]
+        table, size = self._batch.token_tables[self._source], self._batch.tokens_per_page[self._source]
         blocks_SM = table.of_slots(slots_S.clamp(max=self._batch.num_slots - 1))
         mapped_SB = blocks_SM.gather(1, positions_SB // size) * size + positions_SB % size
         most_tokens = table.num_columns * size

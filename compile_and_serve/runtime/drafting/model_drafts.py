@@ -136,7 +136,7 @@ class ModelDrafts(DeviceDrafts):
 
     def _make_drafts(self, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
         for source in self._compiled.borrowed.values():
-            self._batch.tables[source].commit()
+            self._batch.token_tables[source].commit()
         if size and self._graphs is not None and self._graphs.replay(_PROPOSE, size):
             return
         assert not is_ahead, "`can_run_ahead` found a graph"

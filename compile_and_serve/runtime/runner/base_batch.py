@@ -20,7 +20,8 @@ from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_data import RequestArrays, StepDatum
 from compile_and_serve.runtime.pooling_params import PoolingParams
-from compile_and_serve.runtime.runner.block_tables import BlockTables
+from compile_and_serve.runtime.runner.block_tables import BlockTables, SlotTables
+from compile_and_serve.runtime.runner.state_memory import PageLayout
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import NewRequestData, SchedulerOutput
@@ -35,7 +36,6 @@ class HeldRequest:
     token_ids: np.ndarray
     num_prompt_tokens: int
     params: SamplingParams
-    num_blocks: list[int]  # of each group whose pages hold tokens
     step_data: Mapping[str, StepDatum]
     arrays: RequestArrays
     pooling: PoolingParams | None = None
@@ -91,16 +91,19 @@ class BatchLayout:
 
 
 class BaseBatch(ABC):
-    """`add`, `remove` and `append_blocks` as the scheduler says, then `prepare` the step. A subclass says which rows of output it needs.
+    """`remove`, `settle`, `add` and `append_blocks` as the scheduler says, then `prepare` the step. A subclass says which rows of output it
+    needs.
 
-    layout: of the step prepared last, or an empty one where its sequences are not those of the next.
+    tables: of each group by name; token_tables: of those whose pages hold tokens. layout: of the step prepared last, or an empty one where
+    its sequences are not those of the next.
     """
 
     def __init__(
         self,
         inputs: Sequence[StepInput],
         groups: Sequence[StateGroup],
-        tokens_per_page: Mapping[str, int],
+        pages: PageLayout,
+        num_pages: int,
         *,
         num_slots: int,
         max_num_tokens: int,
@@ -109,18 +112,23 @@ class BaseBatch(ABC):
         device: torch.device,
         max_sampled: int | None = None,
     ) -> None:
-        """tokens_per_page: of the groups whose pages hold tokens. max_num_tokens: of one step. max_padded_size: that a step is padded to.
+        """pages: of the groups. num_pages: of the pool. max_num_tokens: of one step. max_padded_size: that a step is padded to.
         max_sampled: rows of a step that are sampled; None: one of each slot's sequence.
         """
         self.num_slots = num_slots
         self.max_sampled = num_slots if max_sampled is None else max_sampled
-        self.tables = {name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device) for name, size in tokens_per_page.items()}
-        self.tokens_per_page = dict(tokens_per_page)
+        self.tokens_per_page = pages.tokens_per_page
+        self.token_tables = {
+            name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device) for name, size in self.tokens_per_page.items()
+        }
+        self._slot_tables = {name: SlotTables(num_slots, count, device, padding=num_pages) for name, count in pages.pages_per_slot.items()}
+        tables = self.token_tables | self._slot_tables
+        self.tables = {group.name: tables[group.name] for group in groups}
         self.layout = BatchLayout()
         self._make_buffers = lambda max_tokens: StepBuffers(
             inputs,
             groups,
-            tuple(tokens_per_page),
+            tuple(self.tokens_per_page),
             max_tokens=max(max_tokens, max_padded_size),
             max_seqs=num_slots,
             max_sampled=self.max_sampled,
@@ -148,7 +156,6 @@ class BaseBatch(ABC):
             token_ids=np.array(data.token_ids, dtype=np.int64),
             num_prompt_tokens=data.num_prompt_tokens,
             params=data.sampling_params,
-            num_blocks=[0] * len(self.tables),
             step_data=data.step_data,
             arrays=data.arrays,
             pooling=data.pooling,
@@ -157,7 +164,9 @@ class BaseBatch(ABC):
         self._num_with_arrays += bool(data.arrays)
         self._computed[slot] = data.num_computed_tokens
         self._known[slot] = len(request.token_ids)
-        self.append_blocks(data.request_id, data.block_ids)
+        if self.tables:  # otherwise the scheduler's blocks only count tokens
+            for table, ids in zip(self.tables.values(), data.block_ids, strict=True):
+                table.begin(slot, ids)
         self._forget_layout()
         return request
 
@@ -167,8 +176,23 @@ class BaseBatch(ABC):
         if request is not None:
             self._free_slots.append(request.slot)
             self._num_with_arrays -= bool(request.arrays)
+            for table in self._slot_tables.values():
+                table.forget(request.slot)
             self._forget_layout()
         return request
+
+    def settle(self) -> None:
+        """The step before is launched, and the requests that are gone are removed."""
+        for table in self._slot_tables.values():
+            table.settle()
+
+    def lay_padding(self) -> None:
+        """There is no sequence in the batch: a step of padding will lie in the buffers."""
+        if self._slot_tables:
+            for table in self._slot_tables.values():
+                table.set_batch(np.empty(0, dtype=np.int64))
+                table.commit()
+            self._forget_layout()
 
     def slot_of(self, request_id: str) -> int:
         """The batch slot of a request that is held."""
@@ -187,14 +211,12 @@ class BaseBatch(ABC):
         return self._computed[slots_S]
 
     def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
-        """The request's sequence goes on in `block_ids`, a list for each group whose pages hold tokens."""
-        request = self._requests[request_id]
-        if not self.tables:  # the scheduler's blocks only count tokens
-            return
-        for index, (table, ids) in enumerate(zip(self.tables.values(), block_ids, strict=True)):
-            if ids:
-                table.write(request.slot, request.num_blocks[index], ids)
-                request.num_blocks[index] += len(ids)
+        """The request's sequence goes on in `block_ids`, a list for each group."""
+        slot = self._requests[request_id].slot
+        if self.tables:
+            for table, ids in zip(self.tables.values(), block_ids, strict=True):
+                if ids:
+                    table.append(slot, ids)
 
     def prepare(self, scheduled: SchedulerOutput) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
         """Lay out a step of prompts and move the requests on; the buffers that it goes to and its tokens."""
@@ -272,7 +294,7 @@ class BaseBatch(ABC):
 
     def _map_slots(self, buffers: StepBuffers, slots_T: np.ndarray, positions_T: np.ndarray) -> None:
         """slot mapping = block · P + position % P of each group. slots_T: batch slot of each token's sequence."""
-        for name, table in self.tables.items():
+        for name, table in self.token_tables.items():
             size = self.tokens_per_page[name]
             columns_T = positions_T // size
             places_T = slots_T * table.num_columns

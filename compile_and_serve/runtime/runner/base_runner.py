@@ -79,12 +79,13 @@ class BaseRunner(ABC):
         num_slots = config.scheduler.max_num_seqs
         self.max_num_tokens = max(config.scheduler.token_budget, num_slots)
         self.layout = PageLayout.of(spec.state, config.cache.block_size, dtype)
-        self.state = allocate_state(spec.state, self.layout, num_pages, num_slots, dtype=dtype, device=device)
+        self.state = allocate_state(spec.state, self.layout, num_pages, device=device)
         self.padded_tokens = 0
         self.batch = self.batch_type(
             spec.inputs,
             spec.state,
-            self.layout.tokens_per_page,
+            self.layout,
+            num_pages,
             num_slots=num_slots,
             max_num_tokens=self.max_num_tokens,
             max_padded_size=max(one.max_padded_size for one in (steps, self.plain_steps, *other_steps)),

@@ -1,4 +1,4 @@
-"""Which blocks of one group each sequence holds, on the host and on the device. Only changes are copied.
+"""Which blocks of one group each sequence holds, on the host and on the device. Only changes are copied. `SlotTables` has two of them.
 
 Shape legend: R batch slots, S sequences of the step, M columns (blocks of the longest sequence).
 
@@ -8,6 +8,8 @@ mappings are computed from the host's slot table. On the CPU the device's batch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,13 +17,15 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 
 class BlockTables:
-    """`write` as blocks are given, `set_batch` when the batch's composition changes, `commit` before the step runs."""
+    """`begin` and `append` as blocks are given, `set_batch` when the batch's composition changes, `commit` before the step runs."""
 
-    def __init__(self, num_slots: int, num_columns: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, num_columns: int, device: torch.device, padding: int | None = None) -> None:
+        """padding: the block in all columns of rows beyond the batch; None: any."""
         self.num_columns = num_columns
         self.slot_table = np.zeros((num_slots, num_columns), dtype=np.int32)
         self.flat_slot_table = self.slot_table.reshape(-1)
-        self._batch_table = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)
+        self._padding = padding
+        self._batch_table = torch.full((num_slots, num_columns), padding or 0, dtype=torch.int32, device=device)
         self._platform = platform_of(device)
         self._shares_memory = self._platform.shares_host_memory
         self._row_of_slot = np.full(num_slots, -1, dtype=np.int64)
@@ -34,7 +38,15 @@ class BlockTables:
             self._pending: list[tuple[int, int, np.ndarray]] = []  # slot, column, blocks
             self._batch_changed = False
 
-    def write(self, slot: int, column: int, block_ids: list[int]) -> None:
+    def begin(self, slot: int, block_ids: Sequence[int]) -> None:
+        """The slot has a new sequence, which holds `block_ids`."""
+        self.write(slot, 0, block_ids)
+
+    def append(self, slot: int, block_ids: Sequence[int]) -> None:
+        """The slot's sequence holds `block_ids`, too."""
+        self.write(slot, int(self._used[slot]), block_ids)
+
+    def write(self, slot: int, column: int, block_ids: Sequence[int]) -> None:
         """The slot's sequence holds `block_ids` from `column` on. Raises AssertionError beyond the last column."""
         end = column + len(block_ids)
         assert end <= self.num_columns, f"slot {slot} would hold {end} blocks; the table has {self.num_columns} columns"
@@ -55,6 +67,8 @@ class BlockTables:
         if self._shares_memory:
             columns = int(self._used[slots_S].max(initial=0))
             self._host_batch_table[: len(slots_S), :columns] = self.slot_table[slots_S, :columns]
+            if self._padding is not None:
+                self._host_batch_table[len(slots_S) :] = self._padding
         else:
             self._batch_changed = True
 
@@ -86,6 +100,8 @@ class BlockTables:
             num_seqs = len(self._slots_S)
             width = int(self._used[self._slots_S].max(initial=0))
             self._batch_table[:num_seqs, :width] = self._device_slot_table[slots_S, :width]
+            if self._padding is not None:
+                self._batch_table[num_seqs:] = self._padding
             self._batch_changed = False
 
     def of_slots(self, slots_S: torch.Tensor) -> torch.Tensor:
@@ -98,3 +114,59 @@ class BlockTables:
         block ids.
         """
         return self._batch_table[:num_rows]
+
+    def pages(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """As `StateKind.metadata` takes them, but for the slot mapping."""
+        return (self.batch_table(num_rows),)
+
+
+class SlotTables:
+    """Which pages hold the state of each sequence of a group of slots: those that the step reads, and those that it writes.
+
+    Call `settle` before a step's `begin` and `move`, and `forget` before that for the slots whose sequences are gone. The rest is as in
+    `BlockTables`.
+    """
+
+    def __init__(self, num_slots: int, pages_per_slot: int, device: torch.device, padding: int) -> None:
+        """padding: the page that is read and written for rows beyond the batch."""
+        self.num_columns = pages_per_slot
+        self._read, self._written = (BlockTables(num_slots, pages_per_slot, device, padding) for _ in range(2))
+        self._moved: set[int] = set()  # slots whose sequences read other pages than they write
+
+    def begin(self, slot: int, page_ids: Sequence[int]) -> None:
+        """The slot has a new sequence. page_ids: those that it writes; before them those that its first step reads, if they are others."""
+        written = page_ids[-self.num_columns :]
+        self._read.begin(slot, page_ids[: self.num_columns])
+        self._written.begin(slot, written)
+        if len(page_ids) > self.num_columns:
+            self._moved.add(slot)
+
+    def append(self, slot: int, page_ids: Sequence[int]) -> None:
+        """The state of the slot's sequence moves: the step reads the pages before and writes these."""
+        self._read.begin(slot, self._written.slot_table[slot].tolist())
+        self._written.begin(slot, page_ids)
+        self._moved.add(slot)
+
+    def forget(self, slot: int) -> None:
+        """The slot's sequence is gone."""
+        self._moved.discard(slot)
+
+    def settle(self) -> None:
+        """The step is launched: what moved is read from where it was written."""
+        for slot in self._moved:
+            self._read.begin(slot, self._written.slot_table[slot].tolist())
+        self._moved.clear()
+
+    def set_batch(self, slots_S: np.ndarray) -> None:
+        """As of `BlockTables`."""
+        self._read.set_batch(slots_S)
+        self._written.set_batch(slots_S)
+
+    def commit(self) -> None:
+        """As of `BlockTables`."""
+        self._read.commit()
+        self._written.commit()
+
+    def pages(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """As of `BlockTables`."""
+        return self._read.batch_table(num_rows), self._written.batch_table(num_rows)

@@ -40,8 +40,8 @@ def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -
     speculative = config.speculative
     if speculative is None:
         return None
-    check_speculation(target)
     device_drafts, num_tokens = method_of(speculative).device, speculative.num_speculative_tokens
+    check_speculation(target, num_tokens)
     drafter = None if device_drafts is None else device_drafts().build_model(config, target, dtype)
     if drafter is None:
         return None
@@ -216,5 +216,5 @@ def allocate_drafter_state(
     state: dict[str, torch.Tensor] = {}
     for group in compiled.drafter.spec.state:
         layout = PageLayout.of([group], tokens_per_page[compiled.borrowed[group.name]], compiled.cache_dtype)
-        state |= allocate_state([group], layout, num_pages, 0, dtype=compiled.cache_dtype, device=device)
+        state |= allocate_state([group], layout, num_pages, device=device)
     return state

@@ -12,7 +12,7 @@ import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.quantization.stored_weights import checkpoint_cache_dtype
-from compile_and_serve.runtime.config import EngineConfig, KVCacheDtype
+from compile_and_serve.runtime.config import EngineConfig, KVCacheDtype, StateDtype
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,12 @@ def model_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache of a model in `dtype`: "fp8" is float8_e4m3fn, "int8" is int8, others the same."""
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(name, dtype)
+
+
+def resolve_state_dtype(name: StateDtype) -> torch.dtype | None:
+    """The dtype of recurrent state; None: the model's choice."""
+    dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def with_cache_dtype(config: EngineConfig, model_config: Mapping[str, Any], device: torch.device) -> EngineConfig:

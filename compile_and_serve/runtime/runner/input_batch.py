@@ -18,6 +18,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput, TokenBatch
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout, HeldRequest, PromptRows
+from compile_and_serve.runtime.runner.state_memory import PageLayout
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
@@ -33,7 +34,8 @@ class InputBatch(BaseBatch):
         self,
         inputs: Sequence[StepInput],
         groups: Sequence[StateGroup],
-        tokens_per_page: Mapping[str, int],
+        pages: PageLayout,
+        num_pages: int,
         *,
         num_slots: int,
         max_model_len: int,
@@ -49,7 +51,8 @@ class InputBatch(BaseBatch):
         super().__init__(
             inputs,
             groups,
-            tokens_per_page,
+            pages,
+            num_pages,
             num_slots=num_slots,
             max_model_len=max_model_len,
             device=device,
@@ -269,5 +272,5 @@ class InputBatch(BaseBatch):
 
     def _unmap(self, buffers: StepBuffers, tokens: np.ndarray) -> None:
         """Nothing is written for these tokens: they are padding."""
-        for name in self.tables:
+        for name in self.tokens_per_page:
             buffers.host_slot_mapping(name)[tokens] = -1

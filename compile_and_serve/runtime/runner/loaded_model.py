@@ -34,7 +34,7 @@ from compile_and_serve.runtime.runner.attention_backends import backends_of_mode
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
-from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, with_cache_dtype
+from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_len, pooling_info, prefix_caching_unsupported
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
@@ -186,9 +186,15 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             vocab_size=spec.vocab_size,
             groups=[
-                StateGroupInfo("tokens", block_size=self.pages.tokens_per_page[group.name], window=group.kind.window)
-                for group in spec.state
-                if group.kind.unit == "tokens"
+                StateGroupInfo(
+                    group.kind.unit,
+                    block_size=layout.tokens_per_page or self.config.cache.block_size,
+                    window=group.kind.window,
+                    pages_per_slot=layout.pages_per_slot,
+                    snapshots=group.kind.snapshots,
+                    rollback_tokens=group.kind.rollback_tokens,
+                )
+                for group, layout in ((group, self.pages.groups[group.name]) for group in spec.state)
             ],
             drafts_run_ahead=graphs is not None and graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),
@@ -209,6 +215,9 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
         model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
     )
+    state_dtype = resolve_state_dtype(config.cache.state_dtype)
+    if state_dtype is not None:
+        spec = replace(spec, state=tuple(group.with_state_dtype(state_dtype) for group in spec.state))
     max_len = max_model_len(config, spec)
     drafter = build_drafter(config, spec, dtype)
     spec = spec if drafter is None else drafter.target
@@ -229,6 +238,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
             kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
             attention_backends=backends,
             kv_cache_dtype=cache_dtype,
+            state_dtype=state_dtype,
             on_stage=on_stage,
         )
     if len(model.state) > len(spec.state):  # passes added some

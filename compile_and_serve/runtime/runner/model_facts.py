@@ -34,8 +34,8 @@ def pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
     )
 
 
-def check_speculation(spec: ModelSpec) -> None:
-    """Raise `ValueError` with one sentence for a model that cannot check drafts."""
+def check_speculation(spec: ModelSpec, num_tokens: int) -> None:
+    """Raise `ValueError` with one sentence for a model that cannot check `num_tokens` draft tokens."""
     if spec.pooling is not None:
         raise ValueError("A pooling model generates no tokens: remove speculative_config.")
     recurrent = ", ".join(group.name for group in spec.state if not group.kind.can_roll_back(1))
@@ -43,6 +43,12 @@ def check_speculation(spec: ModelSpec) -> None:
         raise ValueError(
             f"The model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: remove speculative_config."
         )
+    for group in spec.state:
+        if not group.kind.can_roll_back(num_tokens):
+            raise ValueError(
+                f"{group.kind.rollback_tokens} tokens at most can be removed from the model's state ({group.name}), but "
+                f"num_speculative_tokens is {num_tokens}: lower it."
+            )
 
 
 def prefix_caching_unsupported(spec: ModelSpec) -> str | None:

@@ -121,7 +121,7 @@ class ModelRunner(BaseRunner):
         self.drafted = DraftedSequences(
             self.batch, self.sampler, spec.inputs, self.drafter, drafted_steps, self._drafted_len, self._acceptance_rate, device
         )
-        self._advances_on_device = advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
+        self._advances_on_device = advances_on_device(spec.inputs)
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
         self._masks: TokenMasks | None = None
@@ -215,6 +215,7 @@ class ModelRunner(BaseRunner):
         """
         batch, buffers = self.batch, self.batch.decode_buffers
         batch.forget_advanced()
+        batch.lay_padding()
         buffers.rotate()
         buffers.needs(-1)
         q = query_len
@@ -290,6 +291,7 @@ class ModelRunner(BaseRunner):
                 sampler.remove(gone.slot)
                 self._sequences.pop(gone.slot, None)
                 self.drafted.forget(gone.slot)
+        batch.settle()
         for data in scheduled.new_requests:
             request = batch.add(data)
             if self.drafter is not None:

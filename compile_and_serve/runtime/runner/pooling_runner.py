@@ -130,6 +130,7 @@ class PoolingRunner(BaseRunner):
         for request_id in scheduled.finished_request_ids:
             batch.remove(request_id)
             self._chunks.pop(request_id, None)
+        batch.settle()
         for data in scheduled.new_requests:
             self._has_sum_R[batch.add(data).slot] = False
         for cached in scheduled.cached_requests:

@@ -1,10 +1,10 @@
 """The memory of a model's state: how many pages there are, how large a page is, and where each layer's tensors lie.
 
-Shape legend: N pages, P tokens per page, R batch slots, K key/value heads, E head size.
+Shape legend: N pages.
 
-All groups whose pages hold tokens share one pool of N pages of equal bytes. A page belongs to one group at a time; a group whose layers
-take fewer bytes per token has more tokens per page. Where there is one group only, each layer's tensor is contiguous; where there are
-several, a page's bytes are, and a layer's tensor is a strided view.
+All groups share one pool of N pages of equal bytes. A page belongs to one group at a time; a group whose layers take fewer bytes per token
+has more tokens per page, and a slot of recurrent state is a list of pages. Where there is one group of tokens only, each layer's tensor is
+contiguous; otherwise a page's bytes are, and a layer's tensor is a strided view.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from compile_and_serve.compiler.weights.arena import advise_huge_pages
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import GroupLayout
+from compile_and_serve.custom_ops.state.recurrent import ALIGNMENT
 from compile_and_serve.runtime.config import CacheConfig
 
 logger = logging.getLogger(__name__)
@@ -36,24 +37,37 @@ class KVCacheTooSmallError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """groups: the layout of each group's pages by name. page_bytes: of one page, whichever group has it. slot_bytes: of one batch slot."""
+    """groups: the layout of each group's pages by name. page_bytes: of one page, whichever group has it."""
 
     groups: Mapping[str, GroupLayout]
     page_bytes: int
-    slot_bytes: int
 
     @classmethod
     def of(cls, groups: Sequence[StateGroup], block_size: int, dtype: torch.dtype) -> PageLayout:
-        """block_size: tokens per page of the group with the most bytes per token. dtype: of the KV cache."""
-        page_bytes = max((group.layout(block_size, dtype).page_bytes for group in groups), default=0)
-        layouts = {group.name: group.layout_in(page_bytes, block_size, dtype) for group in groups}
-        slots = sum(tensor.num_bytes for one in layouts.values() if not one.tokens_per_page for tensor in one.tensors.values())
-        return cls(groups=layouts, page_bytes=page_bytes, slot_bytes=slots)
+        """block_size: tokens per page of the group with the most bytes per token. dtype: of the KV cache.
+
+        A page has room for a block of each group, and for a unit of each recurrent tensor.
+        """
+        needed = [group.layout(block_size, dtype) for group in groups]
+        page_bytes = max((one.page_bytes for one in needed), default=0)
+        if any(one.pages_per_slot for one in needed):
+            page_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(groups={group.name: group.layout_in(page_bytes, block_size, dtype) for group in groups}, page_bytes=page_bytes)
 
     @property
     def tokens_per_page(self) -> dict[str, int]:
         """By name, of the groups whose pages hold tokens."""
         return {name: one.tokens_per_page for name, one in self.groups.items() if one.tokens_per_page}
+
+    @property
+    def pages_per_slot(self) -> dict[str, int]:
+        """By name, of the groups of slots."""
+        return {name: one.pages_per_slot for name, one in self.groups.items() if one.pages_per_slot}
+
+    @property
+    def num_padding_pages(self) -> int:
+        """Pages behind the pool's, which padding reads and writes."""
+        return 1 if self.pages_per_slot else 0
 
     def pages_per_request(self, groups: Sequence[StateGroup], max_model_len: int, max_step_tokens: int) -> int:
         """Pages that one request of the longest length holds at a time."""
@@ -79,13 +93,14 @@ def plan_num_pages(
     Raises `KVCacheTooSmallError` when not even one fits.
     """
     per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
-    free_bytes -= layout.slot_bytes * (max_num_seqs + 1)
-    if not layout.page_bytes:  # no state of tokens: blocks only count tokens
+    padding_bytes = layout.num_padding_pages * layout.page_bytes
+    free_bytes -= padding_bytes
+    if not layout.page_bytes:  # no state: blocks only count tokens
         return config.num_blocks or -(-max_model_len // config.block_size) * max_num_seqs
     if config.num_blocks is not None:
         num_pages = config.num_blocks
     elif config.memory_bytes is not None:
-        num_pages = (config.memory_bytes - layout.slot_bytes * (max_num_seqs + 1)) // layout.page_bytes
+        num_pages = (config.memory_bytes - padding_bytes) // layout.page_bytes
     else:
         if shares_host_memory:
             one_request = per_request * layout.page_bytes
@@ -97,7 +112,7 @@ def plan_num_pages(
         if not shares_host_memory and config.num_blocks is None and config.memory_bytes is None:
             advice = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
         pages = max(num_pages, 0)
-        held = pages * max_model_len // per_request if len(layout.tokens_per_page) > 1 else pages * config.block_size
+        held = pages * max_model_len // per_request if len(layout.groups) > 1 else pages * config.block_size
         raise KVCacheTooSmallError(
             f"The KV cache has room for {held} tokens ({pages} blocks of {config.block_size}, "
             f"{pages * layout.page_bytes / GIB:.2f} GiB), but one request of max_model_len={max_model_len} needs "
@@ -106,27 +121,24 @@ def plan_num_pages(
     return num_pages
 
 
-def allocate_state(
-    groups: Sequence[StateGroup], layout: PageLayout, num_pages: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Zeroed state tensors by name: [N, …], views of one allocation; of recurrent groups [num_slots + 1, …].
+def allocate_state(groups: Sequence[StateGroup], layout: PageLayout, num_pages: int, *, device: torch.device) -> dict[str, torch.Tensor]:
+    """Zeroed state tensors [N, …] by name, views of one allocation; of slots with a page of padding behind the N, and their columns.
 
-    dtype: of the KV cache. On the CPU memory is only taken as it is used.
+    On the CPU memory is only taken as it is used.
     """
-    pool = _zeros(num_pages * layout.page_bytes, device)
+    num_all = num_pages + layout.num_padding_pages
+    pool = _zeros(num_all * layout.page_bytes, device)
     if platform_of(device).shares_host_memory and pool.numel():
         advise_huge_pages(pool)  # a sequence's pages lie anywhere in the pool
     tensors: dict[str, torch.Tensor] = {}
-    is_only_group = len(layout.tokens_per_page) == 1
+    is_only_group = len(groups) == 1 and not layout.num_padding_pages
     for group in groups:
         placed = layout.groups[group.name]
         for name, one in placed.tensors.items():
-            if not placed.tokens_per_page:
-                tensors[name] = torch.zeros((num_slots + 1, *one.shape), dtype=one.dtype, device=device)
-                continue
             stride, begin = (one.num_bytes, one.offset * num_pages) if is_only_group else (layout.page_bytes, one.offset)
             strides = stride // one.dtype.itemsize, *_contiguous_strides(one.shape)
-            tensors[name] = pool.view(one.dtype).as_strided((num_pages, *one.shape), strides, begin // one.dtype.itemsize)
+            tensors[name] = pool.view(one.dtype).as_strided((num_all, *one.shape), strides, begin // one.dtype.itemsize)
+        tensors |= placed.column_tensors(device)
     return tensors
 
 

@@ -18,7 +18,7 @@ from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.metadata import StepLengths
 from compile_and_serve.custom_ops.step import Step, StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_builder import build_step
-from compile_and_serve.runtime.runner.block_tables import BlockTables
+from compile_and_serve.runtime.runner.block_tables import BlockTables, SlotTables
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 
 _INPUT, _SLOT_MAPPING = "input.", "slot_mapping."
@@ -123,7 +123,7 @@ class StepBuffers(StagedArrays):
             self.host_slot_mapping(name)[begin:end] = -1
 
     def pad_sequences(self, begin: int, end: int, query_len: int, padding_slot: int) -> None:
-        """Make sequences begin … end - 1 padding of length 0, with `query_len` tokens each. padding_slot: of state that nobody reads."""
+        """Make sequences begin … end - 1 padding of length 0, with `query_len` tokens each. padding_slot: that nobody has."""
         self.pad_slot_mapping(begin * query_len, end * query_len)
         host = self.host
         host["query_start_loc"][begin + 1 : end + 1] = np.arange(begin + 1, end + 1) * query_len
@@ -138,7 +138,7 @@ class StepBuffers(StagedArrays):
         rows: int,
         *,
         state: Mapping[str, torch.Tensor],
-        tables: Mapping[str, BlockTables],
+        tables: Mapping[str, BlockTables | SlotTables],
         backends: Mapping[str, Any],
         num_tokens: int,
         num_seqs: int,
@@ -158,9 +158,9 @@ class StepBuffers(StagedArrays):
             query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
             seq_lens_cpu=host["seq_lens"][:seqs],
         )
-        slots = (device["slots"][:seqs],)
-        pages: dict[str, tuple[torch.Tensor, ...]] = {group.name: slots for group in self._groups}
-        pages |= {name: (tables[name].batch_table(seqs), device[_SLOT_MAPPING + name][:tokens]) for name in self._token_groups}
+        pages = {name: table.pages(seqs) for name, table in tables.items()}
+        for name in self._token_groups:
+            pages[name] += (device[_SLOT_MAPPING + name][:tokens],)
         inputs = {}
         for one in self._inputs:
             shape = one.shape(tokens, rows)

@@ -244,8 +244,7 @@ class Worker:
     def _allocate_cache(self) -> int:
         """Make the runner with its cache. Returns the cache's bytes."""
         loaded, pages = self.loaded, self.loaded.pages
-        slots = loaded.config.scheduler.max_num_seqs + 1
-        cache_bytes = self._num_blocks_started * pages.page_bytes + slots * pages.slot_bytes
+        cache_bytes = (self._num_blocks_started + pages.num_padding_pages) * pages.page_bytes
         with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
             runner = loaded.new_runner(self._num_blocks_started, self._graphs)
         self._started = WarmUp(runner, self._graphs, loaded.dtype, is_alone=self.rank.is_alone)

@@ -78,8 +78,8 @@ def begin_step(step: Step) -> None:
     assert input_ids is not None, "no input takes the sampled tokens"
     if positions is None:
         positions = step.seq_lens.long() - 1
-    paged = [(step.metadata[name], size) for name, size in step.block_sizes.items()]
-    first, size = paged[0]
+    tokens = [(step.metadata[name], size) for name, size in step.block_sizes.items()]
+    first, first_size = tokens[0] if tokens else (None, 1)
     begin_decodes(
         step.last_tokens,
         step.slots,
@@ -87,12 +87,12 @@ def begin_step(step: Step) -> None:
         positions,
         step.seq_lens,
         step.sampling[_SAMPLE_POSITIONS],
-        first.block_table,
+        None if first is None else first.block_table,
         input_ids,
-        first.slot_mapping,
-        size,
+        None if first is None else first.slot_mapping,
+        first_size,
     )
-    for metadata, size in paged[1:]:
+    for metadata, size in tokens[1:]:
         _map_slots(metadata, size)
 
 

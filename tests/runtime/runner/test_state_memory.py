@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.state.group import StateGroup
-from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer
+from compile_and_serve.custom_ops.state.kind import StateTensor
+from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLayer, gather_slot, scatter_slot
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec, TokenWindow
 from compile_and_serve.models.spec import full_attention
 from compile_and_serve.runtime.config import CacheConfig
@@ -42,32 +43,54 @@ def test_page_bytes() -> None:
 
 FULL = StateGroup(name="full", layers=(KVCacheSpec(num_kv_heads=2, head_dim=8),) * 2)
 WINDOW = StateGroup(name="near", layers=(KVCacheSpec(num_kv_heads=1, head_dim=8),) * 9, kind=TokenWindow(size=20))
-RECURRENT = StateGroup(name="slots", layers=(RecurrentLayer(shapes=((3, 4), (5,))),) * 2, kind=Recurrent())
+PARTS = StateTensor(shape=(12, 300)), StateTensor(shape=(2, 5), dtype=torch.bfloat16)  # a page holds 3 of the 12 units
+RECURRENT = StateGroup(name="slots", layers=(RecurrentLayer(parts=PARTS),) * 2, kind=Recurrent(snapshots=True))
 
 
 def test_pages_of_all_groups_have_equal_bytes() -> None:
     layout = PageLayout.of([FULL, WINDOW, RECURRENT], 16, torch.bfloat16)
     assert layout.page_bytes == 16 * 9 * 2 * 8 * 2  # the window group takes the most bytes per token
     assert layout.tokens_per_page == {"full": 32, "near": 16}
-    assert layout.slot_bytes == 2 * (12 + 5) * 4
-    # 100 tokens: 4 pages of the full group; of the window group what 20 + 8 tokens lie in.
-    assert layout.pages_per_request([FULL, WINDOW, RECURRENT], 100, 8) == 4 + 3
+    assert layout.pages_per_slot == {"slots": 2 * 4}
+    # 100 tokens: 4 pages of the full group; of the window group what 20 + 8 tokens lie in; two slots.
+    assert layout.pages_per_request([FULL, WINDOW, RECURRENT], 100, 8) == 4 + 3 + 2 * 8
 
 
 def test_groups_take_turns_in_one_pool() -> None:
     groups = [FULL, WINDOW, RECURRENT]
     layout = PageLayout.of(groups, 16, torch.bfloat16)
-    state = allocate_state(groups, layout, 5, 3, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert state["full.1"].shape == (5, 2, 2, 32, 8)
-    assert state["near.8"].shape == (5, 2, 1, 16, 8)
-    assert state["slots.0.1"].shape == (4, 5)
-    assert state["slots.0.1"].dtype == torch.float32
-    for index, tensor in enumerate(tensor for name, tensor in state.items() if not name.startswith("slots")):
+    state = allocate_state(groups, layout, 12, device=torch.device("cpu"))
+    assert state["full.1"].shape == (13, 2, 2, 32, 8)  # with the page of padding
+    assert state["near.8"].shape == (13, 2, 1, 16, 8)
+    of_tokens = [tensor for name, tensor in state.items() if not name.startswith("slots")]
+    for index, tensor in enumerate(of_tokens):
         owner = 0 if index < 2 else 1  # page 0 belongs to the full group, page 1 to the window's
         tensor[owner] = index + 1
-    for index, tensor in enumerate(tensor for name, tensor in state.items() if not name.startswith("slots")):
+    slot = torch.tensor([[9, 3, 5, 2, 11, 4, 7, 8]], dtype=torch.int32)
+    values = {}
+    for name in ("slots.0.0", "slots.0.1", "slots.1.0", "slots.1.1"):
+        parts = PARTS[int(name[-1])]
+        assert state[name].dtype == (parts.dtype or torch.float32)
+        values[name] = torch.randn(1, *parts.shape).to(state[name].dtype)
+        scatter_slot(values[name], state[name], state[f"{name}.columns"], slot)
+    for name, value in values.items():
+        assert gather_slot(state[name], state[f"{name}.columns"], slot, value.shape[1]).equal(value)
+    for index, tensor in enumerate(of_tokens):
         assert (tensor[0 if index < 2 else 1] == index + 1).all()
-        assert not tensor[2:].any()
+        assert not any(tensor[page].any() for page in (6, 10, 12))  # which nobody has
+
+
+def test_small_tensors_of_slots_share_pages_and_large_units_make_them_grow() -> None:
+    parts = StateTensor(shape=(2, 7)), StateTensor(shape=(1, 1))
+    small = StateGroup(name="small", layers=(RecurrentLayer(parts=parts),), kind=Recurrent())
+    placed = PageLayout.of([FULL, small], 16, torch.bfloat16).groups["small"]
+    assert (placed.pages_per_slot, placed.columns) == (1, {"small.0.0": (0,), "small.0.1": (0,)})
+    assert [one.offset for one in placed.tensors.values()] == [0, 64]
+    large = StateGroup(name="large", layers=(RecurrentLayer(parts=(StateTensor(shape=(3, 128, 65)),)),), kind=Recurrent())
+    layout = PageLayout.of([FULL, large], 16, torch.bfloat16)
+    assert layout.page_bytes == 128 * 65 * 4
+    assert layout.pages_per_slot == {"large": 3}
+    assert layout.tokens_per_page["full"] == 128 * 65 * 4 // (16 * 2 * 2 * 2 * 8 * 2) * 16
 
 
 def test_forced_sizes_are_taken_as_they_are() -> None:
@@ -106,7 +129,7 @@ def test_a_device_without_room_says_so_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layers_are_views_of_one_allocation(dtype: torch.dtype) -> None:
     layout = PageLayout.of(GROUPS, 16, dtype)
-    state = allocate_state(GROUPS, layout, 3, 1, dtype=dtype, device=torch.device("cpu"))
+    state = allocate_state(GROUPS, layout, 3, device=torch.device("cpu"))
     caches = list(state.values())
     assert [tuple(cache.shape) for cache in caches] == [(3, 2, 2, 16, 8), (3, 2, 4, 16, 16)]
     assert all(cache.is_contiguous() and cache.dtype == dtype and not cache.any() for cache in caches)
@@ -125,6 +148,6 @@ def test_a_large_cache_costs_no_memory_before_it_is_used() -> None:
 
     before = resident()
     layout = PageLayout.of(GROUPS, 16, torch.float32)
-    caches = allocate_state(GROUPS, layout, 200_000, 1, dtype=torch.float32, device=torch.device("cpu")).values()
+    caches = allocate_state(GROUPS, layout, 200_000, device=torch.device("cpu")).values()
     assert sum(cache.nbytes for cache in caches) > GIB
     assert resident() - before < 64 << 20
