@@ -36,7 +36,7 @@ class StepBuffers(StagedArrays):
         self,
         inputs: Sequence[StepInput],
         groups: Sequence[StateGroup],
-        token_groups: Sequence[str],
+        token_groups: Sequence[str] = (),
         *,
         max_tokens: int,
         max_seqs: int,
