@@ -8,9 +8,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.drafting.speculator import Speculator
-from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Sibling, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.request import RequestStatus
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
@@ -407,3 +409,59 @@ def assert_as_alone(answer: Answer, request: EngineRequest, max_len: int) -> Non
     assert answer.tokens == expected.tokens
     assert (answer.finish_reason, answer.stop_reason) == (expected.finish_reason, expected.stop_reason)
     assert answer.prompt_logprobs == expected.prompt_logprobs
+
+
+def random_requests(rng: random.Random, count: int, max_len: int) -> list[EngineRequest]:
+    """Their prompts begin with one of two prefixes, or are the next turn after another."""
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(24))] for _ in range(2)]
+    requests: list[EngineRequest] = []
+    for index in range(count):
+        before = rng.choice(prefixes)
+        if requests and rng.random() < 0.3:
+            before = rng.choice(requests).prompt_token_ids
+            before = before + continuation(before, rng.randint(1, 12))
+        prompt = before + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
+        max_tokens = rng.choice([None, None, 0, 1, rng.randint(2, 40), rng.randint(2, 40)])
+        request = make_request(
+            f"r{index}",
+            prompt,
+            priority=rng.randrange(3),
+            salt=rng.choice([None, None, "a"]),
+            end_ids=[END_ID],
+            stop_ids=[END_ID, *rng.sample(range(VOCAB), rng.randrange(2))],
+            max_tokens=max_tokens,
+            min_tokens=0 if max_tokens in (0, 1) else rng.choice([0, 2]),
+            ignore_eos=False,
+            prompt_logprobs=rng.choice([None, None, 0]),
+            logprobs=rng.choice([None, 0]),
+        )
+        if rng.random() < 0.2:
+            request = msgspec.structs.replace(request, siblings=[Sibling(f"r{index}.{number}") for number in range(1, 3)])
+        if len(prompt) < max_len:
+            requests.append(request)
+    return requests
+
+
+def run_random_workload(rng: random.Random, driver: Driver, requests: list[EngineRequest], num_aborts: int) -> tuple[Driver, set[str]]:
+    """Returns the ids of the requests that were aborted or failed, too."""
+    lost: set[str] = set()
+    to_add = requests.copy()
+    while to_add:
+        for _ in range(rng.randint(0, 4)):
+            if to_add:
+                driver.add(to_add.pop(0))
+        for _ in range(rng.randint(0, 5)):
+            driver.step()
+        if num_aborts > len(lost) and rng.random() < 0.5:
+            request_id = rng.choice(requests).request_id
+            if request_id in driver.answers and driver.answers[request_id].finish_reason is None:
+                lost.add(request_id)
+                if rng.random() < 0.5:
+                    driver.runner.fail_on[request_id] = "Its logits are not finite."
+                    driver.runner.poison.add(request_id)
+                    continue
+            if request_id in driver.answers:
+                driver.scheduler.abort([request_id, "unknown"])
+                driver.check(None)
+    driver.run()
+    return driver, lost

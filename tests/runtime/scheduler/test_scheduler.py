@@ -1,6 +1,7 @@
 """The scheduler: whatever the limits, every request gets the tokens that it would get alone, and every block comes back."""
 
 import random
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -11,25 +12,43 @@ from hypothesis import strategies as st
 from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.payoff import Payoff
 from compile_and_serve.runtime.drafting.speculator import Speculator
-from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 from tests.support.drafters import all_that_fit
-from tests.support.scheduler_harness import BLOCK, END_ID, VOCAB, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
+from tests.support.scheduler_harness import (
+    BLOCK,
+    Driver,
+    FakeRunner,
+    assert_as_alone,
+    make_request,
+    make_scheduler,
+    random_requests,
+    run_random_workload,
+)
 
 SIZES = st.sampled_from([2, 4, 8])
 TOKENS = st.builds(StateGroupInfo, st.just("tokens"), SIZES, st.sampled_from([None, 1, 5, 9]))
-SLOTS = st.builds(
-    StateGroupInfo,
-    st.just("slot"),
-    SIZES,
-    pages_per_slot=st.integers(1, 3),
-    snapshots=st.sampled_from([True, True, False]),
-    rollback_tokens=st.sampled_from([0, 2, 8, 20]),
-)
-GROUPS = st.lists(st.one_of(TOKENS, SLOTS), max_size=3)
+
+
+def slots(snapshots: st.SearchStrategy[bool]) -> st.SearchStrategy[StateGroupInfo]:
+    pages, rollback = st.integers(1, 3), st.sampled_from([0, 2, 8, 20])
+    return st.builds(StateGroupInfo, st.just("slot"), SIZES, pages_per_slot=pages, snapshots=snapshots, rollback_tokens=rollback)
+
+
+WORKLOADS = {
+    "seed": st.integers(0, 2**32),
+    "num_requests": st.integers(1, 16),
+    "num_draft_tokens": st.integers(0, 3),
+    "max_num_seqs": st.integers(1, 8),
+    "budget": st.integers(4, 24),
+    "depth": st.integers(0, 3),
+    "policy": st.sampled_from(["fcfs", "priority"]),
+    "num_aborts": st.integers(0, 3),
+    "admit_in_groups": st.booleans(),
+    "min_gained_tokens": st.sampled_from([1, 5, 100]),
+}
 
 # Small enough that all of them matter in small tests.
 SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
@@ -37,27 +56,47 @@ SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
 
 @settings(max_examples=200, deadline=None)
 @given(
-    seed=st.integers(0, 2**32),
-    num_requests=st.integers(1, 16),
-    num_blocks=st.integers(6, 36),
-    groups=GROUPS,
-    num_draft_tokens=st.integers(0, 3),
-    max_num_seqs=st.integers(1, 8),
-    budget=st.integers(4, 24),
-    depth=st.integers(0, 3),
-    caching=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority"]),
-    num_aborts=st.integers(0, 3),
-    admit_in_groups=st.booleans(),
-    min_gained_tokens=st.sampled_from([1, 5, 100]),
+    groups=st.lists(st.one_of(TOKENS, slots(st.booleans())), max_size=3), num_blocks=st.integers(6, 24), caching=st.booleans(), **WORKLOADS
 )
-def test_random_workloads(
-    seed: int, num_requests: int, num_blocks: int, groups: list[StateGroupInfo], num_draft_tokens: int, max_num_seqs: int,
-    budget: int, depth: int, caching: bool, policy: str, num_aborts: int, admit_in_groups: bool, min_gained_tokens: int,
-) -> None:  # fmt: skip
+def test_random_workloads(groups: list[StateGroupInfo], num_blocks: int, caching: bool, **workload: Any) -> None:
     """Whatever the limits, arrivals, preemptions, failures and aborts: every other request gets its tokens, and every block comes
     back.
     """
+    check_workload(groups, num_blocks, caching, **workload)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.lists(TOKENS, max_size=2),
+    slot_group=slots(st.just(True)),
+    place=st.integers(0, 2),
+    num_blocks=st.integers(16, 60),
+    **WORKLOADS,
+)
+def test_random_workloads_with_snapshots(
+    groups: list[StateGroupInfo], slot_group: StateGroupInfo, place: int, num_blocks: int, **workload: Any
+) -> None:
+    """The same where requests take up each other's recurrent state."""
+    groups.insert(place, slot_group)
+    check_workload(groups, num_blocks, True, **workload)
+
+
+def check_workload(
+    groups: list[StateGroupInfo],
+    num_blocks: int,
+    caching: bool,
+    *,
+    seed: int,
+    num_requests: int,
+    num_draft_tokens: int,
+    max_num_seqs: int,
+    budget: int,
+    depth: int,
+    policy: str,
+    num_aborts: int,
+    admit_in_groups: bool,
+    min_gained_tokens: int,
+) -> None:
     rng = random.Random(seed)
     speculator = None
     if num_draft_tokens:
@@ -83,63 +122,15 @@ def test_random_workloads(
         driver, lost = run_random_workload(rng, Driver(scheduler, depth, seed), requests, num_aborts)
 
     for request in requests:
-        if request.request_id not in lost:
-            assert_as_alone(driver.answers[request.request_id], request, scheduler.max_len)
+        for request_id in request.request_ids:
+            if request_id not in lost:
+                assert_as_alone(driver.answers[request_id], request, scheduler.max_len)
     if policy == "fcfs" and not caching and all(r.sampling_params.prompt_logprobs is None for r in requests):
         first_scheduled = list(dict.fromkeys(new.request_id for step in driver.steps for new in step.new_requests))
-        assert first_scheduled == sorted(first_scheduled, key=lambda request_id: int(request_id[1:]))
+        assert first_scheduled == sorted(first_scheduled, key=lambda request_id: float(request_id[1:]))
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     assert stats.prefix_cache_hits <= stats.prefix_cache_queries
-
-
-def random_requests(rng: random.Random, count: int, max_len: int) -> list[EngineRequest]:
-    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(24))] for _ in range(2)]
-    requests = []
-    for index in range(count):
-        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
-        max_tokens = rng.choice([None, None, 0, 1, rng.randint(2, 40), rng.randint(2, 40)])
-        request = make_request(
-            f"r{index}",
-            prompt,
-            priority=rng.randrange(3),
-            salt=rng.choice([None, None, "a"]),
-            end_ids=[END_ID],
-            stop_ids=[END_ID, *rng.sample(range(VOCAB), rng.randrange(2))],
-            max_tokens=max_tokens,
-            min_tokens=0 if max_tokens in (0, 1) else rng.choice([0, 2]),
-            ignore_eos=False,
-            prompt_logprobs=rng.choice([None, None, 0]),
-            logprobs=rng.choice([None, 0]),
-        )
-        if len(prompt) < max_len:
-            requests.append(request)
-    return requests
-
-
-def run_random_workload(rng: random.Random, driver: Driver, requests: list[EngineRequest], num_aborts: int) -> tuple[Driver, set[str]]:
-    """Returns the ids of the requests that were aborted or failed, too."""
-    lost: set[str] = set()
-    to_add = requests.copy()
-    while to_add:
-        for _ in range(rng.randint(0, 4)):
-            if to_add:
-                driver.add(to_add.pop(0))
-        for _ in range(rng.randint(0, 5)):
-            driver.step()
-        if num_aborts > len(lost) and rng.random() < 0.5:
-            request_id = rng.choice(requests).request_id
-            if request_id in driver.answers and driver.answers[request_id].finish_reason is None:
-                lost.add(request_id)
-                if rng.random() < 0.5:
-                    driver.runner.fail_on[request_id] = "Its logits are not finite."
-                    driver.runner.poison.add(request_id)
-                    continue
-            if request_id in driver.answers:
-                driver.scheduler.abort([request_id, "unknown"])
-                driver.check(None)
-    driver.run()
-    return driver, lost
 
 
 def test_priority_orders_the_waiting() -> None:
