@@ -1,9 +1,8 @@
 """Admission: which waiting requests start in a step.
 
-Requests start in order. None is overtaken by those behind it, with three exceptions. They keep back the batch slot and the
+Requests start in order. None is overtaken by those behind it, with two exceptions. Both keep back the batch slot and the
 blocks that the request will need:
 - The step computes blocks that the request can share (MIN_SHARED_TOKENS or more). The next step may read them.
-- Another sequence of its prompt computes a snapshot that the request can take up, and saves it as many tokens.
 - It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
 A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
@@ -113,8 +112,7 @@ class Admission:
                 self._blocked = (request, num_spare, prefix.missing_key)
                 break
             num_shared = prefix.num_tokens - prefix.num_ready_tokens
-            num_awaited = _next_snapshot(request) - prefix.num_tokens
-            if max(num_shared, num_awaited) >= MIN_SHARED_TOKENS or not step.has_rows(request):
+            if num_shared >= MIN_SHARED_TOKENS or not step.has_rows(request):
                 deferred.append(heapq.heappop(self.waiting))
                 reserve += num_new + 1
                 if num_tokens == request.num_prompt_tokens:
@@ -160,8 +158,6 @@ class Admission:
         # The list goes into the message, which may be read after we have appended to our copy.
         token_ids = request.token_ids
         request.token_ids = token_ids.copy()
-        if request.prefill_end == request.num_prompt_tokens:
-            request.prompt.computed_by = request
         num_computed = request.num_computed_tokens
         step.add_chunk(request, budget, scheduled, self._manager)
         step_data = request.step_data
@@ -179,14 +175,6 @@ class Admission:
             arrays={} if request.prompt.contents is None else request.prompt.contents.all_arrays(),
             pooling=request.pooling,
         )
-
-
-def _next_snapshot(request: Request) -> int:
-    """The prompt tokens in the snapshot that a sequence of the same prompt is about to compute; 0 if there is none."""
-    other = request.prompt.computed_by
-    if other is None or not other.cuts or request.reads_all_tokens:
-        return 0
-    return other.cuts[-1]
 
 
 def _key(request: Request) -> tuple[float, ...]:

@@ -26,10 +26,9 @@ class Prompt:
     keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
     deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
         blocks that this sequence needed.
-    computed_by: the sequence that was the last to start with a prefill of the prompt.
     """
 
-    __slots__ = ("computed_by", "contents", "deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
+    __slots__ = ("contents", "deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
@@ -38,7 +37,6 @@ class Prompt:
         self.keys: list[bytes] = []
         self.deferred_step = -1
         self.num_new_blocks = 0
-        self.computed_by: Request | None = None
 
 
 class Request:
