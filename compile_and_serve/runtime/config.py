@@ -38,6 +38,7 @@ class ModelConfig:
 
     model: what the user wrote (folder, .gguf file, known name or Hub id). path: the local folder or file it resolved to.
     model_impl: "auto" runs transformers' class if this project has no file for the architecture; "transformers" always.
+    merge_lora: the folder of an adapter that is merged into the weights.
     hf_overrides: fields that replace those of the model's config.json.
     skip_tokenizer_init: load no tokenizer; prompts are token ids.
     """
@@ -86,6 +87,11 @@ class ModelConfig:
         "raw_logprobs", "raw: before penalties, temperature and filters. processed: after them. logits: not normalized."
     )
     load_format: Literal["auto", "dummy"] = _model_option("auto", "dummy: random weights; only the config is read.")
+    merge_lora: Path | None = _lora_option(
+        None,
+        "A LoRA adapter's folder. It is merged into the weights while they are loaded: all requests use it, and it costs nothing. Not for "
+        "quantized weights.",
+    )
     skip_tokenizer_init: bool = _model_option(False, None)
     seed: int = _model_option(0, "Seed of sampling and of dummy weights.")
 

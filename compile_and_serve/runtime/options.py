@@ -40,6 +40,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
         raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the size of the KV cache: give one of them.")
     if compile_config.mode == "eager" and mesh.tensor > 1:
         raise ValueError(f"tensor_parallel_size is {mesh.tensor}, but only a compiled model can be sharded: remove enforce_eager.")
+    if config.model.merge_lora is not None and config.model.load_format == "dummy":
+        raise ValueError("merge_lora changes the weights of a checkpoint, but load_format is dummy: leave one of them out.")
     if config.enable_lora and compile_config.mode == "eager":
         raise ValueError("enable_lora is a pass of the compiler: remove enforce_eager.")
     if compile_config.lora_experts and not config.enable_lora:
@@ -55,7 +57,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     max_loras = compile_config.max_loras if config.enable_lora else 0
     return replace(
         config,
-        model=replace(config.model, path=path),
+        # Absolute, since ranks may run in other folders.
+        model=replace(config.model, path=path, merge_lora=config.model.merge_lora and config.model.merge_lora.absolute()),
         compile=replace(compile_config, max_loras=max_loras, quantization=scheme_to_apply(quantization, path)),
         drafter_path=None
         if drafting is None or drafting.model is None

@@ -38,7 +38,7 @@ ENGINE_FLAGS = {
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
     "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
     "--logprobs-mode",
-    "--speculative-config", "--expert-metrics", "--hf-overrides", "--download-dir",
+    "--speculative-config", "--expert-metrics", "--hf-overrides", "--download-dir", "--merge-lora",
 }  # fmt: skip
 
 # Removing or renaming a flag breaks users' scripts: change this list only on purpose.

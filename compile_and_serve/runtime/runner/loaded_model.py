@@ -257,6 +257,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
             dtype=dtype,
             seed=config.model.seed,
             coordinates=rank.coordinates,
+            merge_lora=config.model.merge_lora,
             fold_cache_scales=config.cache.dtype == "fp8" and not config.compile.max_loras,
         )
         loaded = load_all()

@@ -23,6 +23,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
 from compile_and_serve.runtime.weights.errors import WeightError
+from compile_and_serve.runtime.weights.merged import MergedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,15 @@ def load_weights(
     seed: int,
     coordinates: Coordinates = ORIGIN,
     checkpoint: Checkpoint | None = None,
+    merge_lora: Path | None = None,
     fold_cache_scales: bool = False,
 ) -> LoadReport:
     """Load the folder or GGUF file at `path` into `compiled`; the load format "dummy" makes random values instead.
 
     Floating-point tensors are converted to `dtype` on `device` before they are transformed, except quantized values and
     their scales. A source is held only until its last transform has run. coordinates: of this rank; only its part of a sharded tensor is
-    read, converted and held. checkpoint: what to read in place of the files at `path`. fold_cache_scales: as `models/cache_scales.py` does,
+    read, converted and held. checkpoint: what to read in place of the files at `path`. merge_lora: an adapter
+    that is merged into the weights. fold_cache_scales: as `models/cache_scales.py` does,
     for a float8 KV cache without adapters.
 
     Raises `WeightError` before any data is read if a file is missing or truncated, or a tensor is missing or has a wrong
@@ -90,7 +93,7 @@ def load_weights(
         std = float(spec.config.get("initializer_range", 0.02))
         tensors = dummy_tensors(sources, device=device, seed=seed, std=std, stored=spec.quantized_weights)
     else:
-        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint, fold_cache_scales)
+        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint, fold_cache_scales, merge_lora)
         tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
@@ -117,13 +120,20 @@ def _stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
 
 
 def _checked_stream(
-    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path, checkpoint: Checkpoint | None, fold_cache_scales: bool
+    specs: Mapping[str, TensorSpec],
+    spec: ModelSpec,
+    path: Path,
+    checkpoint: Checkpoint | None,
+    fold_cache_scales: bool,
+    merge_lora: Path | None,
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
     """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
     of unexpected tensors.
     """
     packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
     checkpoint = checkpoint or open_checkpoint(path, packed)
+    if merge_lora is not None:
+        checkpoint = MergedCheckpoint(checkpoint, merge_lora, spec)
     stored = _stored_tensors(spec)
     unused = {name for one in spec.quantized_weights.values() for name in one.unused}
     scales = stored.keys() - spec.quantized_weights.keys()
