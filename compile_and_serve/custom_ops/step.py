@@ -25,6 +25,7 @@ from compile_and_serve.custom_ops.step_data import ArrayInfo, RequestArrays, Ste
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
 LOGITS = "logits"
 HIDDEN_STATES = "hidden_states"  # after the last norm: what embeddings are pooled from
+SEQUENCES = "sequences"  # where ops of a model without state find the step's `StepLengths`
 CLASS_LOGITS = "class_logits"  # of a sequence classifier
 
 Advance = Literal["sampled", "next", "same"]

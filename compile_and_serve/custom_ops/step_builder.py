@@ -10,7 +10,7 @@ import torch
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.metadata import StepLengths
-from compile_and_serve.custom_ops.step import Step
+from compile_and_serve.custom_ops.step import SEQUENCES, Step
 
 
 def build_step(
@@ -26,12 +26,12 @@ def build_step(
     uses_optional: bool = True,
     plans: bool = False,
 ) -> Step:
-    """The step of these lengths, with the metadata of each group.
+    """The step of these lengths, with the metadata of each group; without groups, the lengths are all that ops see (`SEQUENCES`).
 
     pages: where each group's state lies, as its kind says (`StateKind.metadata`). backends: of each attention group. inputs, state: by
     name. padded_tokens: None: no padding. plans: whether the backends plan the step now.
     """
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = {} if groups else {SEQUENCES: lengths}
     for group in groups:
         backend = backends.get(group.name)  # None where the group's ops need none
         metadata[group.name] = group.kind.metadata(lengths, pages[group.name], backend)

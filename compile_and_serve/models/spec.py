@@ -52,6 +52,8 @@ class ModelSpec:
     state: groups of layers that keep something from step to step.
     inputs, outputs: what a step takes and gives; the first output is the logits, or what `pooling` says.
     pooling: None for a model that generates tokens.
+    whole_prompts: a token of a prompt may read those behind it, so that a step computes all of a prompt or none, and no other prompt can
+        share its beginning.
     weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
     parts: checkpoint tensor name → the part of a parameter that it is. A checkpoint has either the parameter or all of its parts.
     tp_plan: glob over module names → how its weight is sharded.
@@ -73,3 +75,4 @@ class ModelSpec:
     inputs: tuple[StepInput, ...] = DECODER_INPUTS
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
     pooling: PoolingSpec | None = None
+    whole_prompts: bool = False

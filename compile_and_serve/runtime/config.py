@@ -180,12 +180,23 @@ class SchedulerConfig:
         """Limit of the sequences that run or wait; more are refused. None is no limit."""
         return None if self.max_waiting is None else self.max_running + self.max_waiting
 
-    def for_device(self, *, is_asynchronous: bool) -> SchedulerConfig:
-        """A copy in which the device's defaults replace None. An asynchronous device, a GPU, needs long steps and must not wait."""
-        budget = CUDA_TOKEN_BUDGET if is_asynchronous else CPU_TOKEN_BUDGET
+    def for_device(self, *, is_asynchronous: bool, longest_whole_prompt: int | None = None) -> SchedulerConfig:
+        """A copy in which the device's defaults replace None. An asynchronous device, a GPU, needs long steps and must not wait.
+
+        longest_whole_prompt: tokens of the longest prompt of a model whose prompts are not cut; None: they may be. Raises `ValueError` if
+        the steps that were asked for have no room for it.
+        """
+        budget = self.max_num_batched_tokens
+        if budget is not None and longest_whole_prompt is not None and budget < longest_whole_prompt:
+            raise ValueError(
+                f"max_num_batched_tokens is {budget}, but the model reads prompts of up to {longest_whole_prompt} tokens in one step: "
+                "raise --max-num-batched-tokens or lower --max-model-len."
+            )
+        if budget is None:
+            budget = max(longest_whole_prompt or 1, CUDA_TOKEN_BUDGET if is_asynchronous else CPU_TOKEN_BUDGET)
         return replace(
             self,
-            max_num_batched_tokens=budget if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             async_scheduling=is_asynchronous if self.async_scheduling is None else self.async_scheduling,
             admit_in_groups=(is_asynchronous and self.policy == "fcfs" if self.admit_in_groups is None else self.admit_in_groups),
         )

@@ -61,11 +61,15 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self.executor: Executor = make_executor(config, on_stage)
         found = self.executor.info
-        options = config.scheduler.for_device(is_asynchronous=found.is_asynchronous)
+        options = config.scheduler.for_device(
+            is_asynchronous=found.is_asynchronous, longest_whole_prompt=found.max_model_len if found.whole_prompts else None
+        )
         self.config = replace(config, scheduler=options)
         cache = config.cache
         if cache.enable_prefix_caching and found.prefix_caching_unsupported is not None:
             logger.warning("Prefix caching is off: %s", found.prefix_caching_unsupported)
+            cache = replace(cache, enable_prefix_caching=False)
+        if not found.groups:  # there is no cache
             cache = replace(cache, enable_prefix_caching=False)
         speculative, speculator = self.config.speculative, None
         if speculative is not None:
@@ -81,6 +85,7 @@ class EngineCore:
             num_adapter_slots=config.compile.max_loras,
             speculator=speculator,
             drafts_run_ahead=found.drafts_run_ahead,
+            whole_prompts=found.whole_prompts,
         )
         self.adapters = Adapters(
             self.executor,

@@ -44,8 +44,8 @@ class _Replica:
 class Router:
     """Call `route` for each request, `finish` when it ends, and `observe` for each replica's stats.
 
-    max_num_seqs: sequences that one replica can run at once. num_blocks: KV blocks of one replica. block_size: tokens per
-    block. enable_prefix_caching: whether replicas cache prompts. max_waiting: requests that a replica accepts beyond
+    max_num_seqs: sequences that one replica can run at once. num_blocks: KV blocks of one replica; 0: it has no cache. block_size: tokens
+    per block. enable_prefix_caching: whether replicas cache prompts. max_waiting: requests that a replica accepts beyond
     max_num_seqs; None is no limit.
     """
 
@@ -119,7 +119,7 @@ class Router:
         replica = self._replicas[index]
         if not replica.num_sequences:
             return 0.0  # its last report may be older than the last abort
-        cache = max(replica.kv_cache_usage, replica.prompt_tokens / self._num_tokens)
+        cache = max(replica.kv_cache_usage, replica.prompt_tokens / self._num_tokens if self._num_tokens else 0.0)
         return replica.num_sequences / self._max_num_seqs + cache
 
     def replica_of(self, request_id: str) -> int | None:

@@ -201,6 +201,7 @@ class LoadedModel:
             adapter_targets=None if self.adapters is None else dict(self.adapters.targets),
             compile_report=flat_report(self.model.report) | self.facts | drafter,
             pooling=pooling_info(self.config, spec),
+            whole_prompts=spec.whole_prompts,
             arrays=[array for one in spec.inputs for array in one.arrays],
         )
 
@@ -219,6 +220,10 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     if state_dtype is not None:
         spec = replace(spec, state=tuple(group.with_state_dtype(state_dtype) for group in spec.state))
     max_len = max_model_len(config, spec)
+    limits = config.scheduler.for_device(
+        is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
+    )
+    config = replace(config, scheduler=limits)
     drafter = build_drafter(config, spec, dtype)
     spec = spec if drafter is None else drafter.target
     backends = backends_of_model(spec, config, device, dtype)

@@ -52,7 +52,9 @@ def check_speculation(spec: ModelSpec, num_tokens: int) -> None:
 
 
 def prefix_caching_unsupported(spec: ModelSpec) -> str | None:
-    """Why other requests cannot reuse the model's cache, as a sentence; None: they can."""
+    """Why other requests cannot reuse the model's cache, as a sentence; None: they can, or it has none."""
+    if spec.whole_prompts and spec.state:
+        return "the model reads whole prompts, so that the beginning of one depends on its end"
     recurrent = ", ".join(group.name for group in spec.state if not group.kind.is_shareable)
     return f"the model keeps recurrent state ({recurrent}), which no other request can take up" if recurrent else None
 

@@ -89,9 +89,11 @@ def plan_num_pages(
 
     shares_host_memory: of the platform; if it does, free_bytes is the memory that is free, of which the default takes at most 4 GiB or a
     quarter (up to a half, where one request would not fit otherwise). If not, free_bytes is what the cache may take
-    (`MemoryPlan.free_for_cache`). Never more than max_num_seqs sequences of max_model_len can use.
+    (`MemoryPlan.free_for_cache`). Never more than max_num_seqs sequences of max_model_len can use. A model without state has none.
     Raises `KVCacheTooSmallError` when not even one fits.
     """
+    if not groups:
+        return 0
     per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
     padding_bytes = layout.num_padding_pages * layout.page_bytes
     free_bytes -= padding_bytes

@@ -18,7 +18,7 @@ import logging
 import time
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from compile_and_serve.compiler.reports.dump import add_to_report
@@ -57,7 +57,6 @@ class Worker:
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
         platform = self.platform = platform_of(device)
-        config = replace(config, scheduler=config.scheduler.for_device(is_asynchronous=platform.is_asynchronous))
         num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         use_threads(config.num_threads, num_sharing)
         if platform.runs_cpp_kernels:

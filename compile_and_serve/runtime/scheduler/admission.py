@@ -7,6 +7,7 @@ blocks that the request will need:
 
 A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
 without an adapter overtake it, those with one do not. A request whose grammar or adapter is not ready delays no other request.
+A prompt that cannot be cut waits for a step with room for all of it.
 
 Where every batch slot is taken and requests wait, slots that become free may be given away in groups
 (runtime/scheduler/free_slots.py).
@@ -35,12 +36,16 @@ ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached o
 class Admission:
     """Holds the waiting requests and starts them. waiting: a heap by `Request.key`."""
 
-    def __init__(self, manager: KVCacheManager, adapter_slots: AdapterSlots, *, max_num_seqs: int, admit_in_groups: bool) -> None:
+    def __init__(
+        self, manager: KVCacheManager, adapter_slots: AdapterSlots, *, max_num_seqs: int, admit_in_groups: bool, whole_prompts: bool = False
+    ) -> None:
+        """whole_prompts: of `WorkerInfo`."""
         self.waiting: list[tuple[tuple[float, ...], Request]] = []
         self.free_slots = FreeSlots(max_num_seqs, admit_in_groups=admit_in_groups)
         self._manager = manager
         self._adapter_slots = adapter_slots
         self._max_num_seqs = max_num_seqs
+        self._whole_prompts = whole_prompts
         # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
         self._blocked: tuple[Request, int, bytes | None] | None = None
 
@@ -92,6 +97,8 @@ class Admission:
                 continue
             num_tokens = len(request.token_ids)
             if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
+                break
+            if self._whole_prompts and num_tokens > budget:
                 break
             num_spare = manager.num_spare - reserve
             prompt = request.prompt

@@ -88,8 +88,6 @@ class BlockPool:
     """`num_blocks` blocks with reference counts, all free at first, and the map from key to cached block."""
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"The KV cache must have at least 1 block, got {num_blocks}; give it more memory.")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeBlockQueue(self.blocks)
         self.cached: dict[bytes, KVCacheBlock] = {}

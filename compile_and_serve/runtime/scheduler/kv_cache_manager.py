@@ -48,6 +48,8 @@ class KVCacheManager:
         sizes = [group.block_size for group in groups]
         if min(sizes, default=1) < 1:
             raise ValueError(f"Every group of layers needs a block_size of at least 1, got {sizes}.")
+        if groups and num_blocks < 1:
+            raise ValueError(f"The KV cache must have at least 1 block, got {num_blocks}; give it more memory.")
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = (
             enable_prefix_caching and bool(groups) and all(group.snapshots for group in groups if group.kind == "slot")
@@ -82,12 +84,12 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Part of the blocks that requests hold, 0–1."""
-        return 1.0 - self.pool.num_free / self.pool.num_blocks
+        return 1.0 - self.pool.num_free / self.pool.num_blocks if self.pool.num_blocks else 0.0
 
     @property
     def num_spare(self) -> int:
-        """Free blocks that no prefill under way will need."""
-        return self.pool.num_free - self.num_promised
+        """Free blocks that no prefill under way will need; without groups nobody needs any."""
+        return self.pool.num_free - self.num_promised if self._groups else sys.maxsize
 
     def max_tokens(self, limit: int) -> int:
         """Tokens, `limit` at most, that one sequence can have when it is alone."""

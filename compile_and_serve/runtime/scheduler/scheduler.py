@@ -67,7 +67,7 @@ class Scheduler:
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
     request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
     `cache.block_size`. num_adapter_slots: LoRA adapters that one step may use. speculator: None: no step
-    has drafts. drafts_run_ahead: of `WorkerInfo`.
+    has drafts. drafts_run_ahead, whole_prompts: of `WorkerInfo`.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Scheduler:
         num_adapter_slots: int = 0,
         speculator: Speculator | None = None,
         drafts_run_ahead: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         if config.max_num_seqs < 1 or config.token_budget < 1:
             raise ValueError(
@@ -115,8 +116,13 @@ class Scheduler:
         self.adapter_slots = AdapterSlots(num_adapter_slots)
         self._adapter_users: Counter[int] = Counter()  # adapter → unfinished requests
         self._admission = Admission(
-            self.manager, self.adapter_slots, max_num_seqs=self.max_num_seqs, admit_in_groups=bool(config.admit_in_groups)
+            self.manager,
+            self.adapter_slots,
+            max_num_seqs=self.max_num_seqs,
+            admit_in_groups=bool(config.admit_in_groups),
+            whole_prompts=whole_prompts,
         )
+        self._whole_prompts = whole_prompts
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
 
     def add_request(self, request: EngineRequest, grammar: Future[Any] | None = None, adapter_load: Future[Any] | None = None) -> None:
@@ -143,6 +149,8 @@ class Scheduler:
                 f"The prompt has {num_prompt_tokens} tokens, but the whole KV cache holds {self.max_len}; "
                 "shorten it or give the cache more memory."
             )
+        if self._whole_prompts and request.sampling_params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are computed in parts of a prompt, which this model cannot cut: leave them out.")
         limit = self.config.max_in_flight
         if limit is not None and len(self._requests) + len(request_ids) > limit:
             raise QueueFullError(

@@ -159,7 +159,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     may have work to do. prefix_caching_unsupported: why this model's cache
     cannot be reused by other requests, as a sentence. adapter_targets: the linears
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
-    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. arrays: that requests may bring.
+    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. whole_prompts: of `ModelSpec`.
+    arrays: that requests may bring.
     """
 
     num_blocks: int
@@ -175,6 +176,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     adapter_targets: dict[str, list[AdapterTarget]] | None = None
     compile_report: dict[str, int | float | str]
     pooling: PoolingInfo | None = None
+    whole_prompts: bool = False
     arrays: list[ArrayInfo] = []
 
 

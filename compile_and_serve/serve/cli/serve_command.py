@@ -108,7 +108,8 @@ def serve_command(
             ranks, replicas = engine_config.mesh.size, engine_config.parallel.data_parallel_size
             where = f"{replicas} replicas, each " if replicas > 1 else ""
             where += f"{ranks} × " if ranks > 1 else ""
-            where += f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+            tokens = info.num_kv_blocks * info.block_size
+            where += f"{info.device}, {info.dtype}, " + (f"{tokens} tokens of KV cache" if tokens else "no KV cache")
             if settings.log_format == "json":
                 facts = {"url": url, "model": settings.served_model_names[0], "seconds": round(seconds, 1)}
                 logger.info("Serving %s on %s", settings.served_model_names[0], url, extra=facts)

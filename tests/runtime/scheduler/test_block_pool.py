@@ -37,11 +37,6 @@ def test_empty_queue_gives_nothing() -> None:
         FreeBlockQueue().pop_left(1)
 
 
-def test_a_pool_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 block"):
-        BlockPool(0)
-
-
 def test_allocate_and_free_count() -> None:
     pool = BlockPool(4)
     first = pool.allocate(3)

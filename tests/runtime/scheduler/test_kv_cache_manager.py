@@ -340,3 +340,11 @@ def test_groups_never_share_with_each_other() -> None:
     run_prompt(manager, range(9))
     request = admitted(manager, range(9))
     assert not set(request.block_ids[0]) & set(request.block_ids[1])
+
+
+def test_only_a_model_without_state_does_without_blocks() -> None:
+    with pytest.raises(ValueError, match="at least 1 block"):
+        KVCacheManager(0, [StateGroupInfo("tokens", block_size=4)], max_step_tokens=8, enable_prefix_caching=True)
+    manager = KVCacheManager(0, [], max_step_tokens=8, enable_prefix_caching=True)
+    assert (manager.usage, manager.max_tokens(100)) == (0.0, 100)
+    assert manager.num_spare > 100
