@@ -360,7 +360,7 @@ def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
     groups: Sequence[StateGroupInfo] | None = None, speculator: Speculator | None = None,
-    drafts_run_ahead: bool = False,
+    drafts_run_ahead: bool = False, whole_prompts: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -378,6 +378,7 @@ def make_scheduler(
         groups=groups,
         speculator=speculator,
         drafts_run_ahead=drafts_run_ahead,
+        whole_prompts=whole_prompts,
     )
 
 

@@ -164,9 +164,8 @@ class BaseBatch(ABC):
         self._num_with_arrays += bool(data.arrays)
         self._computed[slot] = data.num_computed_tokens
         self._known[slot] = len(request.token_ids)
-        if self.tables:  # otherwise the scheduler's blocks only count tokens
-            for table, ids in zip(self.tables.values(), data.block_ids, strict=True):
-                table.begin(slot, ids)
+        for table, ids in zip(self.tables.values(), data.block_ids, strict=True):
+            table.begin(slot, ids)
         self._forget_layout()
         return request
 
@@ -213,10 +212,9 @@ class BaseBatch(ABC):
     def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
         """The request's sequence goes on in `block_ids`, a list for each group."""
         slot = self._requests[request_id].slot
-        if self.tables:
-            for table, ids in zip(self.tables.values(), block_ids, strict=True):
-                if ids:
-                    table.append(slot, ids)
+        for table, ids in zip(self.tables.values(), block_ids, strict=True):
+            if ids:
+                table.append(slot, ids)
 
     def prepare(self, scheduled: SchedulerOutput) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
         """Lay out a step of prompts and move the requests on; the buffers that it goes to and its tokens."""

@@ -97,8 +97,6 @@ def plan_num_pages(
     per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
     padding_bytes = layout.num_padding_pages * layout.page_bytes
     free_bytes -= padding_bytes
-    if not layout.page_bytes:  # no state: blocks only count tokens
-        return config.num_blocks or -(-max_model_len // config.block_size) * max_num_seqs
     if config.num_blocks is not None:
         num_pages = config.num_blocks
     elif config.memory_bytes is not None:

@@ -177,6 +177,25 @@ def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: 
         assert_as_alone(answers[request.request_id], request, 128)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompts_that_cannot_be_cut_wait_for_a_step_with_room(depth: int) -> None:
+    """Also when they resume after a preemption."""
+    scheduler = make_scheduler(num_blocks=16, budget=40, max_model_len=40, caching=False, whole_prompts=True)
+    driver = Driver(scheduler, depth)
+    requests = [make_request(f"r{i}", range(1, 3 + 9 * (i % 4)), max_tokens=9) for i in range(9)]
+    driver.add(*requests)
+    answers = driver.run()
+    for request in requests:
+        assert_as_alone(answers[request.request_id], request, scheduler.max_len)
+    for step in driver.steps:
+        assert sum(step.num_scheduled_tokens.values()) <= 40
+        for new in step.new_requests:
+            assert step.num_scheduled_tokens[new.request_id] == len(new.token_ids)
+    assert scheduler.stats().num_preemptions > 0
+    with pytest.raises(ValueError, match="prompt_logprobs are computed in parts of a prompt"):
+        driver.add(make_request("asks", [1, 2], prompt_logprobs=0))
+
+
 def test_more_sequences_than_budget_still_all_advance() -> None:
     scheduler = make_scheduler(budget=4, max_num_seqs=8)
     driver = Driver(scheduler)
