@@ -26,6 +26,7 @@ from compile_and_serve.compiler.pipeline import compile_model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.library import OpKind, Sharding, define
 from compile_and_serve.custom_ops.mesh import Mesh
+from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import LayerState, StateTensor
 from compile_and_serve.custom_ops.state.recurrent import Recurrent, SlotMetadata, gather_slot, scatter_slot
@@ -38,6 +39,7 @@ from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.sampling.decode_step import begin_step, end_step
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.fake_graphs import FakeDevice
+from tests.support.platforms import OwnMemory
 from tests.support.tiny_models import fill, plain_logits
 
 VOCAB, D, E, LAYERS = 320, 48, 16, 2
@@ -277,6 +279,15 @@ def test_a_layer_is_larger_than_a_page(reference: Reference) -> None:
     assert pages.pages_per_slot == {"memories": LAYERS * (2 + 3 + 3)}  # 4 heads of S, or 2 of a ring, in a page; `place` is behind others
 
 
+@pytest.fixture(params=[CpuPlatform, OwnMemory])
+def memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines run on a device that shares the host's memory, or has its own."""
+    register_platform("cpu", request.param)
+    yield
+    register_platform("cpu", CpuPlatform)
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("speculative_config", [None, NGRAM])
 def test_turns_and_branches_reuse_their_prefix(
     hybrid: Path, reference: Reference, tmp_path: Path, speculative_config: dict[str, Any] | None
@@ -334,6 +345,7 @@ def test_more_drafts_than_can_be_taken_back_are_refused(hybrid: Path) -> None:
         EngineCore(tiny_config(hybrid, speculative_config=NGRAM | {"num_speculative_tokens": 9}))
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_steps_are_captured(hybrid: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, query_len: int) -> None:
     core, made = captured_core(hybrid, monkeypatch, query_len)

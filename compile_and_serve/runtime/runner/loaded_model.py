@@ -40,7 +40,7 @@ from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
-from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, plan_num_pages
+from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, log_grown_pages, plan_num_pages
 from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step, largest_step_size, run_dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
@@ -249,6 +249,8 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     if len(model.state) > len(spec.state):  # passes added some
         backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)
     spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
+
+    log_grown_pages(spec.state, config.cache.block_size, cache_dtype)
 
     start = time.perf_counter()
     with memory_for("loading the weights", device, memory.LOADING):

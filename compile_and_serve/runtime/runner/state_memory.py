@@ -74,6 +74,21 @@ class PageLayout:
         return sum(group.kind.pages_of_request(self.groups[group.name], max_model_len, max_step_tokens) for group in groups)
 
 
+def log_grown_pages(groups: Sequence[StateGroup], block_size: int, dtype: torch.dtype) -> None:
+    """Say so where a unit of recurrent state makes pages larger than blocks of `block_size` tokens. dtype: of the KV cache."""
+    needed = {group.name: group.layout(block_size, dtype) for group in groups}
+    block_bytes = max((one.page_bytes for one in needed.values() if one.tokens_per_page), default=0)
+    name = max(needed, key=lambda name: needed[name].page_bytes, default="")
+    if block_bytes and needed[name].page_bytes > block_bytes:
+        logger.info(
+            "A page of the cache has %d bytes instead of the %d of %d tokens: it holds a unit of %s.",
+            needed[name].page_bytes,
+            block_bytes,
+            block_size,
+            name,
+        )
+
+
 def plan_num_pages(
     config: CacheConfig,
     groups: Sequence[StateGroup],

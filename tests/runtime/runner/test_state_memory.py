@@ -17,6 +17,7 @@ from compile_and_serve.runtime.runner.state_memory import (
     KVCacheTooSmallError,
     PageLayout,
     allocate_state,
+    log_grown_pages,
     plan_num_pages,
 )
 
@@ -80,7 +81,7 @@ def test_groups_take_turns_in_one_pool() -> None:
         assert not any(tensor[page].any() for page in (6, 10, 12))  # which nobody has
 
 
-def test_small_tensors_of_slots_share_pages_and_large_units_make_them_grow() -> None:
+def test_small_tensors_of_slots_share_pages_and_large_units_make_them_grow(caplog: pytest.LogCaptureFixture) -> None:
     parts = StateTensor(shape=(2, 7)), StateTensor(shape=(1, 1))
     small = StateGroup(name="small", layers=(RecurrentLayer(parts=parts),), kind=Recurrent())
     placed = PageLayout.of([FULL, small], 16, torch.bfloat16).groups["small"]
@@ -89,6 +90,11 @@ def test_small_tensors_of_slots_share_pages_and_large_units_make_them_grow() -> 
     large = StateGroup(name="large", layers=(RecurrentLayer(parts=(StateTensor(shape=(3, 128, 65)),)),), kind=Recurrent())
     layout = PageLayout.of([FULL, large], 16, torch.bfloat16)
     assert layout.page_bytes == 128 * 65 * 4
+    caplog.set_level("INFO")
+    log_grown_pages([FULL, small], 16, torch.bfloat16)
+    assert not caplog.records
+    log_grown_pages([FULL, large], 16, torch.bfloat16)
+    assert "33280 bytes instead of the 2048 of 16 tokens: it holds a unit of large" in caplog.text
     assert layout.pages_per_slot == {"large": 3}
     assert layout.tokens_per_page["full"] == 128 * 65 * 4 // (16 * 2 * 2 * 2 * 8 * 2) * 16
 

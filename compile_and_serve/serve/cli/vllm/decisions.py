@@ -58,7 +58,7 @@ _ONE_HOST = "the ranks and replicas of this server run on one host (or a Ray clu
 _NO_PIPELINE = "the layers of a model are not divided over ranks here: use --tensor-parallel-size"
 _MULTIMODAL = "the models read text only"
 _KERNELS = "the kernels are chosen by measuring them; --force-pass and --disable-pass choose otherwise"
-_RECURRENT = "recurrent state has the model's dtype"
+_RECURRENT = "the dtype of recurrent state is --state-dtype"
 _OBSERVED = "/metrics and the log show what there is"
 _OFFLOAD = "weights and caches stay on the device"
 _PLUGIN = "a parser of your own is an entry point's name or module:Class, given with --tool-call-parser or --reasoning-parser"
@@ -153,9 +153,10 @@ DECISIONS: Mapping[str, Decision] = {
         "fp8_e4m3: fp8; bfloat16, float16: model; int8_per_token_head: int8",
     ),
     **_refused("all layers keep the KV cache in one dtype", "--kv-cache-dtype-skip-layers"),
-    **_refused(_RECURRENT, "--mamba-cache-dtype --mamba-ssm-cache-dtype"),
+    **_renamed("--mamba-ssm-cache-dtype", "--state-dtype"),
+    **_refused(_RECURRENT, "--mamba-cache-dtype"),
     **_ignored(
-        "recurrent state is kept for a sequence, not for a prefix",
+        "snapshots of recurrent state lie where prompts end and where prefixes part",
         "--mamba-block-size --mamba-cache-mode --prefix-match-unit --enable-mamba-shared-prefix-checkpoint --replayssm-buffer-len "
         "--use-replayssm --enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds",
     ),
