@@ -92,7 +92,7 @@ def _measure(arguments: argparse.Namespace, processes: int, streams: int, other_
 async def _streams(port: int, count: int, tokens: int) -> None:
     body = json.dumps({"prompt": "Hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
 

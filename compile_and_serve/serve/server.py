@@ -29,6 +29,7 @@ from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine.adapters import ServedAdapters
+from compile_and_serve.serve.http.hosts import known_hosts
 from compile_and_serve.serve.http.http_protocol import limited_protocol
 from compile_and_serve.serve.http.listener import ServerStartError, bind_problem, inode_of, open_socket, open_unix_socket
 from compile_and_serve.serve.served_parsers import served_parsers
@@ -296,7 +297,7 @@ def _uvicorn_config(app: FastAPI, settings: ServerSettings, *, plain: bool = Fal
         access_log=False,  # `RequestMiddleware` writes it
         log_config=None,
         lifespan="off" if plain else "on",
-        http=limited_protocol(settings.connection_limits),
+        http=limited_protocol(settings.connection_limits, None if plain else known_hosts(settings)),
         ws="none",
         timeout_keep_alive=settings.connection_limits.idle_seconds,
         root_path=settings.root_path,

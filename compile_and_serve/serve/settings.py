@@ -117,6 +117,11 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = _server_option(
         (), "Origin whose web pages may call the server from a browser, or '*' for all (repeatable). By default none."
     )
+    allowed_hosts: tuple[str, ...] = _server_option(
+        (),
+        "Host name, besides localhost, that requests may have in `Host` while the server listens on loopback and has no API keys; '*': any "
+        "(repeatable). It keeps web pages out whose own name resolves to this machine.",
+    )
     max_body_bytes: int = _server_option(
         4 * 1024 * 1024,
         "Largest request body; larger ones get HTTP 413.",

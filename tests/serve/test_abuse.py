@@ -193,7 +193,7 @@ async def _stream(server: ServerProcess, index: int, leave_after: int | None) ->
     """A stream's status; 0 if the client left after that many bytes, -1 if the stream ended before [DONE]."""
     body = json.dumps({"prompt": f"{index} times", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
     reader, writer = await asyncio.open_connection(*address(server))
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     received = 0
     tail = b""
@@ -230,8 +230,8 @@ def test_slow_clients(server: ServerProcess) -> None:
     """Half headers, half bodies and unread streams delay nobody else."""
     beginnings = [
         b"GET /health HTT",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{",
     ]
     body = b'{"prompt": "Hi", "max_tokens": 300, "ignore_eos": true, "stream": true}'
     unread = beginnings[1] + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body

@@ -36,7 +36,7 @@ async def one_request(port: int, draw: random.Random, counts: dict[str, int]) ->
     body = json.dumps({**fields, "n": draw.choice((1, 1, 2))}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         try:
             async with asyncio.timeout(patience):

@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with limits on what one client can occupy: time, header bytes and connections.
 
 It also ignores requests to upgrade the connection (WebSocket, HTTP/2), as HTTP allows, and answers them over HTTP/1.1. HTTP/1.0 gets no
-chunked coding, and request targets may be absolute URLs, as proxies send them, or `*`.
+chunked coding, and request targets may be absolute URLs, as proxies send them, or `*`. Paths with dot segments are refused before anything
+else reads them, and so are requests without one `Host`, or for a host that is not known where only known ones are served.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import re
 import resource
 import sys
+import urllib.parse
+from collections.abc import Collection
 from typing import Any
 
 import httptools
@@ -20,6 +23,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from compile_and_serve.serve.errors import error_body
+from compile_and_serve.serve.http.hosts import host_problem
 from compile_and_serve.serve.settings import ConnectionLimits
 
 logger = logging.getLogger(__name__)
@@ -28,7 +32,15 @@ _RESERVED_FILES = 64  # file descriptors that connections leave to the rest of t
 _MAX_CONNECTIONS = 8192
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _ABSOLUTE_URL = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
-_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+_DISCARDED_BYTES = 64 << 20  # of requests whose response is sent already
+_DISCARDING_SECONDS = 2.0  # after a request was refused that cannot be read to its end
+_REASONS = {
+    400: "Bad Request",
+    403: "Forbidden",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 def available_connections() -> int:
@@ -43,10 +55,10 @@ def available_connections() -> int:
     return max(16, min(_MAX_CONNECTIONS, limit - num_open - _RESERVED_FILES))
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """The protocol class of one server."""
+def limited_protocol(limits: ConnectionLimits, known_hosts: Collection[str] | None = None) -> type[HttpToolsProtocol]:
+    """The protocol class of one server. known_hosts: names that `Host` may have; None: all."""
     connections = available_connections() if limits.connections is None else limits.connections
-    attributes = {"limits": limits, "max_connections": connections, "waiting": {}}
+    attributes = {"limits": limits, "max_connections": connections, "known_hosts": known_hosts, "waiting": {}}
     return type("LimitedProtocol", (_LimitedProtocol,), attributes)
 
 
@@ -54,6 +66,25 @@ def _path_and_query(target: bytes) -> bytes:
     """Of a request's target, which is an absolute URL if the client takes the server for a proxy, and `*` if it means no resource."""
     path = _ABSOLUTE_URL.sub(b"", target, count=1) if not target.startswith(b"/") else target
     return path if path.startswith(b"/") else b"/" + path.removeprefix(b"*")
+
+
+def _has_dot_segments(target: bytes) -> bool:
+    """Whether a path, decoded as the router decodes it, has a segment . or .., which others who read it would resolve."""
+    path = urllib.parse.unquote_to_bytes(target.partition(b"?")[0].partition(b"#")[0])
+    return any(segment in (b".", b"..") for segment in path.split(b"/"))
+
+
+class _ResponseTransport:
+    """What responses are written to. `close` waits until the request's body has been received, or the client might not see the response:
+    closing a socket that holds unread data resets the connection.
+    """
+
+    __slots__ = ("close", "get_extra_info", "is_closing", "write")
+
+    def __init__(self, protocol: _LimitedProtocol) -> None:
+        transport = protocol.transport
+        self.write, self.is_closing, self.get_extra_info = transport.write, transport.is_closing, transport.get_extra_info
+        self.close = protocol.close_after_body
 
 
 class _Http10Cycle(RequestResponseCycle):
@@ -83,6 +114,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     limits: ConnectionLimits
     max_connections: int
+    known_hosts: Collection[str] | None
     waiting: dict[_LimitedProtocol, None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,14 +124,19 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._has_begun = False  # a request whose end has not been received
         self._has_headers = False  # its headers are complete
         self._is_upgrade = False
+        self._has_body = False
         self._num_headers = 0
         self._parsed_bytes = 0  # of the request line and the headers
         self._later_bytes = 0  # received for incomplete headers, without the data in which they began
+        self._is_ending = False  # the last response is sent, and the rest of its request is discarded
+        self._is_discarding = False  # and so is everything, because nobody knows where the request ends
+        self._discarded_bytes = 0
 
     # Connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._response_transport: Any = _ResponseTransport(self)
         if len(self.connections) > self.max_connections and not self._close_longest_waiting():
             self._refuse(503, "The server has too many connections: try again later.")
             return
@@ -134,6 +171,9 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self._is_discarding:
+            self._discard(data)
             return
         self._unset_keepalive_if_required()
         if self._has_begun and not self._has_headers:
@@ -181,7 +221,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._has_begun, self._has_headers, self._is_upgrade = True, False, False
+        self._has_begun, self._has_headers, self._is_upgrade, self._has_body = True, False, False, False
         self._num_headers = self._parsed_bytes = self._later_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -201,18 +241,38 @@ class _LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self.limits.pipelined:
             self._refusal = (400, f"More than {self.limits.pipelined} requests wait on one connection.")
             raise _RefusedError
-        self._has_headers = True
         self.url = _path_and_query(self.url)
+        self._check_target()
+        self._has_headers = True
         super().on_headers_complete()
+        self.cycle.transport = self._response_transport
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _Http10Cycle
             self.cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such answer
         self._start_timer("body", self.limits.body_seconds, self._on_slow_body)
 
+    def _check_target(self) -> None:
+        if _has_dot_segments(self.url):
+            self._refusal = (400, "The path has the segment . or .., which must be resolved before it is sent.")
+        else:
+            hosts = [value for name, value in self.headers if name == b"host"]
+            self._refusal = host_problem(hosts, self.known_hosts, is_required=self.parser.get_http_version() != "1.0")
+        if self._refusal is not None:
+            raise _RefusedError
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._discard(body)
+
     def on_message_complete(self) -> None:
         if self._is_upgrade:
             return
         self._has_begun = self._has_headers = False
+        if self._is_ending:
+            self._close()
+            return
         self._stop_timer("body")
         super().on_message_complete()
         if self._is_responding():
@@ -252,6 +312,8 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _on_slow_body(self) -> None:
         if self.pipeline:  # the request waits for an earlier one, and its body is not read meanwhile
             self._start_timer("body", self.limits.body_seconds, self._on_slow_body)
+        elif self.cycle.response_complete:
+            self._close()
         else:
             self._refuse(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.")
 
@@ -277,6 +339,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Answer with an error, if no response has begun, and close the connection."""
         if self.transport.is_closing():
             return
+        if self._has_headers and self.cycle.response_complete:  # the rest of its body is wrong, and it has its answer
+            self._close()
+            return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = msgspec.json.encode(error_body(status, message))
             head = f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -285,7 +350,29 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._close()
+        if status == 503:  # there are too many connections
+            self._close()
+            return
+        self._is_discarding = True
+        self._write_eof()
+        self._start_timer("discard", _DISCARDING_SECONDS, self._close)
+
+    def _write_eof(self) -> None:
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
+
+    def _discard(self, data: bytes) -> None:
+        self._discarded_bytes += len(data)
+        if self._discarded_bytes > _DISCARDED_BYTES:
+            self._close()
+
+    def close_after_body(self) -> None:
+        """Close once the request that was answered has been received; its rest is discarded."""
+        if not (self._has_begun and self._has_headers) or (self.expect_100_continue and not self._has_body):
+            self._close()
+            return
+        self._is_ending = True
+        self._write_eof()
 
     def _close(self) -> None:
         """Close after the data that was written has been sent."""

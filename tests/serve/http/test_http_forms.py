@@ -70,7 +70,7 @@ def test_answer_over_http_1_0_has_its_length(server_process: FakeServer) -> None
 
 
 def test_stream_over_http_1_1_stays_chunked(server_process: FakeServer) -> None:
-    request = http10("/v1/completions", {**STREAMS["/v1/completions"], "stream": True}, b"Connection: close", b"Host: x")
+    request = http10("/v1/completions", {**STREAMS["/v1/completions"], "stream": True}, b"Connection: close", b"Host: localhost")
     head, body = exchange(server_process, request.replace(b"HTTP/1.0", b"HTTP/1.1"))
     assert b"transfer-encoding: chunked" in head
     assert body.endswith(b"0\r\n\r\n")
@@ -80,7 +80,7 @@ def test_stream_over_http_1_1_stays_chunked(server_process: FakeServer) -> None:
     "target", [b"/health", b"http://example.com/health", b"HTTPS://example.com:8443/health", b"http://user@[::1]:80/health?probe=1"]
 )
 def test_target_may_be_an_absolute_url(server_process: FakeServer, target: bytes) -> None:
-    head, body = exchange(server_process, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    head, body = exchange(server_process, b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert (head.split(b" ")[1], json.loads(body)) == (b"200", {"status": "ok"})
 
 
@@ -95,7 +95,7 @@ def test_absolute_target_does_not_open_a_path() -> None:
     """The key is asked for by the path that is routed."""
     with FakeServer(api_keys=["secret"]) as server:
         for target in (b"http://x/v1/models", b"http://health/v1/models", b"http://x/v1/models?/health"):
-            head, _ = exchange(server, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            head, _ = exchange(server, b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert head.split(b" ")[1] == b"401"
 
 
@@ -104,19 +104,20 @@ def test_options_of_the_server(server_process: FakeServer) -> None:
         head, body = exchange(server_process, b"OPTIONS " + target + b" HTTP/1.0\r\n\r\n")
         assert (head.split(b" ")[1], body) == (b"204", b"")
         assert b"allow: get, head, options" in head
-    assert exchange(server_process, b"GET * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0].split(b" ")[1] in (b"200", b"400")
+    assert exchange(server_process, b"GET * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0].split(b" ")[1] in (b"200", b"400")
 
 
 def test_head_over_http(server_process: FakeServer) -> None:
     for version in (b"1.0", b"1.1"):
-        head, body = exchange(server_process, b"HEAD /health HTTP/%b\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
+        head, body = exchange(server_process, b"HEAD /health HTTP/%b\r\nHost: localhost\r\nConnection: close\r\n\r\n" % version)
         assert (head.split(b" ")[1], body) == (b"200", b"")
         assert b"content-length: 15" in head
 
 
 def test_expect_gets_its_answer_before_the_body(server_process: FakeServer) -> None:
     content = json.dumps(STREAMS["/v1/completions"]).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\nConnection: close\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += b"Expect: 100-continue\r\n"
     with socket.create_connection(("127.0.0.1", server_process.port), timeout=20) as connection:
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content))
         assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"

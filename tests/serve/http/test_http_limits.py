@@ -15,7 +15,7 @@ import pytest
 from tests.support.fake_server import TEXT, FakeServer
 
 BODY = b'{"prompt": "Hi", "max_tokens": 100}'
-HEADERS = b"Host: x\r\nContent-Type: application/json\r\n"
+HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"Content-Length: %d\r\n" % len(BODY)
 LIMITS = {"header_seconds": 0.5, "body_seconds": 0.5, "write_seconds": 0.5, "idle_seconds": 2}
 
@@ -99,12 +99,12 @@ def test_upgrade_is_ignored(server: FakeServer, name: str, parts: int) -> None:
         if "closing" in name:
             assert connection.seconds_until_closed() < 1
         else:
-            connection.send(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.send(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.json() == (200, {"status": "ready"})
 
 
 def test_pipelined_upgrades_are_answered_in_order(server: FakeServer) -> None:
-    request = b"GET /ready?%d HTTP/1.1\r\nHost: x\r\n" + UPGRADES["h2c"] + b"\r\n"
+    request = b"GET /ready?%d HTTP/1.1\r\nHost: localhost\r\n" + UPGRADES["h2c"] + b"\r\n"
     with Connection(server, b"".join(request % i for i in range(5)) + POST + b"\r\n" + BODY) as connection:
         for _ in range(5):
             assert connection.json() == (200, {"status": "ready"})
@@ -112,7 +112,8 @@ def test_pipelined_upgrades_are_answered_in_order(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_bytes", [b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\0\0\r\n"]
+    "request_bytes",
+    [b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\0\0\r\n"],
 )
 def test_what_is_not_an_http_request_is_a_400(server: FakeServer, request_bytes: bytes) -> None:
     with Connection(server, request_bytes) as connection:
@@ -145,15 +146,14 @@ def test_headers_are_bounded(server: FakeServer, head: bytes) -> None:
         except (BrokenPipeError, ConnectionResetError, OSError):
             pass  # refused before it was all sent
         connection.seconds_until_closed()
-        # The response is lost if the server closes the connection before it has read everything.
-        assert connection.received.startswith(b"HTTP/1.1 431 ") or (not connection.received and len(head) > 100_000)
+        assert connection.received.startswith(b"HTTP/1.1 431 ")
     lag, memory = server.measured()
     assert memory < 20
     assert lag < 0.25
 
 
 def test_128_headers_are_accepted(server: FakeServer) -> None:
-    head = b"GET /ready HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(128)) + b"\r\n"
+    head = b"GET /ready HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(127)) + b"\r\n"
     with Connection(server, head, head) as connection:
         assert [connection.json() for _ in range(2)] == [(200, {"status": "ready"})] * 2
 
@@ -164,7 +164,7 @@ def test_headers_have_a_deadline(server: FakeServer, start: bytes, second: bool)
     """Also if the client sends a byte from time to time, and for a later request of the connection."""
     with Connection(server) as connection:
         if second:
-            connection.send(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.send(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
             connection.response()
         connection.socket.settimeout(0.1)
         connection.send(start)
@@ -193,7 +193,7 @@ def test_body_has_a_deadline(server: FakeServer) -> None:
 
 
 def test_idle_connection_is_closed(server: FakeServer) -> None:
-    with Connection(server, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+    with Connection(server, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
         assert connection.response()[0] == 200
         assert 1 < connection.seconds_until_closed() < 10
 
@@ -213,7 +213,7 @@ def test_unread_response_is_dropped(server: FakeServer) -> None:
 
 
 def test_pipelined_requests_are_bounded(server: FakeServer) -> None:
-    request = b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with Connection(server, request * 16) as connection:
         assert [connection.json() for _ in range(16)] == [(200, {"status": "ready"})] * 16
     with Connection(server, request * 5000) as connection:
