@@ -27,8 +27,9 @@ from compile_and_serve.serve.http.openapi import describe_errors
 from compile_and_serve.serve.http.probes import ProbeMiddleware
 from compile_and_serve.serve.http.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
 from compile_and_serve.serve.inspect import router as graphs
-from compile_and_serve.serve.observe.metrics import Metrics
+from compile_and_serve.serve.observe.metrics import Metrics, render_families, with_prefix
 from compile_and_serve.serve.observe.orca import OrcaMiddleware
+from compile_and_serve.serve.observe.rendered import RenderedMetrics
 from compile_and_serve.serve.observe.throughput import ThroughputLog
 from compile_and_serve.serve.observe.tracing import Tracing
 from compile_and_serve.serve.playground import router as playground
@@ -110,6 +111,10 @@ def create_app(
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
+    async def render_metrics() -> bytes:
+        text = metrics.render() if siblings is None else render_families(await siblings.metrics())
+        return with_prefix(text, settings.metrics_prefix)
+
     make_app = FastAPI if settings.disable_fastapi_docs else FastAPIOffline
     no_documents: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url")) if settings.disable_fastapi_docs else {}
     app = make_app(
@@ -128,6 +133,7 @@ def create_app(
         engine=engine,
         inputs=inputs,
         metrics=metrics,
+        rendered_metrics=RenderedMetrics(render_metrics),
         parsers=parsers,
         prompts=ChatPrompts(inputs, pool, parsers, settings),
         bodies=BodyWork(engine, pool, tokenizer),

@@ -15,6 +15,7 @@ from compile_and_serve.serve.engine.adapters import ServedAdapters
 from compile_and_serve.serve.engine.body_work import BodyWork
 from compile_and_serve.serve.engine.engine import AsyncEngine
 from compile_and_serve.serve.observe.metrics import Metrics
+from compile_and_serve.serve.observe.rendered import RenderedMetrics
 from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
@@ -28,6 +29,7 @@ class ServerContext:
     engine: AsyncEngine
     inputs: InputProcessor
     metrics: Metrics
+    rendered_metrics: RenderedMetrics
     parsers: Parsers
     adapters: ServedAdapters
     prompts: ChatPrompts

@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -29,9 +30,10 @@ from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine.adapters import ServedAdapters
+from compile_and_serve.serve.engine.engine import AsyncEngine
 from compile_and_serve.serve.http.hosts import known_hosts
 from compile_and_serve.serve.http.http_protocol import limited_protocol
-from compile_and_serve.serve.http.listener import ServerStartError, bind_problem, inode_of, open_socket, open_unix_socket
+from compile_and_serve.serve.http.listener import ServerStartError, bind_problem, claimed_address, inode_of, open_socket, open_unix_socket
 from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -56,6 +58,13 @@ def run(
     are accepted. Raises a `ValueError` with one sentence if the server cannot start: the port is in use, there is no
     tokenizer, or the model does not load.
     """
+    with claimed_address(settings.host, settings.port, settings.uds):
+        return _run(config, settings, on_stage, on_ready)
+
+
+def _run(
+    config: EngineConfig, settings: ServerSettings, on_stage: StageCallback | None, on_ready: Callable[[str, EngineInfo], None] | None
+) -> int:
     listener = open_socket(settings.host, settings.port) if settings.uds is None else open_unix_socket(settings.uds)
     inode = None if settings.uds is None else inode_of(settings.uds)
     try:
@@ -224,6 +233,8 @@ async def _begin(config: uvicorn.Config, listener: socket.socket) -> tuple[_Serv
 async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
     """Let running requests finish, cancel them at the timeout or the second signal, and wait until the server has ended."""
     engine = context.engine
+    if engine.dead_reason is not None:  # other replicas have requests to finish; new ones get 503 meanwhile
+        await _until_idle(engine, hurry, context.settings.shutdown_timeout)
     engine.draining = True
     if engine.num_in_flight:
         seconds = context.settings.shutdown_timeout
@@ -241,6 +252,12 @@ async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerC
     await engine.shutdown()
     if serving.done():
         await serving  # raises the server's error
+
+
+async def _until_idle(engine: AsyncEngine, hurry: asyncio.Event, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    while engine.num_in_flight and not hurry.is_set() and time.monotonic() < end:
+        await asyncio.sleep(0.02)
 
 
 class _Server(uvicorn.Server):

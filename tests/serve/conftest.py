@@ -68,6 +68,12 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests look at /metrics more than once a second."""
+    monkeypatch.setattr("compile_and_serve.serve.observe.rendered.MAX_AGE_SECONDS", 0.0)
+
+
 @pytest_asyncio.fixture
 async def start_server(tokenizer: Tokenizer, templates: TemplatePool) -> AsyncIterator[StartServer]:
     """Start an application: `await start_server(script=..., engine={...}, **settings)`."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -33,6 +37,54 @@ def open_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
         raise ServerStartError(bind_problem(host, port, error)) from error
     listener.setblocking(False)
     return listener
+
+
+@contextmanager
+def claimed_address(host: str, port: int, uds: Path | None) -> Iterator[None]:
+    """Keep other servers off an address while the body runs, from before the model is loaded: a socket that does not listen yet looks
+    like one that a dead server left behind.
+
+    Raises `ServerStartError` if another server has it.
+    """
+    with _claimed_port(host, port) if uds is None else _claimed_path(uds):
+        yield
+
+
+@contextmanager
+def _claimed_port(host: str, port: int) -> Iterator[None]:
+    if port == 0 or sys.platform != "linux":
+        yield
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
+        try:
+            claim.bind(f"\0compile-and-serve {host}:{port}")  # a name without a file; it ends with this process
+        except OSError as error:
+            raise ServerStartError(bind_problem(host, port, error)) from error
+        yield
+
+
+@contextmanager
+def _claimed_path(path: Path) -> Iterator[None]:
+    lock = path.with_name(f"{path.name}.lock")
+    while True:
+        try:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ServerStartError(f"The Unix socket {path} cannot be created ({error.strerror}: {lock}).") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            raise ServerStartError(f"Another server has --uds {path}: choose another path.") from error
+        found = os.fstat(file)
+        if inode_of(lock) == (found.st_dev, found.st_ino):
+            break
+        os.close(file)  # its owner has just ended and removed it
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(file)
 
 
 def inode_of(path: Path) -> tuple[int, int] | None:

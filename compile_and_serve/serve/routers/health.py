@@ -10,7 +10,6 @@ from compile_and_serve import __version__
 from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import error_response
 from compile_and_serve.serve.http.responses import json_response
-from compile_and_serve.serve.observe.metrics import render_families, with_prefix
 
 router = APIRouter(tags=["Utility"])
 
@@ -64,7 +63,5 @@ async def load(context: Context) -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: Context) -> Response:
-    """Counters, gauges and histograms in Prometheus' text format."""
-    siblings = context.siblings
-    text = context.metrics.render() if siblings is None else render_families(await siblings.metrics())
-    return Response(with_prefix(text, context.settings.metrics_prefix), media_type=CONTENT_TYPE_LATEST)
+    """Counters, gauges and histograms in Prometheus' text format, up to a second old."""
+    return Response(await context.rendered_metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -8,6 +8,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -158,3 +159,46 @@ def test_a_server_leaves_the_socket_of_the_one_that_replaced_it(short_dir: Path,
     monkeypatch.setattr(server, "_serve", AsyncMock(return_value=0))
     assert server.run(EngineConfig(model=ModelConfig(model="m", path=short_dir)), settings) == 0
     assert not path.exists()
+
+
+START = """\
+import sys, time
+from pathlib import Path
+from compile_and_serve.serve import server
+from compile_and_serve.serve.settings import ServerSettings
+
+def load(*_):
+    print("loading", flush=True)
+    time.sleep(float(sys.argv[3]))
+
+server._loop_factory = load  # as if the model were loaded then: the socket is bound, and nobody listens
+where = {"uds": Path(sys.argv[1])} if sys.argv[1] != "-" else {"port": int(sys.argv[2])}
+try:
+    server.run(None, ServerSettings(served_model_names=("m",), **where))
+except ValueError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["port", "path"])
+def test_a_server_that_still_loads_keeps_its_address(short_dir: Path, kind: str) -> None:
+    path = short_dir / "socket"
+    with open_socket("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    where = [str(path) if kind == "path" else "-", str(port)]
+
+    def start(seconds: float) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", START, *where, str(seconds)], stdout=subprocess.PIPE, text=True)
+
+    with start(60) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "loading\n"
+        with start(0) as second:
+            assert second.stdout is not None
+            assert "another" in second.stdout.read().lower()
+        assert kind == "port" or path.exists()
+        first.kill()
+    with start(60) as third:  # what a dead server left behind keeps nobody out
+        assert third.stdout is not None
+        assert third.stdout.readline() == "loading\n"
+        third.kill()
