@@ -31,7 +31,7 @@ from compile_and_serve.serve.http.middleware import body_too_large
 from compile_and_serve.serve.http.responses import until_disconnect
 from compile_and_serve.serve.observe.metrics import MetricFamily
 from compile_and_serve.serve.processes.api_bootstrap import ApiBootstrap
-from compile_and_serve.serve.processes.siblings import Answer, Siblings
+from compile_and_serve.serve.processes.siblings import Answer, SharedState, Siblings
 from compile_and_serve.serve.server import _begin, _finish, _loop_factory, _read_files, _uvicorn_config, _wait_any
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -75,10 +75,17 @@ class ForwardMiddleware:
                 break
             message = await receive()
         request = self._http.build_request(scope["method"], url, headers=headers, content=bytes(body))
-        await until_disconnect(receive, self._answer(request, send))
+        await until_disconnect(receive, self._answer(request, receive, send))
 
-    async def _answer(self, request: httpx.Request, send: Send) -> None:
-        response = await self._http.send(request, stream=True)
+    async def _answer(self, request: httpx.Request, receive: Receive, send: Send) -> None:
+        import httpx
+
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.TransportError:
+            error = error_response(503, "The API process that answers this is being started again.", path=request.url.path)
+            await error({"type": "http"}, receive, send)
+            return
         try:
             headers = [(name.lower(), value) for name, value in response.headers.raw]
             kept = [pair for pair in headers if pair[0] not in _HOP_HEADERS and pair[0] not in (b"date", b"server")]
@@ -106,7 +113,8 @@ async def _run(bootstrap: ApiBootstrap, ready: asyncio.Event) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     siblings = Siblings(Path(bootstrap.folder), settings.api_server_count)
     with closing(TemplatePool()) as templates:
-        client = connect(bootstrap.config, bootstrap.engine_folders, f"api-{bootstrap.process}", num_clients=settings.api_server_count)
+        name = f"api-{bootstrap.process}-{bootstrap.num_restarts}"  # the engine may still know the one that died
+        client = connect(bootstrap.config, bootstrap.engine_folders, name, num_clients=settings.api_server_count)
         await client.start()
         tokenizer, settings = await asyncio.to_thread(_read_files, bootstrap.config, settings, templates)
         adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir, loaded=bootstrap.adapters, siblings=siblings)
@@ -132,6 +140,10 @@ async def _run(bootstrap: ApiBootstrap, ready: asyncio.Event) -> None:
         elif prefixes := forwarded_prefixes(settings):
             app.add_middleware(ForwardMiddleware, prefixes=prefixes, to=str(first), max_bytes=settings.max_body_bytes)
         async with await siblings.listen(bootstrap.process, answers):
+            if bootstrap.num_restarts:
+                state = await siblings.state(bootstrap.process)
+                adapters.restore(state.adapters, state.num_loads)
+                context.engine.sleeping = state.is_sleeping
             server, serving = await _begin(_uvicorn_config(app, settings), listener)
             private = None
             if bootstrap.process == 0:
@@ -151,6 +163,10 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
     async def set_adapter(adapter: dict[str, Any], is_loaded: bool) -> None:
         context.adapters.changed(msgspec.convert(adapter, LoRARequest), is_loaded)
 
+    async def state() -> SharedState:
+        adapters = context.adapters
+        return SharedState(adapters.all, adapters.num_loads, context.engine.sleeping)
+
     async def metrics() -> list[MetricFamily]:
         return context.metrics.families()
 
@@ -167,7 +183,7 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
             hurry.set()
 
     set_sleeping = context.engine.set_sleeping
-    return {one.__name__: one for one in (set_sleeping, set_adapter, metrics, load, engine_died, stop_serving)}
+    return {one.__name__: one for one in (set_sleeping, set_adapter, state, metrics, load, engine_died, stop_serving)}
 
 
 def report(problem: str | None) -> None:

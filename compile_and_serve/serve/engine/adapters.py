@@ -35,7 +35,7 @@ class ServedAdapters:
         self._siblings = siblings
         self._client, self._models, self._folder = client, tuple(models), folder
         self._adapters = {adapter.lora_name: adapter for adapter in loaded}
-        self._num_loads = max((adapter.lora_int_id for adapter in loaded), default=0)
+        self.num_loads = max((adapter.lora_int_id for adapter in loaded), default=0)
         self._lock = asyncio.Lock()
 
     @property
@@ -54,6 +54,11 @@ class ServedAdapters:
             raise ApiError(404, f"The model '{name:.200}' does not exist: this server has {', '.join(self._models)}.", "model")
         return name or self._models[0], adapter
 
+    def restore(self, adapters: Sequence[LoRARequest], num_loads: int) -> None:
+        """Take the state of another API process."""
+        self._adapters = {adapter.lora_name: adapter for adapter in adapters}
+        self.num_loads = num_loads
+
     @property
     def all(self) -> list[LoRARequest]:
         """In the order of loading."""
@@ -61,6 +66,7 @@ class ServedAdapters:
 
     def changed(self, adapter: LoRARequest, is_loaded: bool) -> None:
         """An adapter was loaded or unloaded."""
+        self.num_loads = max(self.num_loads, adapter.lora_int_id)
         if is_loaded:
             self._adapters[adapter.lora_name] = adapter
         else:
@@ -75,8 +81,8 @@ class ServedAdapters:
                 raise ValueError(f"The name {name!r:.200} is taken or empty: give the adapter another one.")
             if len(self._adapters) >= MAX_SERVED:
                 raise ValueError(f"The server has {MAX_SERVED} adapters already: unload some.")
-            self._num_loads += 1
-            adapter = LoRARequest(name, self._num_loads, str(path), pinned)
+            self.num_loads += 1
+            adapter = LoRARequest(name, self.num_loads, str(path), pinned)
             await self._client.utility("load_adapter", adapter)
             await self._changed(adapter, True)
 

@@ -18,10 +18,12 @@ class ApiBootstrap:
     """What an API process needs to start.
 
     engine_folders: where the engines' sockets lie. listener_fd: an inherited listening socket; None: bind the settings' host and port
-    beside the others. folder: of the API processes' own sockets. adapters: those that are loaded.
+    beside the others. folder: of the API processes' own sockets. adapters: those that are loaded. num_restarts: how often the process of
+    this number has died; after a death the others know the adapters.
     """
 
     process: int
+    num_restarts: int
     config: EngineConfig
     settings: ServerSettings
     adapters: list[LoRARequest]

@@ -8,6 +8,8 @@ import logging
 import shutil
 import socket
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ _START_SECONDS = 120.0
 _STOP_SECONDS = 15.0  # beyond the time that requests get to finish
 _TELL_SECONDS = 5.0
 _BACKLOG = 2048
+_MAX_DEATHS, _DEATH_SECONDS = 5, 300.0  # of API processes; if more die within the time, the server ends
 
 
 async def serve_with_processes(
@@ -46,7 +49,9 @@ async def serve_with_processes(
     hurry: asyncio.Event,
     on_ready: Callable[[], None],
 ) -> bool:
-    """Serve until `stop` is set or something dies; whether nothing died. client: started. listener: bound.
+    """Serve until `stop` is set or the engine dies; whether it lives. client: started. listener: bound.
+
+    A process that dies is started again, unless too many die; the others serve meanwhile.
 
     Every process binds the address itself, so that the kernel spreads connections evenly. A Unix socket is shared instead.
     Raises `ServerStartError` if a process cannot start.
@@ -55,8 +60,7 @@ async def serve_with_processes(
     siblings = Siblings(Path(folder), settings.api_server_count)
     stats: dict[int, EngineStats] = {}
     engine_watch = asyncio.create_task(_watch_engine(client, stats, siblings))
-    processes: list[asyncio.subprocess.Process] = []
-    waits: list[asyncio.Task[int]] = []
+    processes: list[_Process] = []
     helpers: list[asyncio.Task[None]] = [engine_watch]
     reserved: socket.socket | None = None
     try:
@@ -68,9 +72,12 @@ async def serve_with_processes(
             settings = replace(settings, port=port)
         else:
             listener.listen(_BACKLOG)
-        for process in range(settings.api_server_count):
-            processes.append(await _launch(process, client.folders, config, settings, listener, adapters, folder))
-            waits.append(asyncio.create_task(processes[-1].wait()))
+        fd = None if settings.uds is None else listener.fileno()
+        processes = [
+            _Process(_bootstrap(number, client, config, settings, fd, adapters, folder)) for number in range(settings.api_server_count)
+        ]
+        for process in processes:
+            await process.launch()
         starting = asyncio.create_task(_all_ready(processes))
         helpers.append(starting)
         await asyncio.wait([starting, engine_watch], return_when=asyncio.FIRST_COMPLETED)
@@ -82,82 +89,147 @@ async def serve_with_processes(
         on_ready()
         stopping = asyncio.create_task(stop.wait())
         helpers.append(asyncio.create_task(_pass_on(stop, hurry, siblings)))
-        await asyncio.wait([stopping, engine_watch, *waits], return_when=asyncio.FIRST_COMPLETED)
-        is_well = stop.is_set() and not engine_watch.done()
+        deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
+        is_well = True
+        while is_well:
+            await asyncio.wait([stopping, engine_watch, *(process.ended for process in processes)], return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set() or engine_watch.done():
+                is_well = not engine_watch.done()
+                break
+            is_well = await _start_again(processes, deaths)
         stopping.cancel()
-        for number, wait in enumerate(waits):
-            if wait.done() and not stop.is_set():
-                logger.error("API process %d %s, so the server ends.", number, describe_exit(wait.result()))
         if client.num_others and is_well:
             logger.info("Shutting down: %d sequences have %g seconds to finish.", client.num_others, settings.shutdown_timeout)
         stop.set()
-        await asyncio.wait(waits, timeout=settings.shutdown_timeout + _STOP_SECONDS)
-        for number, wait in enumerate(waits):
-            if not wait.done():
-                logger.warning("API process %d did not end in time and is killed.", number)
+        for process in processes:
+            process.kill_unless_ready()
+        await asyncio.wait([process.ended for process in processes], timeout=settings.shutdown_timeout + _STOP_SECONDS)
+        for process in processes:
+            if not process.ended.done():
+                logger.warning("API process %d did not end in time and is killed.", process.bootstrap.process)
         return is_well
     finally:
         for helper in helpers:
             helper.cancel()
-        for child in processes:
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
-            await child.wait()
+        for process in processes:
+            await process.end()
         if reserved is not None:
             reserved.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _launch(
-    process: int,
-    engine_folders: list[str],
+class _Process:
+    """One API process, which may die and be launched again. ended: its exit status."""
+
+    def __init__(self, bootstrap: ApiBootstrap) -> None:
+        self.bootstrap = bootstrap
+        self.ended: asyncio.Task[int]
+        self._child: asyncio.subprocess.Process | None = None
+        self._ready: asyncio.Task[None]
+
+    async def launch(self) -> None:
+        fd = self.bootstrap.listener_fd
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            BOOT_CODE,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=() if fd is None else (fd,),
+        )
+        assert self._child.stdin is not None
+        self._child.stdin.write(boot_input(self.bootstrap))
+        self.ended = asyncio.create_task(self._child.wait())
+        self._ready = asyncio.create_task(self._wait_ready())
+
+    async def launch_again(self) -> None:
+        """After its death. The processes that live know the adapters."""
+        with contextlib.suppress(ServerStartError):
+            await self._ready
+        self.bootstrap = replace(self.bootstrap, num_restarts=self.bootstrap.num_restarts + 1, adapters=[])
+        await self.launch()
+        self._ready.add_done_callback(self._report_restart)
+
+    async def ready(self) -> None:
+        """Return once it serves; see `api_process.report`. Raises `ServerStartError` with its sentence."""
+        await self._ready
+
+    def kill_unless_ready(self) -> None:
+        """Nobody could tell it to stop."""
+        if not self._ready.done():
+            self._kill()
+
+    async def end(self) -> None:
+        """Kill it unless it has ended."""
+        if self._child is not None:
+            self._kill()
+            await self._child.wait()
+            self._ready.cancel()
+
+    def _kill(self) -> None:
+        assert self._child is not None
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
+
+    async def _wait_ready(self) -> None:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        if not (line := await self._child.stdout.readline()):
+            how = describe_exit(await self._child.wait())
+            raise ServerStartError(f"The API processes did not start: process {self.bootstrap.process} {how}.")
+        if (problem := msgspec.json.decode(line, type=str | None)) is not None:
+            raise ServerStartError(problem)
+
+    def _report_restart(self, ready: asyncio.Task[None]) -> None:
+        if not ready.cancelled() and ready.exception() is None:
+            logger.info("API process %d serves again.", self.bootstrap.process)
+
+
+async def _start_again(processes: list[_Process], deaths: deque[float]) -> bool:
+    """Launch those that have died again. → false if all or too many have. deaths: when the last ones did."""
+    dead = [process for process in processes if process.ended.done()]
+    for process in dead:
+        now = time.monotonic()
+        is_over = len(dead) == len(processes) or (len(deaths) == _MAX_DEATHS and now - deaths[0] < _DEATH_SECONDS)
+        deaths.append(now)
+        what = "so the server ends" if is_over else "and is started again"
+        logger.error("API process %d %s, %s.", process.bootstrap.process, describe_exit(process.ended.result()), what)
+        if is_over:
+            return False
+        await process.launch_again()
+    return True
+
+
+def _bootstrap(
+    number: int,
+    client: OwnEngine,
     config: EngineConfig,
     settings: ServerSettings,
-    listener: socket.socket,
+    listener_fd: int | None,
     adapters: list[LoRARequest],
     folder: str,
-) -> asyncio.subprocess.Process:
-    fd = None if settings.uds is None else listener.fileno()
-    bootstrap = ApiBootstrap(
-        process=process,
+) -> ApiBootstrap:
+    return ApiBootstrap(
+        process=number,
+        num_restarts=0,
         config=config,
         settings=replace(settings, throughput_log=0.0, log_level="warning"),
         adapters=adapters,
-        engine_folders=engine_folders,
-        listener_fd=fd,
+        engine_folders=client.folders,
+        listener_fd=listener_fd,
         folder=folder,
         log_level=logging.getLogger("compile_and_serve").getEffectiveLevel(),
         log_format=current_format(),
     )
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        BOOT_CODE,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        pass_fds=() if fd is None else (fd,),
-    )
-    assert child.stdin is not None
-    child.stdin.write(boot_input(bootstrap))
-    return child
 
 
-async def _all_ready(processes: list[asyncio.subprocess.Process]) -> None:
-    """Return once every process serves; see `api_process.report`. Raises `ServerStartError` with the sentence of the first that cannot."""
-
-    async def ready(number: int, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        if not (line := await process.stdout.readline()):
-            how = describe_exit(await process.wait())
-            raise ServerStartError(f"The API processes did not start: process {number} {how}.")
-        if (problem := msgspec.json.decode(line, type=str | None)) is not None:
-            raise ServerStartError(problem)
-
+async def _all_ready(processes: list[_Process]) -> None:
+    """Return once every process serves. Raises `ServerStartError` with the sentence of the first that cannot."""
     try:
         async with asyncio.timeout(_START_SECONDS):
-            await asyncio.gather(*(ready(number, process) for number, process in enumerate(processes)))
+            await asyncio.gather(*(process.ready() for process in processes))
     except TimeoutError:
         raise ServerStartError("The API processes did not start: they did not answer in time.") from None
 
@@ -179,8 +251,8 @@ async def _log_throughput(seconds: float, stats: dict[int, EngineStats], sibling
     log = ThroughputLog(tokens, stats)
     while True:
         await asyncio.sleep(seconds)
-        with contextlib.suppress(OSError):  # a process has died, so the server ends
-            tokens.prompt, tokens.generation, num_held = (sum(counts) for counts in zip(*await siblings.call("load"), strict=True))
+        if loads := await siblings.call("load"):
+            tokens.prompt, tokens.generation, num_held = (sum(counts) for counts in zip(*loads, strict=True))
             stats.setdefault(0, EngineStats()).num_held = num_held
             log.write()
 

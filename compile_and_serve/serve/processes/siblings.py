@@ -14,10 +14,19 @@ from typing import Any
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.serve.http.listener import open_unix_socket
 from compile_and_serve.serve.observe.metrics import MetricFamily, sum_families
 
 Answer = Callable[..., Awaitable[Any]]
+
+
+class SharedState(msgspec.Struct):
+    """What a process that is started again must know. num_loads: of adapters, so far."""
+
+    adapters: list[LoRARequest]
+    num_loads: int
+    is_sleeping: bool
 
 
 class Siblings:
@@ -39,10 +48,25 @@ class Siblings:
 
         return await asyncio.start_unix_server(answer, sock=open_unix_socket(self._sockets[process]))
 
-    async def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Call every process at once. → their answers. Raises `OSError` if one is gone."""
+    async def call(self, name: str, *arguments: Any, besides: int | None = None) -> list[Any]:
+        """Call every process at once. → the answers of those that live: one that is being started again asks for the state itself.
+
+        besides: the number of a process that is not called.
+        """
         content = msgspec.msgpack.encode([name, *arguments])
-        return list(await asyncio.gather(*(_call(socket, content) for socket in self._sockets)))
+        called = [socket for process, socket in enumerate(self._sockets) if process != besides]
+        answers = await asyncio.gather(*(_call(socket, content) for socket in called), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, OSError):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def state(self, process: int) -> SharedState:
+        """What the processes besides this one know. Raises `ConnectionError` if none lives."""
+        states = await self.call("state", besides=process)
+        if not states:
+            raise ConnectionError("No other API process lives, so nobody knows the state.")
+        return msgspec.convert(states[0], SharedState)
 
     async def tell(self, name: str, *arguments: Any, timeout: float) -> None:
         """Call every process, and do not mind those that are gone or do not answer in time."""

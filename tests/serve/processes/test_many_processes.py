@@ -179,7 +179,7 @@ def test_a_stored_response_is_found_by_every_process(server: ServerProcess) -> N
 async def test_forwarding_leaves_the_prefix_of_a_proxy_to_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     forwarded: list[httpx.Request] = []
 
-    async def answer(self: ForwardMiddleware, request: httpx.Request, send: Any) -> None:
+    async def answer(self: ForwardMiddleware, request: httpx.Request, receive: Any, send: Any) -> None:
         forwarded.append(request)
 
     messages = iter([{"type": "http.request", "body": b"x"}, {"type": "http.disconnect"}])
@@ -195,11 +195,56 @@ async def test_forwarding_leaves_the_prefix_of_a_proxy_to_process_0(monkeypatch:
     assert [str(request.url) for request in forwarded] == ["http://first/v1/responses?a=b"]
 
 
-def test_the_death_of_a_process_ends_the_server(tiny_llama_dir: Path) -> None:
+def statuses(url: str, count: int = 8) -> list[int]:
+    """Of one request on each of several connections; 0: the connection was reset."""
+    found = []
+    for number in range(count):
+        with httpx.Client(timeout=60) as http:
+            try:
+                found.append(http.post(url + "/v1/completions", json=body(TEXTS[number % len(TEXTS)])).status_code)
+            except httpx.TransportError:
+                found.append(0)
+    return found
+
+
+def test_a_process_that_dies_is_started_again(tiny_llama_dir: Path) -> None:
+    """The others serve meanwhile. What all processes must know, the new one asks them."""
+    flags = ("--api-server-count", "2", "--enable-admin-routes", "--response-store", "1MiB")
+    server = ServerProcess(str(tiny_llama_dir), *flags, *OPTIONS, *SIZES)
+    try:
+        for number in (1, 0, 1):
+            pids = api_pids(server)
+            assert len(pids) == 2
+            if number == 0:
+                httpx.post(server.url + "/sleep", timeout=60).raise_for_status()
+            os.kill(pids[number], signal.SIGKILL)
+            wait_until(lambda gone=pids[number]: gone not in server.engine_pids(), 30)  # type: ignore[misc]
+            if number == 1:
+                assert 200 in statuses(server.url)
+            wait_until(lambda: len(api_pids(server)) == 2, 60)
+            assert set(statuses(server.url)) == {503 if number == 0 else 200}
+            if number == 0:
+                httpx.post(server.url + "/wake_up", timeout=60).raise_for_status()
+            assert set(statuses(server.url)) == {200}
+            answer = httpx.post(server.url + "/v1/responses", json={"input": "Hi", "max_output_tokens": 4}, timeout=60)
+            assert answer.status_code == 200  # by process 0, whoever takes it
+            assert httpx.get(server.url + "/metrics", timeout=60).status_code == 200
+        assert server.output.count("was ended by signal 9, and is started again") == 3
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+    assert "Traceback" not in server.output
+
+
+@pytest.mark.slow
+def test_the_death_of_all_processes_ends_the_server(tiny_llama_dir: Path) -> None:
+    """Nobody is left who knows the state."""
     server = ServerProcess(str(tiny_llama_dir), "--api-server-count", "2", *OPTIONS, *SIZES)
-    os.kill(api_pids(server)[1], signal.SIGKILL)
-    assert server.wait(60) == 1
-    assert "was ended by signal 9, so the server ends" in server.output
+    for pid in api_pids(server):
+        os.kill(pid, signal.SIGKILL)
+    assert server.wait(120) == 1
+    assert "was ended by signal 9" in server.output
+    assert "so the server ends" in server.output
 
 
 async def test_the_death_of_the_engine_ends_the_requests_of_every_process(tiny_llama_dir: Path) -> None:

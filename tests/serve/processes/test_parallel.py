@@ -146,6 +146,28 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
         assert not any(map(is_running, engines))
 
 
+def test_a_server_with_a_dead_replica_answers_503_while_the_others_finish(tiny_llama_dir: Path, temporary: Path) -> None:
+    with started(str(tiny_llama_dir), *OPTIONS, *THREADS, "--enforce-eager", "-dp", "2") as server:
+        engines = server.engine_pids()
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+            streams = Streams(server, 8, max_tokens=480)
+            wait_until(lambda: all(streams.texts))
+            os.kill(engines[1], signal.SIGKILL)
+            wait_until(lambda: client.get("/health").status_code == 503)
+            assert "[DONE]" not in streams.ends  # the other replica still works
+            for path, body in (
+                ("/v1/completions", {"prompt": "a"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ):
+                answer = httpx.post(server.url + path, json=body, timeout=60)  # a new connection
+                assert (answer.status_code, "Replica 1 of 2" in answer.text) == (503, True)
+                assert int(answer.headers["retry-after"]) >= 1
+        streams.wait()
+        assert "[DONE]" in streams.ends
+        assert server.wait() == 1
+
+
 @pytest.mark.slow
 def test_replicas_follow_grammars(tiny_llama_dir: Path, temporary: Path) -> None:
     values = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 3, "uniqueItems": True}
