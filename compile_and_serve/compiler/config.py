@@ -114,6 +114,12 @@ class CompileConfig:
         flags=("--tensor-parallel-size", "-tp"),
         checks=(at_least(1),),
     )
+    pipeline_parallel_size: int = _parallel_option(
+        1,
+        "Number of stages of layers, each on its own ranks, that a step runs through one after another.",
+        flags=("--pipeline-parallel-size", "-pp"),
+        checks=(at_least(1),),
+    )
     max_loras: int = _lora_option(0, "Adapters on the device at once, that one step may mix.", argument_default=4, checks=(at_least(1),))
     max_lora_rank: int = _lora_option(16, "The largest rank of an adapter. Every slot has room for it.", checks=(at_least(1),))
     lora_experts: bool = _lora_option(False, "Let adapters change experts, too. Every slot then has room for all experts of all layers.")
@@ -121,4 +127,4 @@ class CompileConfig:
     @property
     def mesh(self) -> Mesh:
         """The ranks that hold the model."""
-        return Mesh(tensor=self.tensor_parallel_size)
+        return Mesh(pipe=self.pipeline_parallel_size, tensor=self.tensor_parallel_size)

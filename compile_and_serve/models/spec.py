@@ -60,6 +60,9 @@ class ModelSpec:
     max_model_len: longest sequence that the positions encode.
     buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
     quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized or in another order.
+    stages: what the ranks along the pipe axis run, one after another, in place of `module`; their parameters have the names that they have
+        there. An output of a stage becomes the input of the same name of the next one: one row for each token, `source="device"`. All keep
+        the same state groups, each the layers that it has, and the last stage gives the logits. (): the model runs in one piece alone.
     """
 
     module: nn.Module
@@ -76,3 +79,4 @@ class ModelSpec:
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
     pooling: PoolingSpec | None = None
     whole_prompts: bool = False
+    stages: tuple[ModelSpec, ...] = ()

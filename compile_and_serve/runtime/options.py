@@ -53,6 +53,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
             "set tensor_parallel_size to 1."
         )
+    _check_stages(config)
     path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir)
     max_loras = compile_config.max_loras if config.enable_lora else 0
     return replace(
@@ -64,6 +65,21 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
         if drafting is None or drafting.model is None
         else resolve_model(drafting.model, with_pickled=method_of(drafting).may_be_pickled, download_dir=config.model.download_dir),
     )
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """Raise `ValueError` for an option that only a model in one piece has."""
+    given = {
+        "speculative_config": config.speculative is not None,
+        "enable_lora": config.enable_lora,
+        "expert_metrics": config.expert_metrics,
+        "profile_tokens": bool(config.compile.profile_tokens),
+        "dump_dir": config.compile.dump_dir is not None,
+        "distributed_executor_backend 'ray'": config.parallel.executor == "ray",
+    }
+    wrong = [name for name, is_given in given.items() if is_given]
+    if config.mesh.pipe > 1 and wrong:
+        raise ValueError(f"pipeline_parallel_size is {config.mesh.pipe}, but {wrong[0]} needs a model in one piece: leave one of them out.")
 
 
 _MODEL = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)

@@ -6,6 +6,7 @@ A JSON file in the model's folder tells it what to do besides answering steps:
 - "timeline": a folder where each rank writes down in a file "replica-rank" when a step or an idle task begins.
 - "captures": "due" after each step.
 - "idle": the number of idle tasks, by default 2.
+- "windows": {rank: the window of its state group}, by default none.
 - "devices": a folder where each rank writes which CUDA devices it sees, and which is its own.
 - "load", "step", "result": {rank: action}, or {"replica/rank": action} for one replica. Actions: "mistake", "error", "kill", "stop",
   "hang", "end" (with status 0). Those of "step" and "result" happen at step 3.
@@ -106,6 +107,7 @@ class Worker:
             (Path(folder) / f"{self._replica}-{rank.index}").write_text(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {rank.device_index}")
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
+        windows = self._orders.get("windows", {})
         self.info = WorkerInfo(
             num_blocks=100 - 10 * rank.index,
             is_asynchronous=is_gpu,
@@ -114,8 +116,8 @@ class Worker:
             dtype="float32",
             max_model_len=256,
             vocab_size=320,
-            groups=[StateGroupInfo("tokens", block_size=config.cache.block_size)],
-            compile_report={},
+            groups=[StateGroupInfo("tokens", block_size=config.cache.block_size, window=windows.get(str(rank.index)))],
+            compile_report={"rank": rank.index},
         )
 
     def start(self, num_blocks: int) -> None:

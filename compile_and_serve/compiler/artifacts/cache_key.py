@@ -67,6 +67,7 @@ def plan_fields(
         **toolchain_fields(device),
         "config": digest(json.dumps(spec.config, sort_keys=True)),
         "architecture": type(spec.module).__name__,
+        "parameters": digest(repr([name for name, _ in spec.module.named_parameters()])),  # stages may differ in nothing else
         "step": digest(repr(inputs), repr(spec.state), repr(spec.outputs)),
         "layers": sum(len(group.layers) for group in spec.state),
         "mesh": {axis: mesh.of_axis(axis) for axis in mesh.divided_axes},  # not the rank: the ranks of a stage run the same pieces

@@ -79,8 +79,41 @@ def rank_group(axis: Axis = TENSOR) -> RankGroup:
 
 
 def collectives_entered() -> int:
-    """How many collectives this process has begun on the CPU. It grows as long as the process makes progress."""
+    """How many collectives on the CPU and transfers this process has begun. It grows as long as the process makes progress."""
     return _num_entered
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A tensor on its way between two ranks. It must not be written, nor read where it is received, before `wait`."""
+
+    tensor: torch.Tensor
+    _work: dist.Work | None
+
+    def wait(self) -> None:
+        """Let what follows on this device come after the transfer. On the CPU this waits for it. May be called more than once."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()  # gloo would wait for another transfer if it were called again
+
+
+def start_send(x: torch.Tensor, to: int, group: RankGroup) -> Transfer:
+    """Begin to send x to the group's rank `to`, which receives it with `start_receive`. Transfers between two ranks keep their order."""
+    x = x.contiguous()
+    return _transfer(dist.isend(x, group=group.process_group, group_dst=to), x)
+
+
+def start_receive(x: torch.Tensor, source: int, group: RankGroup) -> Transfer:
+    """Begin to receive into x, which is contiguous and has the shape and dtype of what the group's rank `source` sends."""
+    assert x.is_contiguous()
+    return _transfer(dist.irecv(x, group=group.process_group, group_src=source), x)
+
+
+def _transfer(work: dist.Work | None, x: torch.Tensor) -> Transfer:
+    global _num_entered
+    _num_entered += 1
+    assert work is not None, "this process is no member of the group"
+    return Transfer(x, work)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

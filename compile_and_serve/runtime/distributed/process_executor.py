@@ -159,6 +159,8 @@ class DistributedExecutor:
             host.launch(self._bootstraps(config))
             loaded = [self._receive(RankLoaded) for _ in range(self.mesh.size)]
             num_blocks = min(message.info.num_blocks for message in loaded)
+            if any(message.info.groups != loaded[0].info.groups for message in loaded):
+                raise ValueError("The stages of the model keep different state: each must have the same state groups as the others.")
             self._broadcast(StartRank(num_blocks))
             for _ in range(self.mesh.size):
                 self._receive(RankReady)

@@ -21,6 +21,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
 from compile_and_serve.runtime.runner.pending_step import PendingStep
+from compile_and_serve.runtime.runner.stages import StageLink
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
@@ -63,16 +64,18 @@ class BaseRunner(ABC):
         max_model_len: int | None = None,
         plain_steps: StepRunner | None = None,
         other_steps: Sequence[StepRunner] = (),
+        stages: StageLink | None = None,
         **batch_options: Any,
     ) -> None:
         """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
         config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. other_steps: of the subclass,
-        as `batch_options` are those of its batch.
+        as `batch_options` are those of its batch. stages: the other stages of the model; None: there are none.
         """
         self.spec = spec
         self.steps = steps
         self.plain_steps = plain_steps or steps
         self.backends = dict(backends)
+        self.stages = stages
         self.device = device
         self.platform = platform_of(device)
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
@@ -160,7 +163,17 @@ class BaseRunner(ABC):
         self._fill_from_device(step, layout, buffers)
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
-        return steps.run(step, with_sampling=with_sampling)
+        return self._compute(step, with_sampling=with_sampling)
+
+    def _compute(self, step: Step, *, with_sampling: bool = True) -> StepResult:
+        """Run a step on what the stage before sends, and send the next stage what comes out."""
+        stages = self.stages
+        if stages is not None:
+            stages.receive(step)
+        result = self._steps_of_layout.run(step, with_sampling=with_sampling)
+        if stages is not None:
+            stages.send(result.outputs, step)
+        return result
 
     def _steps_for(self, layout: BatchLayout) -> StepRunner:
         return self.steps if layout.uses_optional else self.plain_steps

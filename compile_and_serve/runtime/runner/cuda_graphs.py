@@ -16,6 +16,7 @@ from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.compiler.model import StepModel
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.step import LOGITS
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.method import method_of
@@ -45,6 +46,7 @@ def make_graph_runners(
         return None
     graphs, stats = CudaGraphs(device), GraphStats()
     mode = options.cudagraph_mode
+    samples = any(one.name == LOGITS for one in spec.outputs)  # not the stages of a model before its last
     runners = [
         CudaGraphRunner(
             model,
@@ -54,7 +56,7 @@ def make_graph_runners(
             device=graphs,
             sizes=options.capture_sizes,
             decode_head=begin_step,
-            decode_tail=end_step,
+            decode_tail=end_step if samples else None,
             stats=stats,
         )
         for model in plans

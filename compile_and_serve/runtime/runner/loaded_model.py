@@ -40,6 +40,8 @@ from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
+from compile_and_serve.runtime.runner.stage_runner import StageRunner
+from compile_and_serve.runtime.runner.stages import StageLink
 from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, log_grown_pages, plan_num_pages
 from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step, largest_step_size, run_dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
@@ -60,7 +62,7 @@ def join_ranks(rank: Rank, device: torch.device, on_stage: StageCallback) -> Non
 @dataclass(kw_only=True)
 class LoadedModel:
     """spec: the rank's part, with what passes added. dtype: of activations. backends: by attention group. weights: of the drafter too.
-    facts: for the report.
+    facts: for the report. stages: the other stages of the model; None: there are none.
     """
 
     config: EngineConfig
@@ -75,6 +77,7 @@ class LoadedModel:
     adapters: DeviceAdapters | None
     weights: SleepingWeights
     facts: dict[str, int | float | str]
+    stages: StageLink | None
 
     @property
     def pages(self) -> PageLayout:
@@ -106,10 +109,12 @@ class LoadedModel:
         """A runner with a cache of its own. graphs: to capture over its buffers; None: steps run without."""
         runners = [PlainRunner(model) for model in self.model.plans] if graphs is None else graphs.runners
         common = self.config, self.spec, runners[0], self.backends, self.device, self.cache_dtype, num_pages
-        limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1]}
+        limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1], "stages": self.stages}
         runner: BaseRunner
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
+        elif self.stages is not None and not self.stages.is_last:
+            runner = StageRunner(*common, **limits)
         else:
             runner = ModelRunner(
                 *common,
@@ -224,6 +229,10 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
     )
     config = replace(config, scheduler=limits)
+    stages = None
+    if rank.mesh.pipe > 1:
+        stages = StageLink(spec, rank.mesh)
+        spec = stages.spec
     drafter = build_drafter(config, spec, dtype)
     spec = spec if drafter is None else drafter.target
     backends = backends_of_model(spec, config, device, dtype)
@@ -286,6 +295,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         drafter=compiled_drafter,
         adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
         weights=sleeping_weights(model, compiled_drafter, load_all),
+        stages=stages,
         facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
     )
 

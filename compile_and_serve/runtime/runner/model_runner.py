@@ -185,6 +185,8 @@ class ModelRunner(BaseRunner):
             batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
+        if self.stages is not None:
+            self.stages.send_tokens(sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         pending = self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
         if layout.has_drafts:
@@ -385,7 +387,7 @@ class ModelRunner(BaseRunner):
         self.steps_on_device += 1
         for table in self.batch.tables.values():
             table.commit()
-        result = self._steps_of_layout.run(step)
+        result = self._compute(step)
         assert result.sampled is not None, "a step that had a graph ran without it"
         return result
 

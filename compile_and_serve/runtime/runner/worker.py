@@ -8,7 +8,7 @@ Its life, with the file to read for each part:
 - `idle`: what remains of the warm-up (warm_up.py).
 - `sleep` and `wake_up`: free the memory and bring it back (sleeping_weights.py).
 
-All ranks make the same calls of the model in the same order: a sharded model waits in each for the other ranks.
+All ranks of a stage make the same calls of the model in the same order: a sharded model waits in each for the other ranks.
 """
 
 from __future__ import annotations

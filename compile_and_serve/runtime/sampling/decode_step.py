@@ -75,7 +75,8 @@ def begin_step(step: Step) -> None:
         elif one.advance == "next":
             shape = [-1 if dim == TOKENS else 1 for dim in one.dims]
             tensor += (step.has_run * (step.seq_lens > 0)).to(one.dtype).view(shape)
-    assert input_ids is not None, "no input takes the sampled tokens"
+    if input_ids is None:  # only the first stage of a model takes tokens
+        input_ids = torch.empty_like(step.slots)
     if positions is None:
         positions = step.seq_lens.long() - 1
     tokens = [(step.metadata[name], size) for name, size in step.block_sizes.items()]

@@ -40,6 +40,7 @@ def compile_model_command(
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
     from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
     from compile_and_serve.runtime.runner.device import model_dtype, resolve_kv_cache_dtype, use_threads, with_cache_dtype
+    from compile_and_serve.runtime.runner.stages import stages_of
     from compile_and_serve.runtime.weights import read_model_config
 
     config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
@@ -55,20 +56,22 @@ def compile_model_command(
         )
         drafter = build_drafter(config, spec, dtype)
         spec = spec if drafter is None else drafter.target
-        backends = backends_of_model(spec, config, device, dtype)
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {platform_of(device).name}"
         stages("read", time.perf_counter() - started, detail)
-        kernels = available_kernels(device=device, dtype=dtype, attention_backends=backends.values())
-        compiled = compile_model(
-            spec,
-            config.compile,
-            device=device,
-            dtype=dtype,
-            kernels=kernels,
-            attention_backends=backends,
-            kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
-            on_stage=stages,
-        )
+        reports = []
+        for part in stages_of(spec, config.mesh):
+            backends = backends_of_model(part, config, device, dtype)
+            compiled = compile_model(
+                part,
+                config.compile,
+                device=device,
+                dtype=dtype,
+                kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
+                attention_backends=backends,
+                kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
+                on_stage=stages,
+            )
+            reports.append(compiled.report)
         if drafter is not None:
             compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, on_stage=stages)
         if output is not None:
@@ -78,10 +81,11 @@ def compile_model_command(
                 count += keep_built_modules(compiled_drafter.backends, drafter.spec, device, dtype, output)
             if count:
                 stages("attention", time.perf_counter() - start, f"{count} kernel modules stored")
-    _print_report(compiled.report, time.perf_counter() - started, output)
+    for report in reports:
+        _print_report(report, time.perf_counter() - started, output)
     if drafter is not None:
-        report = compiled_drafter.model.report
-        error_console().print(f"Drafter: {report['pieces']} pieces, {report['distinct_pieces']} distinct")
+        of_drafter = compiled_drafter.model.report
+        error_console().print(f"Drafter: {of_drafter['pieces']} pieces, {of_drafter['distinct_pieces']} distinct")
 
 
 def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -> None:

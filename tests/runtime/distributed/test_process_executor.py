@@ -65,8 +65,8 @@ class Ranks(LocalRanks):
         return [process.pid for process in self._processes]
 
 
-def start(model_dir: Path, ranks: Ranks, size: int = 2, stuck_seconds: float = 120.0) -> DistributedExecutor:
-    config = tiny_config(model_dir, tensor_parallel_size=size)
+def start(model_dir: Path, ranks: Ranks, size: int = 2, stuck_seconds: float = 120.0, **options: Any) -> DistributedExecutor:
+    config = tiny_config(model_dir, tensor_parallel_size=size, **options)
     executor = DistributedExecutor(config, ranks, lambda *stage: ranks.stages.append(stage), stuck_seconds=stuck_seconds)
     _started.append(executor)
     return executor
@@ -85,6 +85,22 @@ def step(number: int, *ids: str) -> SchedulerOutput:
 
 def run(executor: DistributedExecutor, numbers: range) -> list[dict[str, list[int]]]:
     return [executor.result(executor.launch(step(number, "a"))).sampled_token_ids for number in numbers]
+
+
+def test_the_first_rank_of_the_last_stage_answers(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    executor = start(model_dir, Ranks(), 2, pipeline_parallel_size=3)
+    assert executor.mesh == Mesh(pipe=3, tensor=2)
+    assert executor.info.compile_report == {"rank": 4}
+    assert run(executor, range(4)) == [{"a": [number]} for number in range(4)]  # an answer of another rank would come twice
+    assert executor.info.num_blocks == 50
+    executor.shutdown()
+
+
+def test_stages_of_different_state_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir, windows={"1": 16})
+    with pytest.raises(ValueError, match="The stages of the model keep different state: each must have the same state groups"):
+        start(model_dir, Ranks(), 1, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

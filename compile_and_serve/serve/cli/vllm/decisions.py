@@ -55,7 +55,6 @@ def _words(name: str, words: Mapping[str, str], text: str) -> dict[str, Decision
 
 
 _ONE_HOST = "the ranks and replicas of this server run on one host (or a Ray cluster) behind one port"
-_NO_PIPELINE = "the layers of a model are not divided over ranks here: use --tensor-parallel-size"
 _MULTIMODAL = "the models read text only"
 _KERNELS = "the kernels are chosen by measuring them; --force-pass and --disable-pass choose otherwise"
 _RECURRENT = "the dtype of recurrent state is --state-dtype"
@@ -115,7 +114,6 @@ DECISIONS: Mapping[str, Decision] = {
     **_words("--distributed-executor-backend", {"uni": "mp"}, "uni: mp"),
     **_renamed("--worker-use-ray", "--distributed-executor-backend=ray"),
     **_renamed("--engine-use-ray", "--distributed-executor-backend=ray"),
-    **_refused(_NO_PIPELINE, "--pipeline-parallel-size"),
     **_refused("the context of a sequence stays on one rank's device", "--decode-context-parallel-size --prefill-context-parallel-size"),
     **_ignored(
         "there is no context parallelism",
