@@ -127,7 +127,7 @@ def create_app(
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
     app.router.strict_content_type = False  # `JsonRoute` checks the header
-    store = ResponseStore(settings.response_store_bytes, settings.response_store_seconds)
+    store = ResponseStore(settings.response_store_bytes, settings.response_store_seconds, max_background=settings.max_background_responses)
     app.state.context = ServerContext(
         settings=settings,
         engine=engine,

@@ -36,6 +36,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    429: "rate_limit_error",
     500: "internal_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
@@ -59,7 +60,7 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_ECHO
 class ApiError(Exception):
     """An answer with a status other than 200. message: one sentence. param: the request field that is wrong.
 
-    retry_after: seconds after which the client should try again; only for 503.
+    retry_after: seconds after which the client should try again; only for 429 and 503.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -35,12 +36,16 @@ class _Entry:
 class ResponseStore:
     """Responses by owner and id. Each is dropped after `seconds`; to keep within `max_bytes`, the oldest of the owner with most bytes.
 
-    tasks: those that generate background responses, by the response's id.
+    tasks: those that generate background responses, by the response's id; up to max_background of each owner.
     owner: identifies the API key of a request; other keys' responses do not exist for it. clock: in seconds.
     """
 
-    def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic, *, max_background: int = sys.maxsize
+    ) -> None:
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._max_background = max_background
+        self._num_background: Counter[str | None] = Counter()  # of each owner, in progress
         self._max_bytes = max_bytes
         self._max_response_bytes = min(max_bytes, MAX_RESPONSE_BYTES)
         self._seconds = seconds
@@ -53,6 +58,25 @@ class ResponseStore:
     def __len__(self) -> int:
         self._drop_expired()
         return sum(map(len, self._entries.values()))
+
+    def may_begin(self, owner: str | None) -> bool:
+        """Whether an owner may have one more response in the background."""
+        return self._num_background[owner] < self._max_background
+
+    def begin(self, owner: str | None) -> None:
+        """One more of the owner's responses is in the background, until `end`."""
+        self._num_background[owner] += 1
+
+    def end(self, owner: str | None) -> None:
+        """Undo `begin`."""
+        self._num_background[owner] -= 1
+        if not self._num_background[owner]:
+            del self._num_background[owner]
+
+    def owner_of(self, response_id: str) -> tuple[str | None] | None:
+        """The owner of a stored response, in a tuple; None if there is no such response."""
+        self._drop_expired()
+        return next(((owner,) for owner, entries in self._entries.items() if response_id in entries), None)
 
     def put(self, response_id: str, owner: str | None, stored: StoredResponse) -> None:
         """Store a response, also in place of its earlier state. One that is too large is not kept."""

@@ -188,6 +188,9 @@ class ServerSettings:
         parse=parse_size,
     )
     response_store_seconds: float = _server_option(86400.0, "Time after which a stored response is dropped.")
+    max_background_responses: int = _server_option(
+        64, "Responses with background=true that one API key may have in progress; further ones get HTTP 429."
+    )
     generation_config: str = _server_option(
         "auto", "Where sampling defaults come from. auto: the model's generation_config.json; vllm: none; FOLDER: that folder's file."
     )
@@ -314,5 +317,7 @@ class ServerSettings:
             raise ValueError("response_role must not be empty.")
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ValueError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}.")
+        if self.max_background_responses < 0:
+            raise ValueError(f"max_background_responses must be at least 0, got {self.max_background_responses}.")
         if self.response_store_bytes < 0 or not self.response_store_seconds > 0:
             raise ValueError("response_store_bytes must be at least 0, and response_store_seconds above 0.")

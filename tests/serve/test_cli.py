@@ -56,7 +56,7 @@ FLAGS = {
         "--chat-template-content-format", "--default-chat-template-kwargs", "--reasoning-effort-map", "--generation-config",
         "--open-schemas", "--enable-force-include-usage", "--disable-fastapi-docs", "--metrics-prefix",
         "--stream-keepalive", "--api-server-count", "--log-format", "--throughput-log", "--otlp-traces-endpoint",
-        "--allow-lora-without-admin-key", "--allowed-hosts",
+        "--allow-lora-without-admin-key", "--allowed-hosts", "--max-background-responses",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {

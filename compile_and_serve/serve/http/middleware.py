@@ -21,7 +21,7 @@ _PUBLIC_PREFIXES = ("/docs/", "/static-offline-docs/")
 # Browsers can ask the user for a password but cannot send a bearer token, so pages also accept basic authentication.
 _PAGES = frozenset({"/graphs"})
 _BASIC_CHALLENGE = 'Basic realm="compile-and-serve: any user name, the API key as the password", charset="UTF-8"'
-_TENANT = "tenant"  # key of the request's state
+_TENANT, _IS_ADMIN = "tenant", "is_admin"  # keys of the request's state
 
 
 class ApiKeyMiddleware:
@@ -54,7 +54,7 @@ class ApiKeyMiddleware:
         is_admin_path = path_of(scope) in self._admin_paths
         digest = self._matching_digest(scope)
         if digest is not None and (not is_admin_path or digest in self._admin_digests):
-            scope.setdefault("state", {})[_TENANT] = digest.hex()
+            scope.setdefault("state", {}).update({_TENANT: digest.hex(), _IS_ADMIN: digest in self._admin_digests})
             await self.app(scope, receive, send)
             return
         path = path_of(scope)
@@ -101,6 +101,11 @@ def tenant_of(request: Request) -> str | None:
     """A digest of the API key that the request was authenticated with; None for a server without keys."""
     tenant: str | None = request.scope.get("state", {}).get(_TENANT)
     return tenant
+
+
+def is_admin(request: Request) -> bool:
+    """Whether the request was authenticated with an admin key."""
+    return bool(request.scope.get("state", {}).get(_IS_ADMIN))
 
 
 def cache_salt(given: str | None, request: Request, api_keys: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from compile_and_serve.serve.conversation.conversation import Conversation, stre
 from compile_and_serve.serve.engine.generation import Generation
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, to_api_error
 from compile_and_serve.serve.http.json_body import JsonRoute
-from compile_and_serve.serve.http.middleware import tenant_of
+from compile_and_serve.serve.http.middleware import is_admin, tenant_of
 from compile_and_serve.serve.http.responses import EventStream, json_response
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.responses_api import RESPONSE_EXAMPLE, ResponsesRequest
@@ -36,6 +36,8 @@ _LOOKUPS: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 404: {"descripti
 async def create_response(body: ResponsesRequest, request: Request, context: Context) -> Response:
     """Answer a conversation in the form of OpenAI's Responses API. With `stream`, its server-sent events."""
     owner, store = tenant_of(request), context.stored_responses
+    if body.background and store is not None:
+        _check_background(store, owner, context)
     with own_names():
         # Not in a thread, because the store is not thread-safe.
         history = _history(body.previous_response_id, store, owner)
@@ -55,11 +57,22 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
 
     if body.background:
         assert store is not None  # `_translate` refuses other requests
-        generation = await conversation.submit()
+        _check_background(store, owner, context)
+        store.begin(owner)
+        try:
+            generation = await conversation.submit()
+        except BaseException:
+            store.end(owner)
+            raise
         keep()
         task = asyncio.create_task(_run(conversation, generation, writer, keep))
         store.tasks[conversation.request_id] = task
-        task.add_done_callback(lambda _: store.tasks.pop(conversation.request_id, None))
+
+        def end(_: asyncio.Task[None]) -> None:
+            store.tasks.pop(conversation.request_id, None)
+            store.end(owner)
+
+        task.add_done_callback(end)
         return json_response(writer.answer())
     if body.stream:
         generation = await conversation.submit()
@@ -95,7 +108,16 @@ async def delete_response(response_id: str, request: Request, context: Context) 
 
 @router.post("/v1/responses/{response_id}/cancel", summary="Cancel a background response", responses=_LOOKUPS)
 async def cancel_response(response_id: str, request: Request, context: Context) -> Response:
-    """End a response that is generated in the background. One that has ended is returned as it is."""
+    """End a response that is generated in the background. One that has ended is returned as it is.
+
+    The admin key ends those of all keys, and gets their status without their content.
+    """
+    store = context.stored_responses
+    if is_admin(request) and store is not None and (owner := store.owner_of(response_id)) is not None and owner[0] != tenant_of(request):
+        await _cancel(store, response_id)
+        others = store.get(response_id, owner[0])
+        status = "cancelled" if others is None else others.response["status"]
+        return json_response({"id": response_id, "object": "response", "status": status})
     store, stored = _find(response_id, request, context)
     if not stored.response["background"]:
         raise ApiError(400, "Only responses with background=true can be cancelled.", "response_id")
@@ -124,6 +146,14 @@ async def list_input_items(
     page = items[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+
+def _check_background(store: ResponseStore, owner: str | None, context: ServerContext) -> None:
+    """Raise a 429 if the API key has as many responses in the background as it may have."""
+    if not store.may_begin(owner):
+        limit = context.settings.max_background_responses
+        message = f"{limit} responses of this API key are in progress in the background: wait for some, or cancel them."
+        raise ApiError(429, message, "background", retry_after=context.engine.retry_after() or 1)
 
 
 def _translate(
