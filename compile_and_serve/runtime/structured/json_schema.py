@@ -13,7 +13,10 @@ from compile_and_serve.runtime.structured.negation import ANNOTATIONS, negated
 from compile_and_serve.runtime.structured.one_of import Disjointness
 
 MAX_PROPERTIES = 1000  # of one object: the time to compile grows faster than their square
-MAX_DEPTH = 64  # the library's JSON reader gives up at 128 levels, of which a property takes two
+MAX_DEPTH = 64
+# The library's JSON reader gives up at 128 levels of JSON. A schema of 64 levels may have more, because a property takes two.
+_MOST_JSON_LEVELS, _LEVELS_TOGETHER = 100, 24
+_OWN_REFERENCE = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]+)?")
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _ONE = (
     "additionalProperties",
@@ -55,6 +58,7 @@ def rewrite(schema: Any, path: str = "$") -> Any:
       properties are absent.
     - `not` is the schema that `negated` makes of it.
     - `if`: the condition and `then`, or the negated condition and `else`.
+    - Deep parts become definitions, to which the parts above refer.
 
     Raises `GrammarError`.
     """
@@ -63,7 +67,65 @@ def rewrite(schema: Any, path: str = "$") -> Any:
         schema = {name: value for name, value in schema.items() if name != "$schema"}
         if found := _DIALECTS.fullmatch(dialect):
             schema["$schema"] = f"http://json-schema.org/{found[1]}/schema#" if found[1] else f"https://json-schema.org/{found[2]}/schema"
-    return _Rewriter(schema).rewrite(schema, path, 0)
+    return _without_deep_parts(_Rewriter(schema).rewrite(schema, path, 0))
+
+
+def _without_deep_parts(schema: Any) -> Any:
+    if not isinstance(schema, dict) or _num_levels(schema) <= _MOST_JSON_LEVELS or not _refers_to_definitions_only(schema):
+        return schema
+    moved: dict[str, Any] = {}
+    result = _move_deep_parts(schema, 0, moved)
+    definitions = result.get("$defs", {})
+    return {**result, "$defs": {**definitions, **moved}} if isinstance(definitions, dict) else schema
+
+
+def _num_levels(value: Any) -> int:
+    """Of JSON."""
+    most, level = 0, [value]
+    while level:
+        most += 1
+        nested = [one for one in level if isinstance(one, (dict, list))]
+        level = [child for one in nested for child in (one.values() if isinstance(one, dict) else one)]
+    return most
+
+
+def _refers_to_definitions_only(schema: dict[str, Any]) -> bool:
+    """Whether parts can be moved without any reference missing them."""
+    for _, part in _parts(schema):
+        reference = part.get("$ref", "#")
+        names = part.keys() & {"$id", "$anchor", "$dynamicRef", "$dynamicAnchor"}
+        if names or not isinstance(reference, str) or not _OWN_REFERENCE.fullmatch(reference):
+            return False
+    return True
+
+
+def _move_deep_parts(schema: Any, level: int, moved: dict[str, Any]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    result = _with_copied_children(schema)
+    for key, _, child in list(_children(schema, "$")):
+        _put_child(result, key, _move_deep_parts(child, level + 1, moved))
+    if level == 0 or level % _LEVELS_TOGETHER:
+        return result
+    name = f"_deep_part_{len(moved)}_"
+    moved[name] = result
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _with_copied_children(schema: dict[str, Any]) -> dict[str, Any]:
+    result = dict(schema)
+    for name in {*_LISTS, *_MAPS} & result.keys():
+        if isinstance(result[name], (list, dict)):
+            result[name] = result[name].copy()
+    return result
+
+
+def _put_child(schema: dict[str, Any], key: str | tuple[str, Any], child: Any) -> None:
+    if isinstance(key, str):
+        schema[key] = child
+    else:
+        name, index = key
+        schema[name][index] = child
 
 
 class _Rewriter:
@@ -81,17 +143,9 @@ class _Rewriter:
         if isinstance(schema.get("properties"), dict) and len(schema["properties"]) > MAX_PROPERTIES:
             count = len(schema["properties"])
             raise GrammarError(f"An object may have at most {MAX_PROPERTIES} properties, this one has {count}", f"{path}.properties")
-        result = dict(schema)
-        for name in {*_LISTS, *_MAPS} & result.keys():
-            if isinstance(result[name], (list, dict)):
-                result[name] = result[name].copy()
+        result = _with_copied_children(schema)
         for key, child_path, child in list(_children(schema, path)):
-            new = self.rewrite(child, child_path, depth + 1)
-            if isinstance(key, str):
-                result[key] = new
-            else:
-                name, index = key
-                result[name][index] = new
+            _put_child(result, key, self.rewrite(child, child_path, depth + 1))
         if isinstance(result.get("format"), str) and result["format"] not in FORMATS:
             del result["format"]
         if result.get("uniqueItems") is False:

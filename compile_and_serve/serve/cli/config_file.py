@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,9 @@ def _read(context: typer.Context, path: Path) -> dict[str, Any]:
         content, typed = yaml.load(text, TextLoader), yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise typer.BadParameter(f"{path} is nested too deeply: flags take values, lists and at most a few levels of objects.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of numbers and dates that are none
         raise typer.BadParameter(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if content is None:
         return {}
@@ -64,9 +67,9 @@ def _read(context: typer.Context, path: Path) -> dict[str, Any]:
         is_flag, takes_many = getattr(known, "is_flag", False), getattr(known, "multiple", False)
         if is_flag != isinstance(value, bool):
             expected = "true or false" if is_flag else "a value, in quotes if it is a word that YAML takes for one"
-            raise typer.BadParameter(f"{path}: {name} must be {expected}, got {value!r:.200}.")
+            raise typer.BadParameter(f"{path}: {name} must be {expected}, got {reprlib.repr(value):.200}.")
         if isinstance(value, (dict, list)) and not (takes_many and isinstance(value, list)):
-            raise typer.BadParameter(f"{path}: {name} must be a single value, got {value!r:.200}.")
+            raise typer.BadParameter(f"{path}: {name} must be a single value, got {reprlib.repr(value):.200}.")
         if takes_many:
             value = value if isinstance(value, list) else [value]
             if not all(isinstance(one, str) for one in value):

@@ -58,7 +58,7 @@ def _file_has_a_model(arguments: Sequence[str]) -> bool:
     for path in paths:
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return True
         if isinstance(content, dict) and ("model" in content or "model_tag" in content):
             return True
