@@ -104,6 +104,10 @@ class _Job:
     unfinished: int = 0
 
 
+class InvalidRequestError(ValueError, RuntimeError):
+    """A request that turned out to be wrong only while it was prepared or ran, such as one with an adapter that cannot be used."""
+
+
 class LLM(PoolingMethods):
     """A model in this process. `shutdown`, or leaving a `with` block, frees its memory.
 
@@ -354,7 +358,7 @@ class LLM(PoolingMethods):
         for job in jobs:
             failed = next((c for c in job.completions if c.error is not None), None)
             if failed is not None:
-                kind = ValueError if failed.error_kind == "invalid" else RuntimeError
+                kind = InvalidRequestError if failed.error_kind == "invalid" else RuntimeError
                 raise kind(f"Request {job.request_id} failed: {failed.error}")
 
     def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
