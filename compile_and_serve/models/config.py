@@ -67,7 +67,7 @@ class DecoderConfig:
         if config.get("use_sliding_window"):
             raise UnsupportedConfigError("use_sliding_window is not supported: set it to false in the model's config.")
         rope = _rope(config)
-        rope_share = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+        rope_share = number(rope if rope.get("partial_rotary_factor") else config, "partial_rotary_factor", 1.0)
         if rope_share != 1.0 and not allows_partial_rope:
             raise UnsupportedConfigError("partial_rotary_factor is not supported: RoPE must cover the whole head.")
         head_dim = positive_int(config, "head_dim", default_head_dim or sizes["hidden_size"] // num_heads)
@@ -81,7 +81,7 @@ class DecoderConfig:
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             rope_size=rope_size,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
             max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -152,11 +152,22 @@ def positive_int(config: Mapping[str, Any], name: str, default: int | None = Non
     return value
 
 
+def number(config: Mapping[str, Any], name: str, default: float) -> float:
+    """The value of a field of a config.json. default: of one that is missing or null. Raises `ModelConfigError`."""
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelConfigError(f"{name} in the model's config must be a number, got {value!r}.")
+    return float(value)
+
+
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE parameters from rope_parameters (transformers 5) or from rope_scaling with rope_theta.
 
     A file with both must give equal values: transformers reads rope_scaling and ignores the rope_theta in rope_parameters.
     """
+    for name in ("rope_parameters", "rope_scaling"):
+        if config.get(name) and not isinstance(config[name], Mapping):
+            raise ModelConfigError(f"{name} in the model's config must be a JSON object, got {config[name]!r:.100}.")
     spellings = {name: dict(config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)}
     rope: dict[str, Any] = {}
     for spelling in spellings.values():

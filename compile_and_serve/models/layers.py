@@ -81,16 +81,28 @@ def yarn_magnitude(rope: Mapping[str, Any], mscale: str | None = None) -> float:
 
 
 def max_positions(config: DecoderConfig) -> int:
-    """Longest sequence that the positions encode.
+    """Longest sequence that the positions encode."""
+    return scaled_positions(config.rope, config.max_position_embeddings)
 
-    Linear scaling multiplies max_position_embeddings; max_position_embeddings of llama3 and yarn already includes the scaling.
+
+def scaled_positions(rope: Mapping[str, Any], max_position_embeddings: int) -> int:
+    """What a scaling extends the positions to.
+
+    Linear and dynamic scaling multiply max_position_embeddings. YaRN multiplies its original length, and may be written into a config.json
+    without a change of max_position_embeddings, as model cards say; max_position_embeddings of llama3 includes the scaling.
     """
-    factor = _rope_parameter(config.rope, "factor") if config.rope["rope_type"] == "linear" else 1.0
-    return int(config.max_position_embeddings * factor)
+    if rope["rope_type"] in ("linear", "dynamic"):
+        return int(max_position_embeddings * _rope_parameter(rope, "factor"))
+    if rope["rope_type"] != "yarn" or rope.get("original_max_position_embeddings") is None:
+        return max_position_embeddings
+    return max(max_position_embeddings, int(_rope_parameter(rope, "original_max_position_embeddings") * _rope_parameter(rope, "factor")))
 
 
 def _rope_parameter(rope: Mapping[str, Any], name: str) -> float:
-    return float(_required(rope, name))
+    value = _required(rope, name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelConfigError(f"{name} of the RoPE parameters in the model's config must be a number, got {value!r}.")
+    return float(value)
 
 
 def _required(rope: Mapping[str, Any], name: str) -> Any:

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.step import CLASS_LOGITS, HIDDEN_STATES, ROWS, StepOutput
+from compile_and_serve.models.architecture import architecture_of, with_architecture
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.families import known_families
 from compile_and_serve.models.families.gemma import GemmaForCausalLM
-from compile_and_serve.models.registry import ModelImpl, architecture_of, build_model
+from compile_and_serve.models.registry import ModelImpl, build_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 
 _GENERATES, _CLASSIFIES, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
@@ -40,6 +41,7 @@ def build_pooling_model(
 
     A family whose spec has `pooling` is left as it is.
     """
+    config = with_architecture(config)
     architecture = architecture_of(config)
     family, is_classifier = architecture, architecture.endswith(_CLASSIFIES)
     if architecture in known_families():

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from compile_and_serve.models.architecture import architecture_of, generating_architecture, with_architecture
 from compile_and_serve.models.config import ModelConfigError, UnsupportedConfigError
+from compile_and_serve.models.config_fields import check_fields
 from compile_and_serve.models.families import known_families
 from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.spec import ModelSpec
@@ -26,26 +28,20 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
     Raises `ModelConfigError` for a config without an architecture, an unsupported architecture, invalid sizes, or an
     unsupported quantization.
     """
-    family = known_families().get(architecture_of(config))
+    config = with_architecture(config)
+    name = generating_architecture(config)
+    family = known_families().get(name)
+    config["architectures"] = [name]
     if family is None or model_impl == "transformers":
         spec = _build_with_transformers(config, dtype)
     else:
         try:
+            if family.fields is not None:
+                check_fields(config, family.fields, name)
             spec = family.build(config, dtype)
         except UnsupportedConfigError as reason:
             spec = _build_unsupported(config, dtype, reason)
     return spec if spec.quantized_weights else with_stored_weights(spec, requantize=requantize)
-
-
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture that a config.json names. Raises `ModelConfigError` if it names none."""
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise ModelConfigError(
-            'The model\'s config names no architecture: expected "architectures" to be one of '
-            f"{', '.join(sorted(known_families()))}, or another decoder of the transformers package."
-        )
-    return names[0]
 
 
 def _build_unsupported(config: Mapping[str, Any], dtype: torch.dtype, reason: UnsupportedConfigError) -> ModelSpec:

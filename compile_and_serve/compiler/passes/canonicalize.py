@@ -42,6 +42,7 @@ ASSERTS: tuple[Callable[..., Any], ...] = (
 
 class Canonicalize(BasePass):
     name = "canonicalize"
+    required = True  # later passes and the pieces rely on one spelling, and on lengths that only the step has
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched = 0

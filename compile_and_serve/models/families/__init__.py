@@ -29,21 +29,29 @@ class Family:
     build: ModelBuilder
     features: Sequence[str]
     build_mtp_layer: LayerBuilder | None
+    fields: Mapping[str, str] | None
 
 
 FAMILIES: dict[str, Family] = {}
 
 
 def register_model(
-    architecture: str, build: ModelBuilder, *, features: Sequence[str] = ("full attention",), build_mtp_layer: LayerBuilder | None = None
+    architecture: str,
+    build: ModelBuilder,
+    *,
+    features: Sequence[str] = ("full attention",),
+    build_mtp_layer: LayerBuilder | None = None,
+    fields: Mapping[str, str] | None = None,
 ) -> None:
     """Have `build(config.json as a dictionary, dtype)` make the models of an architecture, on the meta device, with parameters in dtype.
 
     build: raises `ModelConfigError` for a wrong config, and `UnsupportedConfigError` for one that transformers' class may be able to run.
         If it sets no `quantized_weights`, they follow from the config's `quantization_config`.
     features: what `compile-and-serve models` says. build_mtp_layer: makes a layer for multi-token prediction, if the family has them.
+    fields: field that `build` reads or refuses → its kind (`models/config_fields.py`). A config is then checked before `build`: its types,
+        and that other fields of transformers' config class have their defaults. None: `build` checks the config alone.
     """
-    FAMILIES[architecture] = Family(build=build, features=features, build_mtp_layer=build_mtp_layer)
+    FAMILIES[architecture] = Family(build=build, features=features, build_mtp_layer=build_mtp_layer, fields=fields)
 
 
 def known_families() -> Mapping[str, Family]:

@@ -16,6 +16,7 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.mla import mla_attention
 from compile_and_serve.custom_ops.state.tokens import LatentCacheSpec
 from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigError, positive_int
+from compile_and_serve.models.config_fields import LATENT_FIELDS
 from compile_and_serve.models.families.deepseek_moe import ROUTINGS, DeepseekMoeConfig, DeepseekMoeModelConfig, register_deepseek_moe
 from compile_and_serve.models.layers import yarn_magnitude
 
@@ -109,5 +110,5 @@ class LatentAttention(nn.Module):
         return self.o_proj(out_THV.flatten(1))
 
 
-register_deepseek_moe("DeepseekV2ForCausalLM", read)
-register_deepseek_moe("DeepseekV3ForCausalLM", read)
+register_deepseek_moe("DeepseekV2ForCausalLM", read, LATENT_FIELDS)
+register_deepseek_moe("DeepseekV3ForCausalLM", read, LATENT_FIELDS)

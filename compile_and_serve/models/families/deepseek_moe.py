@@ -21,7 +21,8 @@ from torch import nn
 from compile_and_serve.custom_ops.moe.route import route
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec, LatentCacheSpec
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, number, positive_int
+from compile_and_serve.models.config_fields import DECODER_FIELDS, DEEPSEEK_EXPERT_FIELDS
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaDecoderLayer, LlamaForCausalLM
@@ -95,7 +96,7 @@ class DeepseekMoeConfig(MoeConfig):
             num_shared=int(config.get("n_shared_experts") or 0),
             scoring=scoring,
             has_bias=method == "noaux_tc",
-            expert_scale=float(config.get("routed_scaling_factor", 1.0)),
+            expert_scale=number(config, "routed_scaling_factor", 1.0),
             num_groups=num_groups,
             top_groups=top_groups,
             group_best=2 if method == "noaux_tc" else 1,
@@ -250,8 +251,10 @@ class MtpForCausalLM(nn.Module):
         return layer.shared_head(hidden_SD), hidden_SD if self.is_only else hidden_TD
 
 
-def register_deepseek_moe(architecture: str, read: Callable[[Mapping[str, Any]], DeepseekMoeModelConfig]) -> None:
-    """Register an architecture with these layers. read: reads a config.json; raises `ModelConfigError`."""
+def register_deepseek_moe(
+    architecture: str, read: Callable[[Mapping[str, Any]], DeepseekMoeModelConfig], fields: Mapping[str, str]
+) -> None:
+    """Register an architecture with these layers. read: reads a config.json; raises `ModelConfigError`. fields: of its own."""
 
     def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         parsed = read(config)
@@ -263,7 +266,13 @@ def register_deepseek_moe(architecture: str, read: Callable[[Mapping[str, Any]],
         make = partial(MtpForCausalLM, number=number, is_only=is_only)
         return _spec(make, replace(parsed, moe=moe), config, dtype, 1, _MTP_TP_PLAN)
 
-    register_model(architecture, build, features=("full attention", "experts"), build_mtp_layer=build_mtp_layer)
+    register_model(
+        architecture,
+        build,
+        features=("full attention", "experts"),
+        build_mtp_layer=build_mtp_layer,
+        fields={**DECODER_FIELDS, **DEEPSEEK_EXPERT_FIELDS, **fields},
+    )
 
 
 def _spec(

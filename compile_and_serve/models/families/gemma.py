@@ -21,6 +21,7 @@ from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.state.kind import ScoreFeature
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES, WINDOW_CACHES
 from compile_and_serve.models.config import UnsupportedConfigError, WindowedConfig
+from compile_and_serve.models.config_fields import DECODER_FIELDS, WINDOW_FIELDS
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
@@ -187,5 +188,15 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return decoder_spec(lambda: GemmaForCausalLM(gemma), gemma.decoder, config, dtype, scores=scores)
 
 
+_FIELDS = {
+    **DECODER_FIELDS,
+    **WINDOW_FIELDS,
+    "hidden_activation": "text",
+    "use_bidirectional_attention": "flag",
+    "sliding_window_pattern": "integer",
+    "query_pre_attn_scalar": "number",
+    "attn_logit_softcapping": "number",
+    "final_logit_softcapping": "number",
+}
 for _architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
-    register_model(_architecture, build, features=("full attention", "sliding windows"))
+    register_model(_architecture, build, features=("full attention", "sliding windows"), fields=_FIELDS)

@@ -43,4 +43,4 @@ def read(config: Mapping[str, Any]) -> DeepseekMoeModelConfig:
     )
 
 
-register_deepseek_moe("Glm4MoeForCausalLM", read)
+register_deepseek_moe("Glm4MoeForCausalLM", read, {"use_qk_norm": "flag"})

@@ -21,6 +21,7 @@ from compile_and_serve.custom_ops.state.tokens import KV_CACHES
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
 from compile_and_serve.custom_ops.weight_functions import Expression
 from compile_and_serve.models.config import ModelConfigError, WindowedConfig
+from compile_and_serve.models.config_fields import DECODER_FIELDS, EXPERT_FIELDS, WINDOW_FIELDS
 from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
@@ -29,6 +30,9 @@ from compile_and_serve.models.families.moe import MoeConfig
 from compile_and_serve.models.quantization.mxfp4 import mxfp4_experts
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
 
+# What a config.json leaves out.
+_DEFAULTS = {"attention_bias": True, "sliding_window": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _TP_PLAN: Mapping[str, ShardStyle] = {**DECODER_TP_PLAN, "model.layers.*.mlp.router": "replicated", "model.layers.*.mlp.experts": "experts"}
 
 
@@ -43,7 +47,9 @@ class GptOssConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GptOssConfig:
         """Read a config.json. Raises `ModelConfigError` for a missing or invalid value."""
-        known = {"attention_bias": True, "sliding_window": 128, "max_position_embeddings": 131072, **config}
+        known = {**_DEFAULTS, **config}
+        if not any(config.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+            known["rope_parameters"] = _ROPE
         if "num_experts_per_tok" not in config and "experts_per_token" in config:
             known["num_experts_per_tok"] = config["experts_per_token"]
         return cls(
@@ -133,4 +139,5 @@ def _stored_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, S
     return stored
 
 
-register_model("GptOssForCausalLM", build, features=("full attention", "sliding windows", "experts"))
+_FIELDS = {**DECODER_FIELDS, **WINDOW_FIELDS, **EXPERT_FIELDS, "experts_per_token": "integer", "swiglu_limit": "number"}
+register_model("GptOssForCausalLM", build, features=("full attention", "sliding windows", "experts"), fields=_FIELDS)

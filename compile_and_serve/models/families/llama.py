@@ -15,6 +15,7 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES
 from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.config_fields import DECODER_FIELDS
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rope
@@ -125,4 +126,4 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return decoder_spec(lambda: LlamaForCausalLM(decoder), decoder, config, dtype)
 
 
-register_model("LlamaForCausalLM", build)
+register_model("LlamaForCausalLM", build, fields=DECODER_FIELDS)

@@ -13,6 +13,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES, WINDOW_CACHES
 from compile_and_serve.models.config import ModelConfigError, WindowedConfig
+from compile_and_serve.models.config_fields import DECODER_FIELDS, EXPERT_FIELDS, WINDOW_FIELDS
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
@@ -21,6 +22,9 @@ from compile_and_serve.models.spec import ModelSpec
 
 MakeLayer = Callable[[str], nn.Module]
 
+# What a config.json leaves out.
+_DEFAULTS = {"sliding_window": 4096, "max_position_embeddings": 131072}
+_MIXTRAL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072}
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}  # as options: these families ignore them
 
 
@@ -50,7 +54,7 @@ class WindowedForCausalLM(LlamaForCausalLM):
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     """Mistral: every layer has the window."""
-    decoder = WindowedConfig.read({**config, **NO_BIAS}, has_window=lambda layer: True)
+    decoder = WindowedConfig.read({**_DEFAULTS, **config, **NO_BIAS}, has_window=lambda layer: True)
     return decoder_spec(lambda: WindowedForCausalLM(decoder), decoder, config, dtype)
 
 
@@ -58,8 +62,9 @@ def build_mixtral(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     if config.get("sliding_window") is not None:
         raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
     names = ExpertNames(gate="w1", up="w3", down="w2", block="block_sparse_moe")
-    return moe_spec(config, dtype, LlamaAttention, always_renormalize=True, names=names)
+    return moe_spec({**_MIXTRAL_DEFAULTS, **config}, dtype, LlamaAttention, always_renormalize=True, names=names)
 
 
-register_model("MistralForCausalLM", build, features=("full attention", "sliding windows"))
-register_model("MixtralForCausalLM", build_mixtral, features=("full attention", "experts"))
+register_model("MistralForCausalLM", build, features=("full attention", "sliding windows"), fields={**DECODER_FIELDS, **WINDOW_FIELDS})
+_MIXTRAL_FIELDS = {**DECODER_FIELDS, **EXPERT_FIELDS, "sliding_window": "integer"}
+register_model("MixtralForCausalLM", build_mixtral, features=("full attention", "experts"), fields=_MIXTRAL_FIELDS)

@@ -14,6 +14,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.config_fields import DECODER_FIELDS, EXPERT_FIELDS
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaAttention
 from compile_and_serve.models.families.moe import moe_spec
@@ -45,7 +46,8 @@ class OlmoeAttention(LlamaAttention):
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     clip_qkv = None if config.get("clip_qkv") is None else float(config["clip_qkv"])
-    return moe_spec(config, dtype, lambda decoder: OlmoeAttention(decoder, clip_qkv))
+    return moe_spec({"rms_norm_eps": 1e-5, **config}, dtype, lambda decoder: OlmoeAttention(decoder, clip_qkv))
 
 
-register_model("OlmoeForCausalLM", build, features=("full attention", "experts"))
+_FIELDS = {**DECODER_FIELDS, **EXPERT_FIELDS, "clip_qkv": "number"}
+register_model("OlmoeForCausalLM", build, features=("full attention", "experts"), fields=_FIELDS)

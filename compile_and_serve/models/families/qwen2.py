@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES
-from compile_and_serve.models.config import DecoderConfig, WindowedConfig
+from compile_and_serve.models.config import DecoderConfig, WindowedConfig, number
+from compile_and_serve.models.config_fields import DECODER_FIELDS, EXPERT_FIELDS, WINDOW_FIELDS
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
@@ -32,7 +33,7 @@ class Qwen2Attention(LlamaAttention):
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     """Qwen2: layers from max_window_layers on have the window, if it is used."""
-    first = int(config.get("max_window_layers", 28))
+    first = int(number(config, "max_window_layers", 28))
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     decoder = WindowedConfig.read({**config, **NO_BIAS, "sliding_window": window}, has_window=lambda layer: layer >= first)
     make = partial(WindowedForCausalLM, decoder, lambda group: LlamaDecoderLayer(decoder, Qwen2Attention(decoder, group)))
@@ -43,5 +44,6 @@ def build_moe(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return moe_spec(config, dtype, Qwen2Attention)
 
 
-register_model("Qwen2ForCausalLM", build, features=("full attention", "sliding windows"))
-register_model("Qwen2MoeForCausalLM", build_moe, features=("full attention", "experts"))
+_FIELDS = {**DECODER_FIELDS, **WINDOW_FIELDS, "max_window_layers": "integer"}
+register_model("Qwen2ForCausalLM", build, features=("full attention", "sliding windows"), fields=_FIELDS)
+register_model("Qwen2MoeForCausalLM", build_moe, features=("full attention", "experts"), fields={**DECODER_FIELDS, **EXPERT_FIELDS})

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.config_fields import DECODER_FIELDS, EXPERT_FIELDS
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
@@ -44,5 +45,5 @@ def build_moe(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return moe_spec(config, dtype, Qwen3Attention)
 
 
-register_model("Qwen3ForCausalLM", build)
-register_model("Qwen3MoeForCausalLM", build_moe, features=("full attention", "experts"))
+register_model("Qwen3ForCausalLM", build, fields=DECODER_FIELDS)
+register_model("Qwen3MoeForCausalLM", build_moe, features=("full attention", "experts"), fields={**DECODER_FIELDS, **EXPERT_FIELDS})

@@ -8,14 +8,22 @@ from typing import Any
 
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight
 from compile_and_serve.models.quantization.awq import awq_weight
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import as_list, integer, require
 from compile_and_serve.models.quantization.gptq import gptq_weight
 from compile_and_serve.models.quantization.groups import bits_of
 from compile_and_serve.models.spec import ModelSpec
 
 
-@register_checkpoint_format("auto-round", "intel/auto-round")
+@register_checkpoint_format(
+    "auto-round",
+    "intel/auto-round",
+    fields=FormatFields(
+        read="bits group_size packing_format backend block_name_to_quantize to_quant_block_names extra_config",
+        no_effect="sym",  # the zero points are stored, also of symmetric weights
+        expected={"data_type": ("int",), "act_bits": (16, 32), "super_bits": (), "super_group_size": (), "rotation_config": ()},
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     packing = str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")

@@ -13,7 +13,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor
 from compile_and_serve.custom_ops.weight_functions import weight_function
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import integer, is_ignored, require
 from compile_and_serve.models.quantization.groups import groups_of, require_multiple, scales_tensor
 from compile_and_serve.models.spec import ModelSpec
@@ -22,7 +22,9 @@ from compile_and_serve.models.spec import ModelSpec
 _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
-@register_checkpoint_format("awq")
+@register_checkpoint_format(
+    "awq", fields=FormatFields(read="bits w_bit group_size q_group_size zero_point version modules_to_not_convert", no_effect="backend")
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     bits = config.get("bits", config.get("w_bit", 4))

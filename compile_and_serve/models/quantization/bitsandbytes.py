@@ -17,7 +17,7 @@ from torch import nn
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, around, scale_to_rows, scaled_weight
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import is_ignored, require, tell_once
 from compile_and_serve.models.quantization.groups import require_whole_groups, scales_tensor
 from compile_and_serve.models.spec import ModelSpec
@@ -27,7 +27,15 @@ _NESTED_BLOCK = 256  # blocks that share a nested scale
 _STATE_BYTES = 1024  # the JSON text of a QuantState is padded to this length with spaces
 
 
-@register_checkpoint_format("bitsandbytes")
+@register_checkpoint_format(
+    "bitsandbytes",
+    fields=FormatFields(
+        read="load_in_4bit load_in_8bit llm_int8_skip_modules bnb_4bit_quant_type bnb_4bit_quant_storage bnb_4bit_use_double_quant",
+        # Weights of 8 bits are multiplied with unquantized activations, so there are no outliers to treat otherwise.
+        no_effect="llm_int8_threshold llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight bnb_4bit_compute_dtype "
+        "_load_in_4bit _load_in_8bit",
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     in_4_bits, in_8_bits = config.get("load_in_4bit", False), config.get("load_in_8bit", False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -48,12 +49,49 @@ def scheme_cache_dtype(quantization: Mapping[str, Any]) -> CacheDtype | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FormatFields:
+    """Fields of a quantization_config, each list as names with spaces between them.
+
+    read: by the format's reader, which refuses what it does not support. no_effect: those that say how the checkpoint was made or how
+    another program runs it. expected: field that the reader ignores → the only values that change nothing, beside null and what is empty.
+    """
+
+    read: str
+    no_effect: str = ""
+    expected: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def check(self, quantization: Mapping[str, Any]) -> None:
+        """Raise `ModelConfigError` for a field that is not read and may change numbers.
+
+        Such are the expected ones, and those of transformers' class with another value than the default.
+        """
+        for name, known in self.expected.items():
+            if quantization.get(name) not in (None, {}, [], "", *known):
+                raise _not_read(name, quantization[name])
+        others = quantization.keys() - {*self.read.split(), *self.no_effect.split(), *self.expected, "quant_method"}
+        if not others:
+            return
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds
+
+        config_class = AUTO_QUANTIZATION_CONFIG_MAPPING.get(str(quantization.get("quant_method")))
+        parameters = {} if config_class is None else inspect.signature(config_class.__init__).parameters
+        for name in sorted(others & parameters.keys()):
+            if quantization[name] not in (None, parameters[name].default):
+                raise _not_read(name, quantization[name])
+
+
+def _not_read(name: str, value: Any) -> ModelConfigError:
+    return ModelConfigError(f"quantization_config's {name} is {value!r:.100}, which is not supported: only its default is.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFormat:
     """A registered format; see `register_checkpoint_format`."""
 
     read: ReadFormat
     cache_dtype: Callable[[Mapping[str, Any]], CacheDtype | None]
     may_be_requantized: bool
+    fields: FormatFields | None
 
 
 # Filled when modules are imported.
@@ -64,15 +102,17 @@ def register_checkpoint_format(
     *quant_methods: str,
     cache_dtype: Callable[[Mapping[str, Any]], CacheDtype | None] = scheme_cache_dtype,
     may_be_requantized: bool = False,
+    fields: FormatFields | None = None,
 ) -> Callable[[ReadFormat], ReadFormat]:
     """Have the decorated function read the checkpoints with these names of `quant_method`.
 
     cache_dtype: the 8-bit dtype of the KV cache that a quantization_config is made for. may_be_requantized: the file's reader gives
-    unquantized tensors where the model does not keep the quantized ones, so that `--quantization` can start from them.
+    unquantized tensors where the model does not keep the quantized ones, so that `--quantization` can start from them. fields: checked
+    before `read`; None: it checks them all.
     """
 
     def register(read: ReadFormat) -> ReadFormat:
-        made = CheckpointFormat(read=read, cache_dtype=cache_dtype, may_be_requantized=may_be_requantized)
+        made = CheckpointFormat(read=read, cache_dtype=cache_dtype, may_be_requantized=may_be_requantized, fields=fields)
         CHECKPOINT_FORMATS.update(dict.fromkeys(quant_methods, made))
         return read
 

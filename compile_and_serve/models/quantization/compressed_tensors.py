@@ -36,7 +36,7 @@ from compile_and_serve.custom_ops.stored_weight import (
 )
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import integer, require, tell_about_activations, tell_once, unsupported
 from compile_and_serve.models.quantization.groups import groups_of, scales_tensor, unpack_bits
 from compile_and_serve.models.quantization.mxfp4 import mxfp4_weight
@@ -64,7 +64,14 @@ class _Group:
         return _is_target(module, self.targets) and not _is_target(module, self.ignored)
 
 
-@register_checkpoint_format("compressed-tensors")
+@register_checkpoint_format(
+    "compressed-tensors",
+    fields=FormatFields(
+        read="config_groups format ignore kv_cache_scheme",
+        no_effect="quantization_status global_compression_ratio run_compressed dequantize use_optimized_inference version",
+        expected={"transform_config": (), "sparsity_config": ({"format": "dense"},)},
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, StoredWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     found: dict[str, StoredWeight] = {}

@@ -9,14 +9,20 @@ import torch
 
 from compile_and_serve.custom_ops.quantization import BLOCK
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import unsupported
 from compile_and_serve.models.spec import ModelSpec
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts; they stay unquantized
 
 
-@register_checkpoint_format("fp8")
+@register_checkpoint_format(
+    "fp8",
+    fields=FormatFields(
+        read="fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers",
+        no_effect="dequantize scale_fmt",  # scale_fmt: the weights' scales are stored; those of activations are not rounded here
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     if config.get("fmt", "e4m3") != "e4m3":

@@ -15,13 +15,23 @@ from torch import nn
 
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, shuffled_groups
 from compile_and_serve.custom_ops.weight_functions import weight_function
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import as_list, integer, is_ignored, require
 from compile_and_serve.models.quantization.groups import bits_of, groups_of, require_multiple, scales_tensor, unpack_bits
 from compile_and_serve.models.spec import ModelSpec
 
 
-@register_checkpoint_format("gptq")
+@register_checkpoint_format(
+    "gptq",
+    fields=FormatFields(
+        read="bits group_size desc_act static_groups checkpoint_format format lm_head modules_to_not_convert dynamic "
+        "modules_in_block_to_quantize",
+        # The zero points are stored, also of symmetric weights.
+        no_effect="sym tokenizer dataset damp_percent act_group_aware true_sequential meta backend model_seqlen block_name_to_quantize "
+        "module_name_preceding_first_block batch_size pad_token_id max_input_length cache_block_outputs",
+        expected={"pack_dtype": ("int32",), "adapter": (), "rotation": ()},
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     file_format = config.get("checkpoint_format") or config.get("format") or "gptq"

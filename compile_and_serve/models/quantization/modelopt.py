@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
-from compile_and_serve.models.quantization.checkpoint_format import CacheDtype, linears_of, register_checkpoint_format, scheme_cache_dtype
+from compile_and_serve.models.quantization.checkpoint_format import (
+    CacheDtype,
+    FormatFields,
+    linears_of,
+    register_checkpoint_format,
+    scheme_cache_dtype,
+)
 from compile_and_serve.models.quantization.config_fields import is_ignored, require, tell_about_activations
 from compile_and_serve.models.quantization.nvfp4 import NVFP4_GROUP, nvfp4_weight
 from compile_and_serve.models.spec import ModelSpec
@@ -20,7 +26,15 @@ def _cache_dtype(config: Mapping[str, Any]) -> CacheDtype | None:
     return {"FP8": "fp8", "INT8": "int8"}.get(algorithm) if algorithm is not None else scheme_cache_dtype(config)  # type: ignore[return-value]
 
 
-@register_checkpoint_format("modelopt", "modelopt_fp4", cache_dtype=_cache_dtype)
+@register_checkpoint_format(
+    "modelopt",
+    "modelopt_fp4",
+    cache_dtype=_cache_dtype,
+    fields=FormatFields(
+        read="quant_algo kv_cache_quant_algo kv_cache_scheme ignore exclude_modules quantized_layers group_size",
+        expected={"has_zero_point": (False,), "pre_quant_scale": (False,)},
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     excluded = [*(config.get("ignore") or []), *(config.get("exclude_modules") or [])]

@@ -10,7 +10,13 @@ import torch
 
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
-from compile_and_serve.models.quantization.checkpoint_format import CacheDtype, linears_of, register_checkpoint_format, scheme_cache_dtype
+from compile_and_serve.models.quantization.checkpoint_format import (
+    CacheDtype,
+    FormatFields,
+    linears_of,
+    register_checkpoint_format,
+    scheme_cache_dtype,
+)
 from compile_and_serve.models.quantization.config_fields import is_pattern_for, require, tell_about_activations
 from compile_and_serve.models.quantization.mxfp4 import mxfp4_weight
 from compile_and_serve.models.spec import ModelSpec
@@ -21,7 +27,14 @@ def _cache_dtype(config: Mapping[str, Any]) -> CacheDtype | None:
     return "fp8" if isinstance(export, dict) and export.get("kv_cache_group") else scheme_cache_dtype(config)
 
 
-@register_checkpoint_format("quark", cache_dtype=_cache_dtype)
+@register_checkpoint_format(
+    "quark",
+    cache_dtype=_cache_dtype,
+    fields=FormatFields(
+        read="export exclude layer_quant_config global_quant_config kv_cache_scheme",
+        expected={"layer_type_quant_config": (), "softmax_quant_spec": ()},
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError`."""
     excluded = config.get("exclude") or []

@@ -38,7 +38,12 @@ def with_stored_weights(spec: ModelSpec, *, requantize: bool = False) -> ModelSp
     checkpoint_format = format_of(quantization)
     if requantize and checkpoint_format.may_be_requantized:
         return spec
-    stored = checkpoint_format.read(quantization, spec)
+    try:
+        if checkpoint_format.fields is not None:
+            checkpoint_format.fields.check(quantization)
+        stored = checkpoint_format.read(quantization, spec)
+    except (TypeError, AttributeError) as error:  # of a field whose type no reader expects
+        raise ModelConfigError(f"quantization_config has a field of a wrong type ({error}): check the model's config.") from error
     parts = {name: part for one in stored.values() for tensor in one.tensors for name, part in tensor.stacked_from.items()}
     return replace(spec, quantized_weights=stored, parts={**spec.parts, **parts})
 

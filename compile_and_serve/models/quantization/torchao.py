@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
-from compile_and_serve.models.quantization.checkpoint_format import linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import is_ignored, require
 from compile_and_serve.models.spec import ModelSpec
 
@@ -33,7 +33,13 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@register_checkpoint_format("torchao")
+@register_checkpoint_format(
+    "torchao",
+    fields=FormatFields(
+        read="quant_type include_input_output_embeddings modules_to_not_convert",
+        no_effect="untie_embedding_weights",  # the tensors show it
+    ),
+)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
     """Parameter name → how the checkpoint stores it. Raises `ModelConfigError` for other configs, naming the field."""
     require("include_input_output_embeddings", config.get("include_input_output_embeddings") or False, (False,))

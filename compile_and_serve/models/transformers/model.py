@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.layers import scaled_positions
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
 from compile_and_serve.models.transformers.attention import (
     DRY_RUN,
@@ -227,12 +228,16 @@ def _max_positions(config: PreTrainedConfig) -> int:
 
     LongRoPE has other frequencies beyond its original length; here only the short ones are used, so that length is the limit.
     """
-    longest = next((int(n) for field in _LENGTHS if isinstance(n := getattr(config, field, None), int)), _NO_LIMIT)
+    trained = next((int(n) for field in _LENGTHS if isinstance(n := getattr(config, field, None), int)), _NO_LIMIT)
+    lengths = []
     for rope in _rope_parameters(config):
-        if rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", longest)
-            longest = min(longest, int(original or longest))
-    return longest
+        kind = rope.get("rope_type")
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", trained)
+            lengths.append(min(trained, int(original or trained)))
+        elif kind in ("linear", "yarn"):
+            lengths.append(scaled_positions(rope, trained))
+    return min(lengths, default=trained)
 
 
 def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any], skip: frozenset[str]) -> dict[str, torch.Tensor]:
@@ -374,4 +379,6 @@ def _module_of(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    lines = [line.strip() for line in str(error).splitlines()]
+    # Errors of a config's types name the field in the first line, and what is wrong in the second.
+    return f"{type(error).__name__}: {' '.join(lines[: 2 if lines and lines[0].endswith(':') else 1])}"

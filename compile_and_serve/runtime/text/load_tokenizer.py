@@ -92,18 +92,30 @@ def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
 
 def _load_folder(path: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
-    _add_missing_tokens(backend, config)
     tokens = {**_read_json(path / "special_tokens_map.json"), **config}
+    _add_missing_tokens(backend, path, tokens)
     special = {name: text for name in SPECIAL_NAMES if (text := _token_text(tokens.get(name))) is not None}
     return Tokenizer(
         backend, special_tokens=special, eos_token_ids=_eos_ids(path), chat_templates=_folder_templates(path, config), source=str(path)
     )
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    # Some folders list added tokens only in tokenizer_config.json. transformers adds them in the order of their ids.
-    listed = config.get("added_tokens_decoder") or {}
-    for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+def _add_missing_tokens(backend: tokenizers.Tokenizer, path: Path, tokens: Mapping[str, Any]) -> None:
+    """Add the tokens that only other files than tokenizer.json name, in the order of their ids, then those without ids: as transformers does.
+
+    tokens: of special_tokens_map.json and tokenizer_config.json.
+    """
+    special = [text for name in SPECIAL_NAMES if (text := _token_text(tokens.get(name))) is not None]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = tokens.get(name) or []
+        special += [text for one in (more.values() if isinstance(more, dict) else more) if (text := _token_text(one)) is not None]
+    listed: dict[int, Mapping[str, Any]] = {}
+    for text, token_id in _read_json(path / "added_tokens.json").items():
+        listed[int(token_id)] = {"content": text, "normalized": False, "special": text in special}
+    for token_id, entry in (tokens.get("added_tokens_decoder") or {}).items():
+        listed[int(token_id)] = entry
+    entries = [listed[token_id] for token_id in sorted(listed)]
+    for entry in (*entries, *({"content": text, "normalized": False, "special": True} for text in special)):
         if backend.token_to_id(entry["content"]) is None:
             flags = {k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
             token = tokenizers.AddedToken(entry["content"], **flags)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from compile_and_serve.runtime.weights.errors import WeightError
+from compile_and_serve.models.architecture import with_architecture
+from compile_and_serve.runtime.weights.facts_of_tensors import with_facts_of_tensors
+from compile_and_serve.runtime.weights.folder_config import read_folder_config
 from compile_and_serve.runtime.weights.gguf import GgufCheckpoint, read_gguf_config
 from compile_and_serve.runtime.weights.overrides import overridden
-from compile_and_serve.runtime.weights.safetensors import SafetensorsCheckpoint
+from compile_and_serve.runtime.weights.safetensors import open_folder
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.config import ModelConfig
@@ -32,13 +33,13 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path, packed: frozenset[str] = frozenset()) -> Checkpoint:
-    """Open a .gguf file or a folder of safetensors. packed: names of a .gguf file's tensors to read as blocks of bytes.
+    """Open a .gguf file or a folder of tensors. packed: names of a .gguf file's tensors to read as blocks of bytes.
 
     Raises `WeightError` if files are missing, truncated or malformed.
     """
     if path.suffix == ".gguf":
         return GgufCheckpoint(path, packed)
-    return SafetensorsCheckpoint(path)
+    return open_folder(path)
 
 
 def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -47,36 +48,17 @@ def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     yield from checkpoint.stream(set(checkpoint.shapes))
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, is_whole: bool = True) -> dict[str, Any]:
     """The model's config in the format of Hugging Face's config.json, from a folder or a GGUF file's metadata.
 
-    Raises `WeightError` if there is none, or if it is not a JSON object.
+    Where the folder's tensors say otherwise, they are believed (`facts_of_tensors.py`). is_whole: the model has all of its tensors, unlike
+    a drafter, which may take some from its target. Raises `WeightError` if there is no config, or if it is not a JSON object.
     """
     if path.suffix == ".gguf":
         return read_gguf_config(path)
-    file = path / "config.json"
-    if not file.is_file():
-        raise WeightError(f"{path} has no config.json: expected a model folder in Hugging Face layout.")
-    config = _read_object(file)
-    modelopt = path / "hf_quant_config.json"  # older files of ModelOpt
-    if "quantization_config" not in config and modelopt.is_file():
-        settings = _read_object(modelopt).get("quantization") or {}
-        if not isinstance(settings, dict):
-            raise WeightError(f"quantization in {modelopt} must be a JSON object, got a {type(settings).__name__}.")
-        config["quantization_config"] = {"quant_method": "modelopt", **settings}
-    return config
+    return with_facts_of_tensors(with_architecture(read_folder_config(path)), path, is_whole=is_whole)
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
     """The config of the model that an engine's options name, with the fields that they replace. Raises as `read_config` does."""
     return overridden(read_config(model.path), model.hf_overrides or {})
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise WeightError(f"{file} is not valid JSON ({error}): check that the file is complete.") from None
-    if not isinstance(found, dict):
-        raise WeightError(f"{file} must hold a JSON object, got a {type(found).__name__}.")
-    return found

@@ -1,8 +1,7 @@
-"""Checkpoints of drafters: pickled files that older ones come in, and tensors that a drafter takes from its target."""
+"""Checkpoints of drafters: the files that only they come in, and tensors that a drafter takes from its target."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,44 +10,23 @@ import torch
 
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint, read_config
-from compile_and_serve.runtime.weights.errors import WeightError
+from compile_and_serve.runtime.weights.pickled import PickledCheckpoint
 
-PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
-
-
-class PickledCheckpoint:
-    """A `Checkpoint` in one file of torch.save. Only tensors are read from it, so it cannot run code."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise WeightError(f"{file} is not a file of plain tensors ({reason:.200}): convert it to model.safetensors.") from None
-        if not isinstance(held, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
-            raise WeightError(f"{file} must hold tensors by name: convert it to model.safetensors.")
-        self._tensors = held
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-
-    def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors.items():
-            if name in names:
-                yield name, tensor
+MEDUSA_FILE = "medusa_lm_head.pt"
 
 
 def open_drafter(path: Path) -> Checkpoint:
-    """A drafter's checkpoint: safetensors, a .gguf file, or a pickled file of plain tensors. Raises `WeightError`."""
-    if path.is_dir() and not list(path.glob("*.safetensors*")):
-        for name in PICKLED_FILES:
-            if (path / name).exists():
-                return PickledCheckpoint(path / name)
+    """A drafter's checkpoint: as `open_checkpoint` reads it, or Medusa's file of torch.save. Raises `WeightError`."""
+    file = path / MEDUSA_FILE
+    if file.is_file() and not list(path.glob("*.safetensors*")):
+        return PickledCheckpoint({file: None})
     return open_checkpoint(path)
 
 
 def drafter_config(config: EngineConfig) -> dict[str, Any]:
     """The config.json of the model that `speculative_config` names."""
     assert config.drafter_path is not None
-    return read_config(config.drafter_path)
+    return read_config(config.drafter_path, is_whole=False)
 
 
 def drafter_shapes(config: EngineConfig) -> Mapping[str, tuple[int, ...]]:

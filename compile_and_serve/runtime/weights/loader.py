@@ -24,6 +24,7 @@ from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkp
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
 from compile_and_serve.runtime.weights.errors import WeightError
 from compile_and_serve.runtime.weights.merged import MergedCheckpoint
+from compile_and_serve.runtime.weights.renamed import with_model_names
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ def _checked_stream(
         checkpoint = MergedCheckpoint(checkpoint, merge_lora, spec)
     stored = _stored_tensors(spec)
     unused = {name for one in spec.quantized_weights.values() for name in one.unused}
+    checkpoint = with_model_names(checkpoint, specs.keys() | spec.parts.keys() | spec.weight_map.keys() | unused)
     scales = stored.keys() - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
     part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint

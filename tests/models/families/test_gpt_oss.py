@@ -35,7 +35,7 @@ def expected(folders: tuple[Path, Path]) -> list[list[int]]:
 
 def served(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Greedy tokens of all prompts in one batch, in chunks; the report of the compilation."""
-    core = EngineCore(tiny_config(folder, load_format="auto", max_num_batched_tokens=32, **options))
+    core = EngineCore(tiny_config(folder, load_format="auto", max_num_batched_tokens=32, max_model_len=256, **options))
     requests = [request(f"r{i}", prompt_of(i, length), max_tokens=NUM_TOKENS, ignore_eos=True) for i, length in enumerate(LENGTHS)]
     tokens = tokens_of(run_requests(core, requests))
     report = core.info.compile_report

@@ -56,7 +56,13 @@ FAMILIES = {
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        {"sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 4,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+        },
         merged=3,
         linears=3,
     ),

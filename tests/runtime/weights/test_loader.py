@@ -285,7 +285,7 @@ def config_is_a_list(folder: Path) -> None:
 
 def config_without_architecture(folder: Path) -> None:
     config = read_config(folder)
-    del config["architectures"]
+    del config["architectures"], config["model_type"]
     (folder / "config.json").write_text(json.dumps(config))
 
 
