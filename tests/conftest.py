@@ -174,7 +174,7 @@ def _write_smollm2(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from compile_and_serve.runtime.weights import iter_tensors, read_config
-    from compile_and_serve.runtime.weights.gguf import read_metadata
+    from compile_and_serve.runtime.weights.gguf_file import read_metadata
 
     config = read_config(gguf) | {"model_type": "llama", "dtype": "bfloat16"}
     del config["quantization_config"]  # the folder has the dequantized weights

@@ -12,7 +12,7 @@ import torch
 from benchmarks.cpu import Worker, figures, make_cases, print_case, ratios, speedups, take_turns, write_bfloat16_gguf
 from compile_and_serve.runtime.quantize.source import write_weights
 from compile_and_serve.runtime.weights import iter_tensors, read_config
-from compile_and_serve.runtime.weights.gguf import read_metadata
+from compile_and_serve.runtime.weights.gguf_file import read_metadata
 
 
 def test_figures_are_medians_of_the_differences() -> None:

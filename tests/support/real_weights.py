@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from compile_and_serve.runtime.weights import user_cache_dir
-from compile_and_serve.runtime.weights.gguf import GgufCheckpoint, read_metadata
+from compile_and_serve.runtime.weights.gguf import GgufCheckpoint
+from compile_and_serve.runtime.weights.gguf_file import read_metadata
 from compile_and_serve.runtime.weights.resolve import KnownModel, download_known
 
 Encode = Callable[[str], list[int]]

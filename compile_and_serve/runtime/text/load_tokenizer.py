@@ -61,7 +61,7 @@ def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
 
 
 def _load_gguf(path: Path) -> Tokenizer:
-    from compile_and_serve.runtime.weights.gguf import read_metadata  # imports torch
+    from compile_and_serve.runtime.weights.gguf_file import read_metadata
 
     return tokenizer_from_gguf_metadata(read_metadata(path), source=str(path))
 
@@ -101,7 +101,7 @@ def _load_folder(path: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, path: Path, tokens: Mapping[str, Any]) -> None:
-    """Add the tokens that only other files than tokenizer.json name, in the order of their ids, then those without ids: as transformers does.
+    """Add the tokens that only other files than tokenizer.json name: in the order of their ids, then those without ids.
 
     tokens: of special_tokens_map.json and tokenizer_config.json.
     """
@@ -115,8 +115,10 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, path: Path, tokens: Mappi
     for token_id, entry in (tokens.get("added_tokens_decoder") or {}).items():
         listed[int(token_id)] = entry
     entries = [listed[token_id] for token_id in sorted(listed)]
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}  # a text in the vocabulary alone may still be split
     for entry in (*entries, *({"content": text, "normalized": False, "special": True} for text in special)):
-        if backend.token_to_id(entry["content"]) is None:
+        if entry["content"] not in added:
+            added.add(entry["content"])
             flags = {k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
             token = tokenizers.AddedToken(entry["content"], **flags)
             (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])

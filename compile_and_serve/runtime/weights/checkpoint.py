@@ -11,7 +11,8 @@ import torch
 from compile_and_serve.models.architecture import with_architecture
 from compile_and_serve.runtime.weights.facts_of_tensors import with_facts_of_tensors
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
-from compile_and_serve.runtime.weights.gguf import GgufCheckpoint, read_gguf_config
+from compile_and_serve.runtime.weights.gguf import GgufCheckpoint
+from compile_and_serve.runtime.weights.gguf_config import read_gguf_config
 from compile_and_serve.runtime.weights.overrides import overridden
 from compile_and_serve.runtime.weights.safetensors import open_folder
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,12 +81,19 @@ def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool
 def _inside_folder(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = gguf_models([file.name for file in folder.glob("*.gguf")])
     if len(ggufs) == 1:
-        return ggufs[0]
+        return folder / ggufs[0]
     if ggufs:
-        raise WeightError(f"{folder} has no config.json and {len(ggufs)} .gguf files: name one of them, e.g. {ggufs[0]}.")
+        raise WeightError(f"{folder} has no config.json and {len(ggufs)} .gguf files: name one of them, e.g. {folder / ggufs[0]}.")
     raise WeightError(f"{folder} has no config.json: expected a model folder in Hugging Face layout.")
+
+
+def gguf_models(names: Iterable[str]) -> list[str]:
+    """The .gguf files that are models: of a split one, its first part; no projectors of other models, such as mmproj-F16.gguf."""
+    later = re.compile(r".*-(?!00001-)\d{5}-of-\d{5}\.gguf")
+    files = (name for name in names if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"))
+    return sorted(name for name in files if later.fullmatch(name) is None)
 
 
 def download_known(known: KnownModel, cache_dir: Path | None = None) -> Path:

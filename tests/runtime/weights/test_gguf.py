@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, iter_tensors, open_checkpoint, read_config
-from compile_and_serve.runtime.weights.gguf import read_metadata, unpermute
+from compile_and_serve.runtime.weights.gguf_file import read_metadata
+from compile_and_serve.runtime.weights.gguf_tensors import unpermute
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -273,7 +274,7 @@ def test_foreign_files_are_one_sentence(tiny_llama_dir: Path, tmp_path: Path) ->
     with pytest.raises(WeightError, match="does not exist"):
         read_metadata(tmp_path / "absent.gguf")
     mamba = write_gguf(tiny_llama_dir, tmp_path / "m.gguf", architecture="mamba", kind=GGMLQuantizationType.F32)
-    with pytest.raises(WeightError, match="'mamba', but only llama, qwen3 are supported"):
+    with pytest.raises(WeightError, match="'mamba', but only llama, mistral3, qwen2"):
         read_config(mamba)
 
 
