@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,8 +76,9 @@ def check_fields(config: Mapping[str, Any], fields: Mapping[str, str], architect
     others = [name for name in config if name not in fields and name not in _COMMON and name not in NO_EFFECT and name[0] != "_"]
     if not others or (config_class := _config_class(config, architecture)) is None:
         return
+    known = {one.name for one in dataclasses.fields(config_class)}
     for name in others:
-        if name in config_class.__dataclass_fields__ and _differs_from_default(config_class, config, name):
+        if name in known and _differs_from_default(config_class, config, name):
             raise UnsupportedConfigError(f"{name} is {config[name]!r:.100}, which the native {architecture} does not read.")
 
 

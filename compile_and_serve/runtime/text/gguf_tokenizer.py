@@ -1,7 +1,6 @@
 """Build a `Tokenizer` from the metadata of a GGUF file (keys `tokenizer.ggml.*`).
 
-GGUF does not store the pre-tokenizer's regular expressions, only a name in `tokenizer.ggml.pre`. The patterns here are
-those that the models publish in their tokenizer.json.
+GGUF does not store the pre-tokenizer's regular expressions, only a name (`gguf_pre_tokenizers.py`).
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from compile_and_serve.runtime.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
 
 PREFIX = "tokenizer.ggml."
 # Token types in `tokenizer.ggml.token_type`.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
-_LETTERS_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Control tokens that end a generation, whatever the file's end token is: those that llama.cpp takes as ends.
+END_TOKENS = frozenset(
+    """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS]
+    <｜end▁of▁sentence｜> <end_of_utterance> <turn|> </s>
+    """.split()
 )
-_LETTERS_QWEN2 = _LETTERS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-_GPT2 = ("default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2")
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez")
+_HARMONY = {"<|return|>", "<|call|>"}  # with these, "<|end|>" ends a message and not the generation
 
 
 def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "") -> Tokenizer:
@@ -43,31 +41,28 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "
     if not tokens:
         raise TokenizerError(f"The GGUF file is damaged: {PREFIX}tokens is empty; download it again.")
     types = _array(metadata, "token_type", int, length=len(tokens)) if PREFIX + "token_type" in metadata else []
-    if kind == "gpt2":
-        backend, adds_bos = _byte_level_bpe(metadata, tokens)
-    elif kind == "llama":
-        backend, adds_bos = _sentencepiece_bpe(metadata, tokens), True
-    else:
-        raise TokenizerError(f"The GGUF tokenizer type '{kind}' is not supported, only 'gpt2' and 'llama' are: use --tokenizer.")
-    backend.add_special_tokens(_added(tokens, types, {CONTROL, UNKNOWN} if kind == "llama" else {CONTROL}, special=True))
+    readers = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "t5": _unigram, "bert": _word_piece}
+    if kind not in readers:
+        raise TokenizerError(f"The GGUF tokenizer type {kind!r} is not supported, only {', '.join(readers)} are: use --tokenizer.")
+    backend, adds_bos = readers[kind](metadata, tokens)
+    adds_sep = bool(metadata.get(PREFIX + "add_sep_token", kind == "bert"))
+    if adds_sep and kind != "bert":
+        raise TokenizerError(f"The GGUF file sets {PREFIX}add_sep_token, which is not supported for {kind!r} tokenizers: use --tokenizer.")
+    backend.add_special_tokens(_added(tokens, types, {CONTROL} if kind == "gpt2" else {CONTROL, UNKNOWN}, special=True))
     backend.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
     special = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "separator")):
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "seperator"), ("mask", "mask")):
         token_id = _token_id(metadata, key, tokens)
         if token_id is not None:
             special[f"{name}_token"] = tokens[token_id]
+    adds_eos = metadata.get(PREFIX + "add_eos_token", adds_sep or kind == "t5")
     _add_ends(
         backend,
         bos=special.get("bos_token") if metadata.get(PREFIX + "add_bos_token", adds_bos) else None,
-        eos=special.get("eos_token") if metadata.get(PREFIX + "add_eos_token", False) else None,
+        eos=special.get("sep_token" if adds_sep else "eos_token") if adds_eos else None,
     )
-    ends = [_token_id(metadata, key, tokens) for key in ("eos", "eot", "eom")]
     return Tokenizer(
-        backend,
-        special_tokens=special,
-        eos_token_ids=[token_id for token_id in ends if token_id is not None],
-        chat_templates=_templates(metadata),
-        source=source,
+        backend, special_tokens=special, eos_token_ids=_end_ids(metadata, tokens, types), chat_templates=_templates(metadata), source=source
     )
 
 
@@ -112,38 +107,71 @@ def _added(tokens: Sequence[str], types: Sequence[int], wanted: set[int], *, spe
     ]
 
 
+def _end_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+    """Ids that end a generation: of the file's keys (eos_token_ids is Ollama's), and of tokens that are known as ends by their text."""
+    ids = [_token_id(metadata, key, tokens) for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]
+    listed = _array(metadata, "eos_token_ids", int) if PREFIX + "eos_token_ids" in metadata else []
+    kinds = types or [CONTROL] * len(tokens)
+    known = {i: token for i, token in enumerate(tokens) if token in END_TOKENS and kinds[i] in (CONTROL, USER_DEFINED)}
+    if set(known.values()) >= _HARMONY:
+        known = {i: token for i, token in known.items() if token != "<|end|>"}
+    return list(dict.fromkeys(one for one in (*ids, *listed, *known) if one is not None and 0 <= one < len(tokens)))
+
+
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
     """A byte-level BPE (GPT-2 family), and whether a beginning-of-sequence token comes first by default."""
-    pre = str(metadata.get(PREFIX + "pre", "default"))
+    name = str(metadata.get(PREFIX + "pre", "default"))
+    if name not in PRE_TOKENIZERS:
+        raise TokenizerError(f"The GGUF pre-tokenizer {name!r} is not supported, only {', '.join(PRE_TOKENIZERS)} are: use --tokenizer.")
+    pre = PRE_TOKENIZERS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", str)]
     if any(len(merge) != 2 for merge in merges):
         raise TokenizerError(f"The GGUF file is damaged: {PREFIX}merges has an entry of one part; download it again.")
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = _model(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3)
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _GPT2:
-        backend.pre_tokenizer = plain
-    elif pre in _DIGITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    elif pre in _LLAMA3:
-        backend.pre_tokenizer = _split(_LETTERS_LLAMA3)
-    elif pre in _QWEN2:
+    backend = _model(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
+    if pre.is_composed:
         backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = _split(_LETTERS_QWEN2)
-    else:
-        known = ", ".join([*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2])
-        raise TokenizerError(f"The GGUF pre-tokenizer '{pre}' is not supported, only {known} are: use --tokenizer.")
+    backend.pre_tokenizer = pre.build()
     backend.decoder = decoders.ByteLevel()
-    return backend, pre in _LLAMA3
+    return backend, pre.adds_bos
 
 
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    behavior: Literal["isolated"] = "isolated"
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior), byte_level])
+def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
+    """SentencePiece's unigram model, with its table of characters that are replaced."""
+    scores = _array(metadata, "scores", float, length=len(tokens))
+    unknown = _token_id(metadata, "unknown", tokens)
+    has_bytes = "<0x00>" in tokens
+    backend = Backend(models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=unknown or 0, byte_fallback=has_bytes))
+    steps: list[normalizers.Normalizer] = []
+    if PREFIX + "precompiled_charsmap" in metadata:
+        steps.append(normalizers.Precompiled(bytes(value & 255 for value in _array(metadata, "precompiled_charsmap", int))))
+    if metadata.get(PREFIX + "remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    scheme: Literal["always", "never"] = "always" if metadata.get(PREFIX + "add_space_prefix", True) else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    ends = [decoders.ByteFallback(), decoders.Fuse()] if has_bytes else []
+    backend.decoder = decoders.Sequence([*ends, decoders.Metaspace(prepend_scheme=scheme)])
+    return backend, False
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
+def _word_piece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
+    """BERT's WordPiece without case. The file marks the beginnings of words with "▁", where BERT marks what follows with "##"."""
+    vocab = {_bert_spelling(token): i for i, token in enumerate(tokens)}
+    unknown = _token_id(metadata, "unknown", tokens)
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]" if unknown is None else tokens[unknown]))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend, True
+
+
+def _bert_spelling(token: str) -> str:
+    is_special = token.startswith("[") and token.endswith("]") and len(token) > 2
+    return token.removeprefix("▁") if is_special or token.startswith("▁") else f"##{token}"
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
     """SentencePiece's BPE. Merges follow from the scores; characters outside the vocabulary become bytes."""
     scores = _array(metadata, "scores", float, length=len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -159,7 +187,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Ba
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     ends = [decoders.Strip(" ", 1, 0)] if prefix_space else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
-    return backend
+    return backend, True
 
 
 def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 import threading
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from compile_and_serve.runtime.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
 from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
@@ -45,7 +49,8 @@ def test_smollm2_folder_and_gguf_agree_with_transformers(smollm2_dir: Path, smol
             for skip in (True, False):
                 assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
             assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids).decode() == text
-        assert tokenizer.eos_token_ids == [reference.eos_token_id]
+        assert tokenizer.eos_token_ids[0] == reference.eos_token_id
+        assert {tokenizer.backend.id_to_token(one) for one in tokenizer.eos_token_ids} <= {"<|im_end|>", "<|endoftext|>"}
         assert tokenizer.special_tokens["bos_token"] == reference.bos_token
         assert tokenizer.chat_templates["default"] == reference.chat_template
         assert tokenizer.vocab_size == len(reference)
@@ -173,11 +178,27 @@ def test_gguf_sentencepiece_equals_the_original_tokenizer() -> None:
     assert without.encode("the") == original.encode("the")
 
 
-@pytest.mark.parametrize("pre,pieces", [("smollm", "a|1|2|3|4"), ("qwen2", "a|1|2|3|4"), ("llama-bpe", "a|123|4"), ("gpt-2", "a|1234")])
+@pytest.mark.parametrize(
+    "pre,pieces",
+    [
+        ("smollm", "a|1|2|3|4"),
+        ("command-r", "a|1|2|3|4"),
+        ("qwen2", "a|1|2|3|4"),
+        ("tekken", "a|1|2|3|4"),
+        ("deepseek-coder", "a|1|2|3|4"),
+        ("llama-bpe", "a|123|4"),
+        ("gpt-4o", "a|123|4"),
+        ("deepseek-v3", "a|123|4"),
+        ("chatglm-bpe", "a|123|4"),
+        ("falcon", "a|123|4"),
+        ("gpt-2", "a|1234"),
+        ("bloom", "a1|234"),
+    ],
+)
 def test_gguf_pre_tokenizers_split_digits_as_named(pre: str, pieces: str) -> None:
     """The vocabulary merges any digits of the text, also with the letter, unless the pre-tokenizer keeps them apart."""
     metadata = gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **{"tokenizer.ggml.pre": pre})
-    merges = ["1 2", "12 3", "123 4", "3 4", "a 1", "a1 2"]
+    merges = ["1 2", "12 3", "123 4", "3 4", "a 1", "a1 2"] if pre != "bloom" else ["a 1", "2 3", "23 4"]
     added = [merge.replace(" ", "") for merge in merges]
     metadata["tokenizer.ggml.tokens"] += added
     metadata["tokenizer.ggml.token_type"] += [1] * len(added)
@@ -213,13 +234,14 @@ def test_special_tokens_outside_a_gguf_vocabulary_are_none() -> None:
     metadata = gguf_metadata(byte_level_tokenizer([]), kind="gpt2")
     metadata |= {f"tokenizer.ggml.{name}_token_id": 10**6 for name in ("eos", "eot")}
     loaded = tokenizer_from_gguf_metadata(metadata)
-    assert loaded.eos_token_ids == []
+    assert loaded.eos_token_ids == [loaded.backend.token_to_id("<|end|>")]  # by its text
 
 
 @pytest.mark.parametrize(
     "key,value,says",
     [
-        ("tokenizer.ggml.model", "bert", "'gpt2' and 'llama'"),
+        ("tokenizer.ggml.model", "rwkv", "only gpt2, llama, t5, bert are"),
+        ("tokenizer.ggml.add_sep_token", True, "add_sep_token"),
         ("tokenizer.ggml.pre", "martian", "smollm"),
         ("tokenizer.ggml.model", None, "no tokenizer"),
     ],
@@ -267,3 +289,105 @@ def test_long_texts_and_ids_give_the_same_as_short_ones() -> None:
                 assert tokenizer.decode(ids, skip_special_tokens=skip) == whole
     with pytest.raises(TokenizerError, match="surrogate"):
         byte_level_tokenizer([]).encode("\ud800" * 5000)
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_gguf_pre_tokenizer_keeps_the_text(pre: str) -> None:
+    loaded = tokenizer_from_gguf_metadata(gguf_metadata(byte_level_tokenizer(TEXTS), kind="gpt2", **{"tokenizer.ggml.pre": pre}))
+    for text in TEXTS:
+        expected = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[pre].is_composed else text
+        assert loaded.decode(loaded.encode(text, add_special_tokens=False), skip_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|eom_id|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"])
+@pytest.mark.parametrize("kind", [3, 4])
+def test_control_tokens_that_end_turns_end_a_gguf_generation(end: str, kind: int) -> None:
+    metadata = with_tokens({end: kind})
+    assert tokenizer_from_gguf_metadata(metadata).eos_token_ids == [EOS, COUNT]
+
+
+def test_ordinary_tokens_of_such_a_text_do_not() -> None:
+    assert tokenizer_from_gguf_metadata(with_tokens({"<|im_end|>": 1})).eos_token_ids == [EOS]
+
+
+def test_ends_of_messages_do_not_end_a_harmony_generation() -> None:
+    metadata = with_tokens({"<|return|>": 3, "<|call|>": 3})
+    metadata["tokenizer.ggml.eos_token_id"] = COUNT
+    assert tokenizer_from_gguf_metadata(metadata).eos_token_ids == [COUNT, COUNT + 1]  # without the vocabulary's <|end|>
+
+
+def test_each_id_of_ollamas_key_ends_a_gguf_generation() -> None:
+    metadata = with_tokens({"<|finish|>": 3, "<|stop|>": 3}, **{"tokenizer.ggml.eos_token_ids": [EOS, COUNT + 1, 10**6]})
+    assert tokenizer_from_gguf_metadata(metadata).eos_token_ids == [EOS, COUNT + 1]
+
+
+def with_tokens(more: dict[str, int], **keys: Any) -> dict[str, Any]:
+    """Metadata with further tokens of given types."""
+    metadata = gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **keys)
+    metadata["tokenizer.ggml.tokens"] += list(more)
+    metadata["tokenizer.ggml.token_type"] += list(more.values())
+    return metadata
+
+
+EOS, COUNT = byte_level_tokenizer([]).eos_token_ids[0], byte_level_tokenizer([]).backend.get_vocab_size()
+
+
+def test_gguf_unigram_equals_the_original_tokenizer() -> None:
+    original = Backend(models.Unigram())
+    original.pre_tokenizer = pre_tokenizers.Metaspace()
+    original.decoder = decoders.Metaspace()
+    texts = ["the quick brown fox jumps over the lazy dog", "the other fox and the other dog"] * 3
+    original.train_from_iterator(
+        texts, trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    )
+    vocabulary = json.loads(original.to_str())["model"]["vocab"]
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
+        "tokenizer.ggml.scores": [float(score) for _, score in vocabulary],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_eos_token": False,
+    }
+    loaded = tokenizer_from_gguf_metadata(metadata)
+    for text in ("the lazy fox", "other brown dogs"):
+        assert loaded.encode(text) == original.encode(text).ids
+        assert loaded.decode(loaded.encode(text)) == original.decode(original.encode(text).ids)
+
+
+def test_gguf_word_pieces_are_found() -> None:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁the", "▁fox", "es", "▁jump", "ed"]
+    metadata = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.unknown_token_id": 1}
+    metadata |= {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.seperator_token_id": 3}
+    assert tokenizer_from_gguf_metadata(metadata).encode("The foxes jumped zz") == [2, 4, 5, 6, 7, 8, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "place,config",
+    [
+        ("added_tokens.json", {}),
+        ("special_tokens_map.json", {}),
+        ("config", {"additional_special_tokens": ["<tool>"]}),
+        ("config", {"extra_special_tokens": {"tool_token": "<tool>"}}),
+        ("config", {"extra_special_tokens": ["<tool>"]}),
+        ("config", {"mask_token": "<tool>"}),
+        ("config", {"added_tokens_decoder": {"300": {"content": "<tool>", "special": True}}}),
+    ],
+)
+def test_tokens_that_only_other_files_name_are_added(place: str, config: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = save(byte_level_tokenizer([]), tmp_path, **config)
+    if place == "added_tokens.json":
+        (folder / place).write_text(json.dumps({"<tool>": byte_level_tokenizer([]).backend.get_vocab_size()}))
+    elif place == "special_tokens_map.json":
+        (folder / place).write_text(json.dumps({"additional_special_tokens": ["<tool>"]}))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer.encode("a<tool>")) == 2
+    assert tokenizer.encode("a<tool>") == AutoTokenizer.from_pretrained(folder).encode("a<tool>")
+
+
+def test_added_tokens_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
+    folder = save(byte_level_tokenizer([]), tmp_path)
+    (folder / "added_tokens.json").write_text(json.dumps({"<second>": COUNT + 1, "<first>": COUNT}))
+    assert load_tokenizer(folder).encode("<first><second>") == [COUNT, COUNT + 1]
