@@ -17,15 +17,15 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     The same goes for a causal class that neither a family nor transformers knows. Without a known model type the config stays as it is.
     """
     names = config.get("architectures")
-    named = isinstance(names, list) and bool(names) and isinstance(names[0], str)
-    if named and (not names[0].endswith(_GENERATES) or names[0] in known_families() or "auto_map" in config):
+    named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if named is not None and (not named.endswith(_GENERATES) or named in known_families()):
         return dict(config)
-    if not named and names not in (None, []):
+    if named is None and names not in (None, []):
         return dict(config)  # of a wrong type, which `architecture_of` says
     import transformers  # takes seconds
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if named and hasattr(transformers, names[0]):
+    if named is not None and (hasattr(transformers, named) or "auto_map" in config):
         return dict(config)
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
     if found is None:

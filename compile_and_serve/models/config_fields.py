@@ -69,7 +69,7 @@ def check_fields(config: Mapping[str, Any], fields: Mapping[str, str], architect
     A field that neither the family nor transformers' config class has changes none, nor does one with the class's default.
     Raises `ModelConfigError` for a wrong type, and `UnsupportedConfigError` for a field that the family does not read.
     """
-    for name, kind in (fields | _COMMON).items():
+    for name, kind in {**fields, **_COMMON}.items():
         expected, is_right = _KINDS[kind]
         if config.get(name) is not None and not is_right(config[name]):
             raise ModelConfigError(f"{name} in the model's config must be {expected}, got {config[name]!r:.100}.")

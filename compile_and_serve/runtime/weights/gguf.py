@@ -64,7 +64,7 @@ class GgufCheckpoint:
 
     def _add(self, info: TensorInfo, names: tuple[str, ...], change: str | None, heads: Heads, packed: frozenset[str]) -> None:
         """Add a tensor under one name, a stacked one under the names of its experts, or a fused one under several."""
-        if change in PAIRED_HEADS:
+        if change is not None and change in PAIRED_HEADS:
             count = PAIRED_HEADS[change](heads)
             if count < 1 or info.shape[0] % (2 * count):
                 raise WeightError(

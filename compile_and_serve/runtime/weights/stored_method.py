@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.runtime.weights.errors import WeightError
+from compile_and_serve.runtime.weights.folder_config import read_folder_config
 
 _SCHEMES = get_args(Quantization)
 # vLLM's names, kernels included → the `quant_method`s of a quantization_config.
@@ -61,15 +61,8 @@ def _stored_method(path: Path) -> str | None:
     """The format of a checkpoint's weights; None: they are not quantized. The files are checked where they are read."""
     if path.suffix == ".gguf":
         return "gguf"
-    found = _object(path / "config.json").get("quantization_config")
-    if isinstance(found, dict):
-        return str(found.get("quant_method"))
-    return "modelopt" if (path / "hf_quant_config.json").is_file() else None
-
-
-def _object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = read_folder_config(path).get("quantization_config")
+    except WeightError:
+        return None
+    return str(found.get("quant_method")) if isinstance(found, dict) else None
