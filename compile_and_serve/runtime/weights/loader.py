@@ -133,11 +133,11 @@ def _checked_stream(
     """
     packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
     checkpoint = checkpoint or open_checkpoint(path, packed)
-    if merge_lora is not None:
-        checkpoint = MergedCheckpoint(checkpoint, merge_lora, spec)
     stored = _stored_tensors(spec)
     unused = {name for one in spec.quantized_weights.values() for name in one.unused}
     checkpoint = with_model_names(checkpoint, specs.keys() | spec.parts.keys() | spec.weight_map.keys() | unused)
+    if merge_lora is not None:
+        checkpoint = MergedCheckpoint(checkpoint, merge_lora, spec)
     scales = stored.keys() - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
     part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint

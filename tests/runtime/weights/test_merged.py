@@ -134,6 +134,9 @@ def test_a_shared_weight_is_refused(tiny_llama_dir: Path, tmp_path: Path) -> Non
     shutil.copytree(tiny_llama_dir, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]  # a stored head that differs would be used
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     adapter = write_adapter(tmp_path / "adapter", model, 4, targets=["embed_tokens"])
     with pytest.raises(WeightError, match=r"model.embed_tokens, which shares its weight: .* and .* would both change"):
         merged_checkpoint(model, adapter)
