@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from compile_and_serve.runtime.weights.errors import WeightError
@@ -42,7 +43,9 @@ KNOWN_MODELS = {
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_PICKLED_HUB_FILES = ["pytorch_model.bin", "medusa_lm_head.pt"]  # which older drafters come in
+_PICKLED_HUB_FILES = ["pytorch_model*.bin"]  # which older models come in; their index is a .json file
+_MEDUSA_HUB_FILES = ["medusa_lm_head.pt"]
+_USUAL_QUANTIZATION = "Q4_K_M"  # that llama.cpp takes of a repository of .gguf files, if none is named
 
 
 def user_cache_dir() -> Path:
@@ -53,15 +56,19 @@ def user_cache_dir() -> Path:
 def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool = False, download_dir: str | Path | None = None) -> Path:
     """The local model folder (Hugging Face layout) or .gguf file for `model`. Known names and Hub ids are downloaded first.
 
+    Of a folder or a Hub id, `:FILE.gguf` or `:QUANTIZATION` (such as Q4_K_M, a part of the file's name) chooses a .gguf file.
     revision: branch, tag or commit of a Hub id. with_pickled: download files of torch.save too.
     download_dir: where models of the Hub are kept; None: in the Hub's own cache.
     Raises `WeightError` if `model` is none of these, if it has no revisions, or if the download fails.
     """
-    path = Path(model).expanduser()
+    path, chosen = Path(model).expanduser(), None
+    if ":" in model and not path.exists():
+        model, _, chosen = model.rpartition(":")
+        path = Path(model).expanduser()
     if revision is not None and (path.exists() or model.lower() in KNOWN_MODELS or not _HUB_ID.fullmatch(model)):
         raise WeightError(f"{model!r:.200} is not on the Hugging Face Hub and has no revisions: leave out --revision.")
     if path.is_dir():
-        return _inside_folder(path)
+        return _inside_folder(path) if chosen is None else _chosen_gguf(path, chosen, model)
     if path.is_file():
         if path.suffix != ".gguf":
             raise WeightError(f"{model} is a file but not a .gguf file: give a model folder or a .gguf file.")
@@ -71,11 +78,46 @@ def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool
         return download_known(known)
     looks_local = path.suffix == ".gguf" or model.startswith(("/", ".", "~"))
     if not looks_local and _HUB_ID.fullmatch(model):
-        return _download_from_hub(model, revision, _HUB_FILES + _PICKLED_HUB_FILES * with_pickled, download_dir)
+        download = partial(_download_from_hub, model, revision, folder=download_dir)
+        return _model_on_the_hub(download, model, chosen, _MEDUSA_HUB_FILES * with_pickled)
     raise WeightError(
         f"{model!r} was not found: expected a model folder, a .gguf file, one of the known names "
         f"({', '.join(KNOWN_MODELS)}) or a Hugging Face Hub id like organization/name."
     )
+
+
+def _model_on_the_hub(download: Callable[[list[str]], Path], model: str, chosen: str | None, more: list[str]) -> Path:
+    """download: fetches the files with these patterns. → the folder. more: patterns of further files."""
+    if chosen is not None:
+        return _chosen_gguf(download(_gguf_patterns(chosen)), chosen, model)
+    folder = download(_HUB_FILES + more)
+    if (folder / "config.json").exists():
+        has_weights = any(folder.glob("*.safetensors")) or any((folder / name).exists() for name in more)
+        return folder if has_weights else download(_HUB_FILES + _PICKLED_HUB_FILES)
+    return _chosen_gguf(download(_gguf_patterns(_USUAL_QUANTIZATION)), _USUAL_QUANTIZATION, model)
+
+
+def _gguf_patterns(chosen: str) -> list[str]:
+    """Of a .gguf file, with the other parts if it is a split one, or of a quantization's files."""
+    if chosen.endswith(".gguf"):
+        return [re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", chosen)]
+    return [f"*{spelling}*.gguf" for spelling in dict.fromkeys((chosen, chosen.upper(), chosen.lower()))]
+
+
+def _chosen_gguf(folder: Path, chosen: str, model: str) -> Path:
+    """The .gguf file of this name, or the one with this quantization in its name. Raises `WeightError`."""
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+    if chosen.endswith(".gguf"):
+        if chosen in names:
+            return folder / chosen
+        raise WeightError(f"{model!r:.200} has no file {chosen!r:.200}: expected the name of a .gguf file in it.")
+    is_chosen = re.compile(rf"(.*[^a-z0-9])?{re.escape(chosen)}([^a-z0-9_].*)?", re.IGNORECASE)
+    found = [name for name in gguf_models(names) if is_chosen.fullmatch(name.removesuffix(".gguf"))]
+    if len(found) == 1:
+        return folder / found[0]
+    if not found:
+        raise WeightError(f"{model!r:.200} has no .gguf file with {chosen!r:.200} in its name: name a file, as in {model:.200}:FILE.gguf.")
+    raise WeightError(f"{model!r:.200} has {len(found)} .gguf files for {chosen!r:.200}: name one of them, e.g. {model:.200}:{found[0]}.")
 
 
 def _inside_folder(folder: Path) -> Path:

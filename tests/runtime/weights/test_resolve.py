@@ -7,7 +7,9 @@ import importlib.metadata
 import subprocess
 import sys
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,3 +171,80 @@ def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         resolve_model("organization/model")
     assert "could not be downloaded from the Hugging Face Hub (Cannot find the requested files.)" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def ggufs(tmp_path: Path) -> Path:
+    names = (
+        "m-Q4_K_M.gguf",
+        "m-Q4_K_S.gguf",
+        "m-IQ4_K_M.gguf",
+        "m-q8_0.gguf",
+        "mmproj-F16.gguf",
+        "big/m-F16-00001-of-00002.gguf",
+        "big/m-F16-00002-of-00002.gguf",
+    )
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("chosen", "name"),
+    [
+        ("Q4_K_M", "m-Q4_K_M.gguf"),
+        ("q4_k_m", "m-Q4_K_M.gguf"),
+        ("Q8_0", "m-q8_0.gguf"),
+        ("F16", "big/m-F16-00001-of-00002.gguf"),
+        ("m-Q4_K_S.gguf", "m-Q4_K_S.gguf"),
+    ],
+)
+def test_a_gguf_file_is_chosen_by_name_or_quantization(chosen: str, name: str, ggufs: Path) -> None:
+    assert resolve_model(f"{ggufs}:{chosen}") == ggufs / name
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"), [("Q5_K_M", "no .gguf file with 'Q5_K_M'"), ("x.gguf", "no file 'x.gguf'"), ("m", "has 4 .gguf files")]
+)
+def test_a_gguf_file_that_is_not_there_is_one_sentence(chosen: str, says: str, ggufs: Path) -> None:
+    with pytest.raises(WeightError, match=says):
+        resolve_model(f"{ggufs}:{chosen}")
+
+
+class FakeHub:
+    """`snapshot_download` of a repository, by patterns."""
+
+    def __init__(self, names: list[str], folder: Path) -> None:
+        self.names, self.folder = names, folder
+
+    def __call__(self, repository: str, *, allow_patterns: list[str], **_: Any) -> str:
+        for name in self.names:
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (self.folder / name).touch()
+        return str(self.folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "result", "held"),
+    [
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "a/b", "", ["config.json", "model.safetensors"]),
+        (["config.json", "pytorch_model.bin"], "a/b", "", ["config.json", "pytorch_model.bin"]),
+        (["m-Q4_K_M.gguf", "m-Q8_0.gguf"], "a/b", "m-Q4_K_M.gguf", ["m-Q4_K_M.gguf"]),
+        (["m-Q4_K_M.gguf", "m-Q8_0.gguf"], "a/b:Q8_0", "m-Q8_0.gguf", ["m-Q8_0.gguf"]),
+        (["m-Q4_K_M.gguf", "m-Q8_0.gguf"], "a/b:m-Q8_0.gguf", "m-Q8_0.gguf", ["m-Q8_0.gguf"]),
+        (
+            ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "n.gguf"],
+            "a/b:m-00001-of-00002.gguf",
+            "m-00001-of-00002.gguf",
+            ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"],
+        ),
+    ],
+)
+def test_what_is_downloaded_of_a_repository(
+    names: list[str], model: str, result: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", FakeHub(names, tmp_path))
+    assert resolve_model(model) == tmp_path / result
+    assert sorted(file.name for file in tmp_path.iterdir()) == held
