@@ -260,7 +260,7 @@ def truncate_weights(folder: Path) -> None:
 def remove_architecture(folder: Path) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    del config["architectures"]
+    del config["architectures"], config["model_type"]
     file.write_text(json.dumps(config))
 
 

@@ -205,7 +205,7 @@ def test_a_gguf_file_is_chosen_by_name_or_quantization(chosen: str, name: str, g
 
 
 @pytest.mark.parametrize(
-    ("chosen", "says"), [("Q5_K_M", "no .gguf file with 'Q5_K_M'"), ("x.gguf", "no file 'x.gguf'"), ("m", "has 4 .gguf files")]
+    ("chosen", "says"), [("Q5_K_M", "no .gguf file with 'Q5_K_M'"), ("x.gguf", "no file 'x.gguf'"), ("m", "has 5 .gguf files")]
 )
 def test_a_gguf_file_that_is_not_there_is_one_sentence(chosen: str, says: str, ggufs: Path) -> None:
     with pytest.raises(WeightError, match=says):
