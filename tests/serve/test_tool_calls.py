@@ -324,3 +324,41 @@ async def test_thinking_budget_reaches_the_engine(start_server: StartServer) -> 
     response = await plain.chat(thinking_token_budget=7)
     assert response.status_code == 400
     assert "--reasoning-parser" in response.json()["error"]["message"]
+
+
+def _kimi_call(name: str) -> str:
+    return f'<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{{"city": "Rome"}}<|tool_call_end|>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ids_of_kimi_count_the_calls_of_the_conversation(start_server: StartServer, stream: bool) -> None:
+    """The chat template shows them, and the model was trained on functions.NAME:INDEX."""
+    written = f"<|tool_calls_section_begin|>{_kimi_call('get_weather')}{_kimi_call('now')}<|tool_calls_section_end|>"
+    server = await started(start_server, written, tool_call_parser="kimi_k2")
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    for turn in range(2):
+        response = await server.chat(tools=[TOOL], messages=messages, stream=stream, max_tokens=400)
+        if stream:
+            deltas = [choice["delta"] for chunk in read_events(response.text)[:-1] for choice in chunk["choices"]]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", []) if "id" in call]
+        else:
+            calls = response.json()["choices"][0]["message"]["tool_calls"]
+        assert [call["id"] for call in calls] == [f"functions.get_weather:{2 * turn}", f"functions.now:{2 * turn + 1}"]
+        sent = [{"id": call["id"], "type": "function", "function": {"name": "now", "arguments": "{}"}} for call in calls]
+        messages.append({"role": "assistant", "content": None, "tool_calls": sent})
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls]
+
+
+async def test_ids_of_kimi_are_the_same_in_the_other_apis(start_server: StartServer) -> None:
+    written = f"<|tool_calls_section_begin|>{_kimi_call('get_weather')}{_kimi_call('now')}<|tool_calls_section_end|>"
+    server = await started(start_server, written, tool_call_parser="kimi_k2")
+    flat = {"type": "function", **TOOL["function"]}
+    output = (await server.http.post("/v1/responses", json={"input": "Hi", "tools": [flat]})).json()["output"]
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 400,
+        "tools": [{"name": "get_weather", "input_schema": {"type": "object"}}],
+    }
+    content = (await server.http.post("/v1/messages", json=body)).json()["content"]
+    for ids in ([item["call_id"] for item in output], [block["id"] for block in content]):
+        assert ids == ["functions.get_weather:0", "functions.now:1"]

@@ -17,22 +17,38 @@ from compile_and_serve.runtime.parsers.events import (
     ParsedMessage,
     Reasoning,
 )
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
 
 # OpenAI's fields that this server never fills; typed clients may look for them.
 _NEVER: dict[str, Any] = {"refusal": None, "annotations": None, "audio": None, "function_call": None}
 
 
-def call_id(length: int | None, *, prefix: str = "call") -> str:
-    """A new id of a tool call. length: in characters; None: the API's form, which begins with `prefix`."""
-    return uuid.uuid4().hex[:length] if length is not None else f"{prefix}_{uuid.uuid4().hex[:24]}"
+class CallIds:
+    """Makes the ids of the calls of one completion.
+
+    parser: some formats demand ids of a form; None: no format. num_earlier: calls that the conversation already has.
+    """
+
+    def __init__(self, parser: type[ToolParser] | None, num_earlier: int) -> None:
+        self._parser, self._index = parser, num_earlier
+
+    def new(self, name: str, *, prefix: str = "call") -> str:
+        """The id of a call of the tool `name`. prefix: of ids that have the API's form."""
+        parser, index = self._parser, self._index
+        self._index += 1
+        own = None if parser is None else parser.call_id(name, index)
+        if own is not None:
+            return own
+        length = None if parser is None else parser.id_length
+        return f"{prefix}_{uuid.uuid4().hex[:24]}" if length is None else uuid.uuid4().hex[:length]
 
 
 def whole_message(
-    message: ParsedMessage, finish_reason: FinishReason | None, *, with_reasoning: bool, id_length: int | None
+    message: ParsedMessage, finish_reason: FinishReason | None, *, with_reasoning: bool, ids: CallIds
 ) -> tuple[dict[str, Any], str | None]:
     """The fields of the message, and the finish reason. As in vLLM, tool_calls is left out where there are none."""
     calls = [
-        {"id": call_id(id_length), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        {"id": ids.new(call.name), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.calls
     ]
     content = message.content if message.content or not (calls or message.reasoning) else None
@@ -45,9 +61,9 @@ def whole_message(
 class MessageDeltas:
     """Turns the events of one completion into OpenAI's deltas. A call's first delta has its id and name."""
 
-    def __init__(self, *, with_reasoning: bool, id_length: int | None) -> None:
+    def __init__(self, *, with_reasoning: bool, ids: CallIds) -> None:
         self._with_reasoning = with_reasoning
-        self._id_length = id_length
+        self._ids = ids
         self._index = -1
         self._has_calls = False
 
@@ -63,7 +79,7 @@ class MessageDeltas:
                         self._append(deltas, "reasoning", text)
                 case CallBegin(name):
                     self._index += 1
-                    head = {"index": self._index, "id": call_id(self._id_length), "type": "function"}
+                    head = {"index": self._index, "id": self._ids.new(name), "type": "function"}
                     deltas.append({"tool_calls": [{**head, "function": {"name": name, "arguments": ""}}]})
                 case CallArguments(text):
                     deltas.append({"tool_calls": [{"index": self._index, "function": {"arguments": text}}]})

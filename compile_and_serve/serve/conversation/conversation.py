@@ -14,11 +14,13 @@ from fastapi import Request
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.parsers.events import CallBegin, CallDropped, Content, Event
 from compile_and_serve.runtime.parsers.selection import Parsers
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
 from compile_and_serve.runtime.pooling.results import check_generates
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.runtime.tools.tool_use import ToolUse, parsed_params
 from compile_and_serve.serve.context import ServerContext
+from compile_and_serve.serve.conversation.chat_message import CallIds
 from compile_and_serve.serve.conversation.event_reader import EventReader
 from compile_and_serve.serve.engine.generation import Generation
 from compile_and_serve.serve.errors import ApiError, to_api_error, user_errors
@@ -33,7 +35,7 @@ class Conversation:
     """A checked request: the prompt and everything that its answer depends on.
 
     request_id: the public id. model: its name in the answer. text, prompt: the rendered conversation and its token ids.
-    usage: counts the answer's tokens. id_length: characters of a tool call's id; None: any.
+    usage: counts the answer's tokens. parser: of tool calls, in this conversation. num_calls: tool calls that the conversation has.
     """
 
     context: ServerContext
@@ -44,7 +46,8 @@ class Conversation:
     params: SamplingParams
     tools: ToolUse
     usage: Usage
-    id_length: int | None
+    parser: type[ToolParser] | None
+    num_calls: int
     priority: int
     cache_salt: str | None
     lora: LoRARequest | None
@@ -84,7 +87,8 @@ class Conversation:
             params=params,
             tools=tools,
             usage=Usage(len(prompt), settings.prompt_tokens_details, n=params.n, reasoning_tokens=None if parsers.reasoning is None else 0),
-            id_length=None if parser is None else parser.id_length,
+            parser=parser,
+            num_calls=sum(len(calls) for message in body.messages if isinstance(calls := message.get("tool_calls"), list)),
             priority=body.priority or 0,
             cache_salt=cache_salt(body.cache_salt, request, context.settings.api_keys),
             lora=lora,
@@ -97,6 +101,10 @@ class Conversation:
     def submit_options(self) -> dict[str, Any]:
         """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
         return {"request_id": self.request_id, "priority": self.priority, "cache_salt": self.cache_salt, "lora": self.lora}
+
+    def call_ids(self) -> CallIds:
+        """The ids of the calls of one completion."""
+        return CallIds(self.parser, self.num_calls)
 
     def reader(self) -> EventReader:
         """A reader of one completion."""

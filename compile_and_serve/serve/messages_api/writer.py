@@ -9,7 +9,6 @@ from typing import Any
 from compile_and_serve.runtime.parsers.events import Event
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.conversation.blocks import BlockBegin, BlockEnd, BlockEvent, Blocks, BlockText
-from compile_and_serve.serve.conversation.chat_message import call_id
 from compile_and_serve.serve.conversation.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, anthropic_error_body
 from compile_and_serve.serve.http.responses import named_event
@@ -21,7 +20,7 @@ class MessageWriter:
 
     def __init__(self, conversation: Conversation, *, with_thinking: bool) -> None:
         self._usage = conversation.usage
-        self._id_length = conversation.id_length
+        self._ids = conversation.call_ids()
         self._blocks = Blocks(with_reasoning=with_thinking)
         self._content: list[dict[str, Any]] = []
         self._text = ""  # of the open block
@@ -91,7 +90,7 @@ class MessageWriter:
             return {"type": "thinking", "thinking": "", "signature": ""}
         if kind == "text":
             return {"type": "text", "text": ""}
-        return {"type": "tool_use", "id": call_id(self._id_length, prefix="toolu"), "name": name, "input": {}}
+        return {"type": "tool_use", "id": self._ids.new(name, prefix="toolu"), "name": name, "input": {}}
 
     def _delta(self, text: str) -> dict[str, Any]:
         match self._content[-1]["type"]:

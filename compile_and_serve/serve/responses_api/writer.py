@@ -9,7 +9,6 @@ from typing import Any
 from compile_and_serve.runtime.parsers.events import Event
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.conversation.blocks import BlockBegin, BlockEnd, BlockEvent, Blocks, BlockText
-from compile_and_serve.serve.conversation.chat_message import call_id
 from compile_and_serve.serve.conversation.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError
 from compile_and_serve.serve.http.responses import named_event
@@ -35,7 +34,7 @@ class ResponseWriter:
 
     def __init__(self, conversation: Conversation, body: ResponsesRequest, *, is_stored: bool) -> None:
         self._usage = conversation.usage
-        self._id_length = conversation.id_length
+        self._ids = conversation.call_ids()
         self._blocks = Blocks()
         self._custom = custom_names(body.tools)
         self._namespaces = namespaces(body.tools)
@@ -118,14 +117,7 @@ class ResponseWriter:
         """The item of a call, as the client declared the tool. name: under which the model sees the tool."""
         kind, text, prefix = ("custom_tool_call", "input", "ctc") if name in self._custom else ("function_call", "arguments", "fc")
         namespace, own_name = self._namespaces.get(name, (None, name))
-        item = {
-            "id": new_id(prefix),
-            "type": kind,
-            "status": "in_progress",
-            "call_id": call_id(self._id_length),
-            "name": own_name,
-            text: "",
-        }
+        item = {"id": new_id(prefix), "type": kind, "status": "in_progress", "call_id": self._ids.new(name), "name": own_name, text: ""}
         return item if namespace is None else {**item, "namespace": namespace}
 
     def _end_item(self, status: str) -> list[bytes]:

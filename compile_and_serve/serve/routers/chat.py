@@ -69,7 +69,7 @@ class _Answer:
         self.logprobs = LogprobsWriter(context.inputs.tokenizer, as_ids=as_ids)
         self.role = context.settings.response_role if not body.continue_final_message else body.messages[-1]["role"]
         self.echo = self._echo()
-        self.message_options: dict[str, Any] = {"with_reasoning": body.include_reasoning is not False, "id_length": conversation.id_length}
+        self.message_options: dict[str, Any] = {"with_reasoning": body.include_reasoning is not False}
 
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""
@@ -121,7 +121,7 @@ class _Answer:
         reader = self.conversation.reader()
         message = ParsedMessage().add(reader.feed(completion.text, completion.token_ids, completion.finish_reason or "stop"))
         message.content = self.echo + message.content
-        return whole_message(message, completion.finish_reason, **self.message_options)
+        return whole_message(message, completion.finish_reason, ids=self.conversation.call_ids(), **self.message_options)
 
     def _echo(self) -> str:
         last = self.body.messages[-1]
@@ -141,7 +141,7 @@ class _Choice:
         self._answer = answer
         self._writer = writer
         self._reader = answer.conversation.reader()
-        self._message = MessageDeltas(**answer.message_options)
+        self._message = MessageDeltas(ids=answer.conversation.call_ids(), **answer.message_options)
 
     def chunks(self, delta: CompletionDelta) -> list[bytes]:
         """The events for what a step adds."""

@@ -61,6 +61,11 @@ class ToolParser(ABC):
         """Text before and after the arguments in a call of the tool `name`, for grammars; None if there is none."""
         return None
 
+    @classmethod
+    def call_id(cls, name: str, index: int) -> str | None:
+        """The id of a call, for models whose chat template shows it; None: any. index: calls before it in the conversation."""
+        return None
+
     def feed(self, text: str) -> list[Event]:
         """The events that the next text completes."""
         self._buffer += text

@@ -23,5 +23,9 @@ class KimiK2Parser(SectionCallsParser):
     markers = (*section, *call, _SEPARATOR)
 
     @classmethod
+    def call_id(cls, name: str, index: int) -> str:
+        return f"functions.{name}:{index}"
+
+    @classmethod
     def call_format(cls, name: str) -> tuple[str, str]:
         return f"{cls.call[0]}functions.{name}:0{_SEPARATOR}", cls.call[1]
