@@ -155,5 +155,48 @@ struct CasAttention {
 };
 void cas_attention(const CasAttention* args);
 
+// A tensor of recurrent state: unit u of a sequence is at place u % units_per_page of page pages[columns[u / units_per_page]].
+struct CasPagedUnits {
+    void* data;
+    int64_t page_stride, units_per_page, unit_size;  // elements
+    const int32_t* columns;
+};
+
+// The sequences of a step, and the pages of their slots: read_pages and write_pages [S, M] with a row stride.
+struct CasSlots {
+    int64_t num_seqs;
+    const int32_t *query_start_loc, *seq_lens, *read_pages, *write_pages;
+    int64_t read_stride, write_stride;
+};
+
+// Linear attention; see custom_ops/recurrent/linear_attention.py, and layer_state.py for the state. q, k [T, G, K] and v [T, H, V]:
+// tokens and heads have strides. log_decay [T, H, decays], beta [T, H] or null: contiguous. out [T, H, V]: contiguous. K and V are
+// multiples of 16, at most 512. checkpoint, values, decays: float32. keys: in k's dtype. Rows of out behind the last sequence become zero.
+struct CasLinearAttention {
+    int32_t dtype, num_threads;
+    int64_t num_tokens, num_heads, num_key_heads, key_dim, value_dim, ring, decays;
+    const void *q, *k, *v;
+    int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;
+    const float *log_decay, *beta;
+    CasPagedUnits checkpoint_units, key_units, value_units, decay_units;
+    CasSlots slots;
+    void* out;
+};
+void cas_linear_attention(const CasLinearAttention* args);
+
+// A causal convolution of each channel; see custom_ops/recurrent/short_convolution.py. x [T, D] with a row stride, weight [D, W], bias [D]
+// or null, and out [T, D] are in the given dtype, as the ring of inputs. Rows of out behind the last sequence become zero.
+struct CasShortConvolution {
+    int32_t dtype, num_threads;
+    int64_t num_tokens, num_channels, width, ring, block;  // block: channels of a unit, a multiple of 16
+    const void* x;
+    int64_t x_stride;
+    const void *weight, *bias;
+    CasPagedUnits inputs;
+    CasSlots slots;
+    void* out;
+};
+void cas_short_convolution(const CasShortConvolution* args);
+
 #pragma GCC visibility pop
 }  // extern "C"

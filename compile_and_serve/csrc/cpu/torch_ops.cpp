@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "torch_attention.h"
+#include "torch_recurrent.h"
 #include "torch_tensors.h"
 
 namespace {
@@ -389,7 +390,7 @@ TORCH_LIBRARY_IMPL(cas, CPU, m) {
     m.impl("silu_mul", &silu_mul);
 }
 
-// Ops for `custom_ops/attention/cpu_backend.py`. They never occur in a graph.
+// Ops for `custom_ops/attention/cpu_backend.py` and `custom_ops/recurrent`. They never occur in a graph.
 TORCH_LIBRARY_FRAGMENT(cas, m) {
     m.def(
         "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, Tensor query_start_loc, Tensor seq_lens, "
@@ -399,6 +400,15 @@ TORCH_LIBRARY_FRAGMENT(cas, m) {
         "cpu_rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
         "Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
         "Tensor slot_mapping, int num_seqs, int window, bool chunked, float soft_cap, Tensor? sinks, Tensor? alibi_slopes) -> Tensor");
+    m.def(
+        "cpu_linear_attention(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor? beta, Tensor(a!) checkpoint, "
+        "Tensor checkpoint_columns, Tensor(b!) keys, Tensor keys_columns, Tensor(c!) values, Tensor values_columns, Tensor(d!) decays, "
+        "Tensor decays_columns, Tensor query_start_loc, Tensor seq_lens, Tensor read_pages, Tensor write_pages, int num_seqs) -> Tensor");
+    m.def(
+        "cpu_short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor columns, Tensor query_start_loc, "
+        "Tensor seq_lens, Tensor read_pages, Tensor write_pages, int num_seqs) -> Tensor");
+    m.impl("cpu_linear_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_linear_attention));
+    m.impl("cpu_short_convolution", c10::DispatchKey::CPU, TORCH_FN(cpu_short_convolution));
     m.impl("cpu_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_attention));
     m.impl("cpu_rope_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_rope_attention));
 }

@@ -1,0 +1,105 @@
+"""`cas::short_convolution`: a causal convolution of each channel over the last few tokens.
+
+Shape legend: T tokens of the step, S sequences, D channels, W width, R ring entries, B blocks of channels, C channels of a block.
+
+    out_t = bias + Σ_w weight_w x_{t - W + 1 + w}
+
+The state is a ring of inputs: the token at position p has the entry p % R. It serves any position up to R - W + 1 tokens back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
+from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, StatePart
+from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, gather_slot, scatter_slot
+from compile_and_serve.custom_ops.step import current_metadata
+
+
+def _reference(
+    x_TD: torch.Tensor,
+    weight_DW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    inputs: torch.Tensor,
+    columns: torch.Tensor,
+    group: str = RECURRENT_STATES,
+) -> torch.Tensor:
+    metadata: SlotMetadata = current_metadata(group)
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    width, blocks = weight_DW.shape[1], x_TD.shape[1] // inputs.shape[3]
+    kept_SBRC = gather_slot(inputs, columns, metadata.read_pages, blocks).to(x_TD.dtype)
+    out_TD = torch.zeros_like(x_TD)
+    weight_WD = weight_DW.to(wide).T
+    starts, computed = metadata.query_start_loc.tolist(), metadata.num_computed.tolist()
+    for s, length in enumerate(metadata.seq_lens.tolist()[: metadata.num_seqs]):
+        if not length:
+            continue
+        ring_RD = kept_SBRC[s].transpose(0, 1).flatten(1)
+        first = computed[s] - width + 1  # of the inputs that the new tokens read
+        before_XD = [ring_RD[p % len(ring_RD)] if p >= 0 else torch.zeros_like(ring_RD[0]) for p in range(first, computed[s])]
+        x_XD = torch.cat([*(x_D[None] for x_D in before_XD), x_TD[starts[s] : starts[s + 1]]]).to(wide)
+        new = length - computed[s]
+        sums_XD = torch.stack([x_XD[w : w + new] * weight_WD[w] for w in range(width)]).sum(0)
+        out_TD[starts[s] : starts[s + 1]] = (sums_XD if bias_D is None else sums_XD + bias_D.to(wide)).to(x_TD.dtype)
+        for position in range(max(computed[s], length - len(ring_RD)), length):
+            x_D = x_TD[starts[s] + position - computed[s]]
+            kept_SBRC[s, :, position % len(ring_RD)] = x_D.view(blocks, -1).to(kept_SBRC.dtype)
+    scatter_slot(kept_SBRC, inputs, columns, metadata.write_pages)
+    return out_TD
+
+
+def _short_convolution(
+    x_TD: torch.Tensor,
+    weight_DW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    inputs: torch.Tensor,
+    columns: torch.Tensor,
+    group: str = RECURRENT_STATES,
+) -> torch.Tensor:
+    metadata: SlotMetadata = current_metadata(group)
+    if platform_of(x_TD.device).runs_triton_kernels:
+        from compile_and_serve.custom_ops.recurrent import triton_short_convolution
+
+        out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
+        triton_short_convolution.short_convolution(x_TD, weight_DW, bias_D, (inputs, columns), metadata, out_TD)
+        return out_TD
+    has_dtype = x_TD.dtype in (torch.float32, torch.bfloat16) and inputs.dtype == x_TD.dtype
+    if platform_of(x_TD.device).runs_cpp_kernels and has_dtype and inputs.shape[3] % 16 == 0 and load_cpu_kernels():
+        return torch.ops.cas.cpu_short_convolution.default(
+            x_TD,
+            weight_DW,
+            bias_D,
+            inputs,
+            columns,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.read_pages,
+            metadata.write_pages,
+            metadata.num_seqs,
+        )
+    return _reference(x_TD, weight_DW, bias_D, inputs, columns, group)
+
+
+SHORT_CONVOLUTION = define(
+    "short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor columns, "
+    f'str group="{RECURRENT_STATES}") -> Tensor',
+    kind=OpKind.SPLIT_POINT,
+    version=1,
+    fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    reference=_reference,
+    CompositeExplicitAutograd=_short_convolution,
+)
+
+
+def short_convolution(
+    x_TD: torch.Tensor, weight_DW: torch.Tensor, bias_D: torch.Tensor | None, state: StatePart, group: str = RECURRENT_STATES
+) -> torch.Tensor:
+    """out_t = bias + Σ_w weight_w x_{t - W + 1 + w}; before a sequence's first token are zeros.
+
+    x_TD: [T, D]. weight_DW: [D, W]. bias_D: [D]; None: 0. state: the tensor of `ConvolutionState` with its columns (mutated).
+    → [T, D] in x's dtype.
+    """
+    return SHORT_CONVOLUTION(x_TD, weight_DW, bias_D, *state, group)

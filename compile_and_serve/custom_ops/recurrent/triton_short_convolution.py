@@ -1,0 +1,137 @@
+"""Short convolutions: one kernel for the sums, and one for the ring of inputs, which begins when the sums are done.
+
+Shape legend: S sequences, D channels, W width, R ring entries, C channels in a program, N tokens in a program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.jit.triton_launch import launch
+from compile_and_serve.custom_ops.recurrent.layer_state import StatePart
+from compile_and_serve.custom_ops.state.recurrent import SlotMetadata
+from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
+
+_TOKENS = 32  # of a program, in prompts
+
+
+@triton.jit
+def _ring_offsets(columns_ptr, pages_ptr, channels_C, page_stride, UNITS: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr):
+    """Where each channel's entry 0 lies: elements from the state's beginning."""
+    unit_C = channels_C // CHANNELS
+    page_C = tl.load(pages_ptr + tl.load(columns_ptr + unit_C // UNITS)).to(tl.int64)
+    return page_C * page_stride + (unit_C % UNITS) * RING * CHANNELS + channels_C % CHANNELS
+
+
+@triton.jit
+def _sums_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, inputs_ptr, columns_ptr, start_loc_ptr, seq_lens_ptr, read_ptr,
+    x_stride, page_stride, read_stride,
+    D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, UNITS: tl.constexpr, CHANNELS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(2)
+    start, length = tl.load(start_loc_ptr + seq), tl.load(seq_lens_ptr + seq)
+    num_new = tl.load(start_loc_ptr + seq + 1) - start
+    computed = length - num_new
+    first = tl.program_id(1) * TOKENS
+    if length > 0 and first < num_new:
+        channels_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        ok_C = channels_C < D
+        safe_C = tl.where(ok_C, channels_C, 0)
+        ring_C = inputs_ptr + _ring_offsets(columns_ptr, read_ptr + seq * read_stride, safe_C, page_stride, UNITS, RING, CHANNELS)
+        bias_C = tl.zeros((BLOCK_C,), tl.float32)
+        if HAS_BIAS:
+            bias_C = tl.load(bias_ptr + channels_C, mask=ok_C, other=0.0).to(tl.float32)
+        for t in range(first, tl.minimum(num_new, first + TOKENS)):
+            sum_C = bias_C
+            for w in tl.static_range(W):
+                offset = t - (W - 1) + w  # of the input among the new tokens
+                offset_C = tl.zeros((BLOCK_C,), tl.int32) + offset
+                is_new_C = ok_C & (offset_C >= 0)
+                is_kept_C = ok_C & (offset_C < 0) & (computed + offset_C >= 0)
+                new_C = tl.load(x_ptr + (start + offset_C).to(tl.int64) * x_stride + channels_C, mask=is_new_C, other=0.0)
+                entry_C = tl.maximum(computed + offset_C, 0) % RING
+                kept_C = tl.load(ring_C + entry_C * CHANNELS, mask=is_kept_C, other=0.0)
+                weight_C = tl.load(weight_ptr + channels_C * W + w, mask=ok_C, other=0.0)
+                sum_C += weight_C.to(tl.float32) * (new_C.to(tl.float32) + kept_C.to(tl.float32))
+            tl.store(out_ptr + (start + t).to(tl.int64) * D + channels_C, sum_C.to(out_ptr.dtype.element_ty), mask=ok_C)
+
+
+@triton.jit
+def _ring_kernel(
+    x_ptr, inputs_ptr, columns_ptr, start_loc_ptr, seq_lens_ptr, read_ptr, write_ptr, x_stride, page_stride, read_stride, write_stride,
+    D: tl.constexpr, RING: tl.constexpr, UNITS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(1)
+    start, length = tl.load(start_loc_ptr + seq), tl.load(seq_lens_ptr + seq)
+    computed = length - (tl.load(start_loc_ptr + seq + 1) - start)
+    if length > 0 and computed < length:
+        channels_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        ok_C = channels_C < D
+        safe_C = tl.where(ok_C, channels_C, 0)
+        old_C = _ring_offsets(columns_ptr, read_ptr + seq * read_stride, safe_C, page_stride, UNITS, RING, CHANNELS)
+        new_C = _ring_offsets(columns_ptr, write_ptr + seq * write_stride, safe_C, page_stride, UNITS, RING, CHANNELS)
+        position_R = length - RING + tl.arange(0, BLOCK_R)
+        ok_R = (position_R >= 0) & (position_R < length)
+        is_new_R = ok_R & (position_R >= computed)
+        entry_R = tl.maximum(position_R, 0) % RING
+        rows_R = (start + position_R - computed).to(tl.int64)
+        x_RC = tl.load(x_ptr + rows_R[:, None] * x_stride + channels_C[None, :], mask=is_new_R[:, None] & ok_C[None, :], other=0.0)
+        tl.store(inputs_ptr + new_C[None, :] + entry_R[:, None] * CHANNELS, x_RC, mask=is_new_R[:, None] & ok_C[None, :])
+        is_copied_RC = (ok_R & (position_R < computed))[:, None] & (ok_C & (old_C != new_C))[None, :]
+        kept_RC = tl.load(inputs_ptr + old_C[None, :] + entry_R[:, None] * CHANNELS, mask=is_copied_RC, other=0.0)
+        tl.store(inputs_ptr + new_C[None, :] + entry_R[:, None] * CHANNELS, kept_RC, mask=is_copied_RC)
+
+
+def short_convolution(
+    x_TD: torch.Tensor, weight_DW: torch.Tensor, bias_D: torch.Tensor | None, state: StatePart, metadata: SlotMetadata, out_TD: torch.Tensor
+) -> None:
+    """As `cas::short_convolution`, into `out_TD`, which is contiguous. Tokens of padding are not written."""
+    inputs, columns = state
+    channels, width = x_TD.shape[1], weight_DW.shape[1]
+    num_seqs, ring = len(metadata.seq_lens), inputs.shape[2]
+    block = min(256, next_power_of_2(channels))
+    tokens = min(_TOKENS, next_power_of_2(metadata.max_query_len))
+    sizes = {"D": channels, "RING": ring, "UNITS": inputs.shape[1], "CHANNELS": inputs.shape[3], "BLOCK_C": block}
+    lengths = metadata.query_start_loc, metadata.seq_lens
+    read, write = metadata.read_pages, metadata.write_pages
+    launch(
+        _sums_kernel,
+        (cdiv(channels, block), cdiv(metadata.max_query_len, tokens), num_seqs),
+        x_TD,
+        weight_DW,
+        bias_D,
+        out_TD,
+        inputs,
+        columns,
+        *lengths,
+        read,
+        x_TD.stride(0),
+        inputs.stride(0),
+        read.stride(0),
+        **sizes,
+        W=width,
+        HAS_BIAS=bias_D is not None,
+        TOKENS=tokens,
+        num_warps=4,
+    )
+    launch(
+        _ring_kernel,
+        (cdiv(channels, block), num_seqs),
+        x_TD,
+        inputs,
+        columns,
+        *lengths,
+        read,
+        write,
+        x_TD.stride(0),
+        inputs.stride(0),
+        read.stride(0),
+        write.stride(0),
+        **sizes,
+        BLOCK_R=next_power_of_2(ring),
+        num_warps=4,
+    )

@@ -1,0 +1,65 @@
+"""The Triton kernels of recurrent ops beside the references; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, ConvolutionState
+from compile_and_serve.custom_ops.step import current_metadata
+from tests.custom_ops.recurrent.test_linear_attention import make_inputs, run_script, state_of
+from tests.support.recurrent_steps import SCRIPT, Slots
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def triton_linear_attention(*args: Any) -> torch.Tensor:
+    from compile_and_serve.custom_ops.recurrent import triton_linear_attention as kernels
+
+    inputs, tensors = args[:5], args[5:]
+    out = torch.zeros_like(inputs[2])
+    state = list(zip(tensors[::2], tensors[1::2], strict=True))
+    kernels.linear_attention(*inputs, state, current_metadata(RECURRENT_STATES), out)
+    return out
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+def test_linear_attention(delta: bool, per_channel: bool) -> None:
+    inputs = make_inputs(2, 1, 24, 40, delta=delta, per_channel=per_channel, dtype=torch.float32)
+    state = state_of(inputs, torch.float32)
+    wanted = run_script(inputs, state, op=torch.ops.cas.linear_attention_reference)
+    for number, (out, want) in enumerate(zip(run_script(inputs, state, op=triton_linear_attention, device=DEVICE), wanted, strict=True)):
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4, msg=lambda text, n=number: f"step {n}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_convolution(dtype: torch.dtype) -> None:
+    from compile_and_serve.custom_ops.recurrent import triton_short_convolution as kernels
+
+    torch.manual_seed(0)
+    channels, width = 96, 4
+    x_STD, weight_DW, bias_D = torch.randn(3, 320, channels), torch.randn(channels, width), torch.randn(channels)
+    x_STD, weight_DW, bias_D = (x.to(dtype).to(DEVICE) for x in (x_STD, weight_DW, bias_D))
+    state = ConvolutionState(channels=channels, width=width, dtype=dtype)
+    torch.manual_seed(1)
+    ours = Slots(state, 3, device=DEVICE)
+    torch.manual_seed(1)
+    theirs = Slots(state, 3, device=DEVICE)
+    for spans, moving in SCRIPT:
+        x_TD = torch.cat([x_STD[s, begin:end] for s, (begin, end) in spans.items()])
+
+        def run(x_TD: torch.Tensor = x_TD) -> torch.Tensor:
+            out_TD = torch.zeros_like(x_TD)
+            kernels.short_convolution(x_TD, weight_DW, bias_D, ours.parts[0], current_metadata(RECURRENT_STATES), out_TD)
+            return out_TD
+
+        out_TD = ours.step(spans, run, moving)
+        want_TD = theirs.step(
+            spans, lambda x_TD=x_TD: torch.ops.cas.short_convolution_reference(x_TD, weight_DW, bias_D, *theirs.parts[0]), moving
+        )
+        limit = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(out_TD, want_TD, rtol=limit, atol=limit)
