@@ -1,0 +1,95 @@
+"""Recurrent and hybrid models that transformers wrote: the same greedy tokens, however prompts are cut, batched, preempted and reused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.runtime.engine.core import EngineCore
+from tests.support.engines import request, run_requests, tiny_config, tokens_of
+from tests.support.recurrent_models import FAMILIES, write_recurrent
+from tests.support.transformers_models import greedy_tokens
+
+LENGTHS = (1, 15, 16, 17, 1000)
+NUM_TOKENS = 64
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [(seed * 131 + i * i * 7 + i * 31) % 317 + 3 for i in range(length)]
+
+
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recurrent(tmp_path_factory.mktemp("recurrent") / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return greedy_tokens(model, PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
+def test_batches_chunks_and_preemptions(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
+    """Prompts in chunks beside decodes, in a pool that is too small for all."""
+    common: dict[str, Any] = {
+        "load_format": "auto",
+        "block_size": 16,
+        "max_num_batched_tokens": 96,
+        "speculative_config": speculative_config,
+    }
+    probe = EngineCore(tiny_config(model, **common, num_kv_blocks=4096))
+    pages = probe.executor.worker.loaded.pages  # type: ignore[attr-defined]
+    slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=16)
+    probe.shutdown()
+    room = 2 * slot + -(-1100 // per_page) + 2 * slot  # for the longest request, and a little more
+    core = EngineCore(tiny_config(model, **common, max_model_len=1100, num_kv_blocks=room))
+    requests = [request(f"r{i}", prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
+    outputs = tokens_of(run_requests(core, requests))
+    assert [outputs[one.request_id] for one in requests] == expected
+    stats = core.stats()
+    assert stats.num_free_blocks == stats.num_total_blocks
+    core.shutdown()
+
+
+def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
+    core = EngineCore(tiny_config(model, load_format="auto", block_size=16, num_kv_blocks=4096, max_num_batched_tokens=512))
+    sizes = core.executor.worker.loaded.pages.tokens_per_page  # type: ignore[attr-defined]
+    block = max(sizes.values(), default=16)  # a page holds a unit of the state, so that it may have room for more than 16 tokens
+
+    def check(name: str, prompt: list[int], least_cached: int) -> list[int]:
+        one = request(name, prompt, max_tokens=16, ignore_eos=True)
+        outputs = run_requests(core, [one])
+        assert max(output.num_cached_tokens for output in outputs[name]) >= least_cached
+        made = tokens_of(outputs)[name]
+        assert made == greedy_tokens(model, [prompt], 16)[0]
+        return [*prompt, *made]
+
+    history = check("turn 1", prompt_of(7, 200), 0)
+    for turn in (2, 3):
+        history = check(f"turn {turn}", [*history, *prompt_of(turn, 40)], len(history) - block - 1)
+    check("branch 1", [*prompt_of(7, 150), *prompt_of(8, 30)], 0)
+    # Where prefixes part is seen in the groups that keep tokens.
+    check("branch 2", [*prompt_of(7, 150), *prompt_of(9, 30)], 150 // block * block if sizes else 0)
+    core.shutdown()
+
+
+# A convolution, the delta rule, and SSD beside attention in each layer.
+QUICK = ("Lfm2ForCausalLM", "Qwen3_5ForCausalLM", "FalconH1ForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_compiled(architecture: str, tmp_path: Path) -> None:
+    model = write_recurrent(tmp_path / "model", architecture)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with LLM(str(model), **options, cache_dir=tmp_path / "cache", max_num_batched_tokens=96) as llm:
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    assert outputs == greedy_tokens(model, PROMPTS, NUM_TOKENS)
