@@ -166,7 +166,8 @@ def _ignore(*_: Any) -> None: ...
 def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise unsupported(name, f"transformers {transformers.__version__} has no such model")
+        own = ": it comes with code of its own (auto_map in config.json), which is never run" if config.get("auto_map") else ""
+        raise unsupported(name, f"transformers {transformers.__version__} has no such model{own}")
     cls: Any = found
     if not cls.can_generate():
         raise unsupported(name, "it does not generate text")

@@ -16,7 +16,7 @@ from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
 from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason
 from tests.support.rewriting import KERNELS, check_unchanged, result_of, rewrite
 from tests.support.tiny_models import tiny_spec
 
@@ -235,3 +235,8 @@ def test_a_residual_of_another_dtype_is_added_after_the_linear() -> None:
     assert len(with_residual) == 2 * LAYERS - 1
     assert wide not in [node.args[7] for node in fused]
     assert list(wide.users) == [add]
+
+
+def test_a_pass_that_others_need_cannot_be_disabled() -> None:
+    with pytest.raises(PassError, match="Pass canonicalize cannot be left out here: turned off by name"):
+        run(disabled=frozenset({"canonicalize"}))
