@@ -109,6 +109,10 @@ def write_model(file: Path, case: Case, model: Any, kind: str = "F32", parts: in
     tied = set(model.all_tied_weights_keys)
     tensors = {name: tensor.float() for name, tensor in model.state_dict().items() if name not in tied}
     written: dict[str, torch.Tensor] = {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    for which in ("long", "short"):  # LongRoPE's factors are tensors
+        if f"{which}_factor" in rope:
+            written[f"rope_factors_{which}.weight"] = torch.tensor(rope[f"{which}_factor"])
     for name, tensor in _without_stacks(case.arrange(tensors, config)).items():
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert ours is not None, name

@@ -400,6 +400,26 @@ def fused(tensors: gguf_models.Tensors, config: Any) -> gguf_models.Tensors:
     return found
 
 
+def test_longrope_has_its_short_factors_within_the_original_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
+    }
+    case = replace(
+        CASES["phi3"],
+        changes={"rope_parameters": rope, "original_max_position_embeddings": 64},
+        keys={"rope.dimension_count": 16, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25},
+    )
+    model = make_model(case)
+    spec = loaded(write_model(tmp_path / "m.gguf", case, model))
+    assert spec.max_model_len == 64
+    torch.testing.assert_close(plain_logits(spec, TOKENS[:60], torch.float32), logits_of(model, TOKENS[:60]), rtol=2e-4, atol=2e-4)
+
+
 class TestSplitFiles:
     @pytest.fixture
     def parts(self, tmp_path: Path) -> list[Path]:
