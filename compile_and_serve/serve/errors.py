@@ -192,7 +192,8 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"This server has no route {request.method} {request.url.path[:MAX_ECHO]}."
         elif error.status_code == 405:
             message = f"{request.url.path[:MAX_ECHO]} does not support {request.method}."
-        return error_response(error.status_code, message, headers=error.headers, path=path_of(request.scope))
+        param = getattr(error, "param", None)  # of an `InvalidFieldError`
+        return error_response(error.status_code, message, param, error.headers, path=path_of(request.scope))
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

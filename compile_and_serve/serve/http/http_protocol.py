@@ -14,7 +14,9 @@ import re
 import resource
 import sys
 import urllib.parse
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import httptools
@@ -33,6 +35,8 @@ _MAX_CONNECTIONS = 8192
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _ABSOLUTE_URL = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 _DISCARDED_BYTES = 64 << 20  # of requests whose response is sent already
+_STARTS_PER_TURN = 8
+_PROBES = frozenset({"/health", "/ready", "/ping"})
 _DISCARDING_SECONDS = 2.0  # after a request was refused that cannot be read to its end
 _REASONS = {
     400: "Bad Request",
@@ -58,7 +62,7 @@ def available_connections() -> int:
 def limited_protocol(limits: ConnectionLimits, known_hosts: Collection[str] | None = None) -> type[HttpToolsProtocol]:
     """The protocol class of one server. known_hosts: names that `Host` may have; None: all."""
     connections = available_connections() if limits.connections is None else limits.connections
-    attributes = {"limits": limits, "max_connections": connections, "known_hosts": known_hosts, "waiting": {}}
+    attributes = {"limits": limits, "max_connections": connections, "known_hosts": known_hosts, "waiting": {}, "starts": _Starts()}
     return type("LimitedProtocol", (_LimitedProtocol,), attributes)
 
 
@@ -85,6 +89,33 @@ class _ResponseTransport:
         transport = protocol.transport
         self.write, self.is_closing, self.get_extra_info = transport.write, transport.is_closing, transport.get_extra_info
         self.close = protocol.close_after_body
+
+
+class _Starts:
+    """Starts up to `_STARTS_PER_TURN` requests in a turn of the event loop. Each takes about a millisecond: a thousand that arrive at once
+    must not keep the loop from everything else for a second.
+    """
+
+    def __init__(self) -> None:
+        self._num_started = 0  # in this turn
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def start(self, loop: asyncio.AbstractEventLoop, start: Callable[[], None], *, at_once: bool) -> None:
+        """at_once: of a probe, which takes no time."""
+        if not at_once and (self._waiting or self._num_started >= _STARTS_PER_TURN):
+            self._waiting.append(start)
+            return
+        if not self._num_started:
+            loop.call_soon(self._begin_turn, loop)
+        self._num_started += 1
+        start()
+
+    def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_started = min(len(self._waiting), _STARTS_PER_TURN)
+        if self._num_started:
+            loop.call_soon(self._begin_turn, loop)
+        for _ in range(self._num_started):
+            self._waiting.popleft()()
 
 
 class _Http10Cycle(RequestResponseCycle):
@@ -115,6 +146,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     max_connections: int
     known_hosts: Collection[str] | None
+    starts: _Starts
     waiting: dict[_LimitedProtocol, None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -250,6 +282,10 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.cycle.__class__ = _Http10Cycle
             self.cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such answer
         self._start_timer("body", self.limits.body_seconds, self._on_slow_body)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        start = partial(super()._start_asgi_task, cycle, app)
+        self.starts.start(self.loop, start, at_once=cycle.scope["path"] in _PROBES)
 
     def _check_target(self) -> None:
         if _has_dot_segments(self.url):

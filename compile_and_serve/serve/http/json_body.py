@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from compile_and_serve.serve.errors import describe_validation
 from compile_and_serve.serve.protocol.fields import RequestModel
 
 SMALL_BODY = 64 * 1024  # bytes; smaller bodies hold few elements and are decoded at once
@@ -27,6 +32,9 @@ MAX_BODY_STRINGS = 2 * MAX_ELEMENTS  # strings in a large body
 MAX_TEXT = 8 << 20  # bytes of all strings of a body; as text they take up to four times as much
 MAX_STRUCTURE = 16 << 20  # bytes of a body outside of its strings
 _MAX_NUMBER = 32  # characters of a number
+
+# Of large bodies. One thread: each holds the GIL for tens of milliseconds at a time, and the event loop would wait for all of them.
+_DECODING = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
 _WHITESPACE = b" \t\r\n"
 _INTEGER_LIST_BYTES = b"0123456789-,[]" + _WHITESPACE
@@ -163,14 +171,31 @@ def _check_numbers(name: str, structure: bytes) -> None:
         raise BodyError(f"{name} contains a number of more than {_MAX_NUMBER} characters.")
 
 
+class InvalidFieldError(HTTPException):
+    """A 400 about a field of a body. FastAPI passes no other errors on from `json()`."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(400, message)
+        self.param = param
+
+
+def _decode_model(body: bytes, fields: msgspec.json.Decoder[Any], model: type[RequestModel]) -> RequestModel:
+    value = decode_body(body, fields)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise InvalidFieldError(*describe_validation(error.errors(include_url=False))) from None
+
+
 class _JsonRequest(Request):
-    """A request whose `json()` is `decode_body`.
+    """A request whose `json()` is `decode_body`, or, of a large body, the model.
 
     The rest of a body that is refused is received without being kept: if the connection were closed, the client might not read
     the answer.
     """
 
     fields: msgspec.json.Decoder[Any]
+    model: type[RequestModel]
     _content: bytearray | None = None
 
     async def body(self) -> bytes:
@@ -188,7 +213,9 @@ class _JsonRequest(Request):
         try:
             if len(body) <= SMALL_BODY:
                 return decode_body(body, self.fields)
-            return await asyncio.to_thread(decode_body, body, self.fields)
+            # Validating thousands of messages takes long, too. FastAPI takes the model's instance as it is.
+            work = partial(copy_context().run, _decode_model, body, self.fields, self.model)
+            return await asyncio.get_running_loop().run_in_executor(_DECODING, work)
         except BodyError as error:
             raise HTTPException(error.status, str(error)) from error
 
@@ -207,7 +234,7 @@ class JsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             check_content_type(request)
             json_request = _JsonRequest(request.scope, request.receive)
-            json_request.fields = fields
+            json_request.fields, json_request.model = fields, model
             return await handler(json_request)
 
         return handle

@@ -292,3 +292,19 @@ async def test_full_queue_is_a_503_with_retry_after(start_server: StartServer) -
 async def test_more_sequences_than_are_ever_accepted_are_a_400(start_server: StartServer, fields: dict[str, Any], param: str) -> None:
     server = await start_server(engine={"max_in_flight": 2})
     assert_error(await server.complete(**fields), 400, param=param, says="accepts 2 at once")
+
+
+@pytest.mark.parametrize("size", [100, 200_000])
+async def test_errors_of_large_bodies_name_their_field(server: Server, size: int) -> None:
+    """Large bodies are validated in a thread."""
+    text = "x" * size
+    for fields, param in (
+        ({"temperature": "hot"}, "temperature"),
+        ({"messages": [{"role": "user", "content": text}, {"role": 5, "content": 7}]}, "messages"),
+        ({"messages": None}, "messages"),
+    ):
+        answer = await server.chat(**({"messages": [{"role": "user", "content": text}], "user": text} | fields))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith(param), answer.text
+    answer = await server.http.post("/v1/chat/completions", json={"user": text})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "The field messages is missing.")
