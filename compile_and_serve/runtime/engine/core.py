@@ -156,18 +156,17 @@ class EngineCore:
                 sampling_params=msgspec.structs.replace(params, seed=draw(63)),
                 siblings=[Sibling(sibling.request_id, draw(63)) for sibling in request.siblings],
             )
-        structured, grammar, adapter = params.structured_outputs, None, None
+        structured, awaited = params.structured_outputs, list[Future[Any]]()
         if structured is not None:
             if structured.compiled is None:
                 raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
-            grammar = self.executor.compile_grammar(structured.compiled)
+            awaited.append(self.executor.compile_grammar(structured.compiled))
         if request.lora is not None:
-            adapter = self.load_adapter(request.lora)
-        awaited = [future for future in (grammar, adapter) if future is not None]
+            awaited.append(self.load_adapter(request.lora))
         for future in awaited:
             if future.done():
                 future.result()
-        self._scheduler.add_request(request, grammar, adapter)
+        self._scheduler.add_request(request, awaited)
         self._preparing += [(request.request_ids, future) for future in awaited if not future.done()]
 
     def load_adapter(self, adapter: LoRARequest) -> Future[None]:

@@ -69,7 +69,7 @@ class GroupBlocks(ABC):
 
     def num_new(self, request: Request, prefix: Prefix) -> int:
         """Free blocks that the request takes, or is promised, when it is admitted with that prefix."""
-        return self.num_blocks(len(request.token_ids)) - sum(block.ref_count > 0 for block in prefix.blocks[self.index])
+        return self.num_blocks(len(request.token_ids)) - sum(not block.is_free for block in prefix.blocks[self.index])
 
     @abstractmethod
     def admit(self, request: Request, prefix: Prefix) -> None:
@@ -306,7 +306,7 @@ class SlotBlocks(GroupBlocks):
 
     def num_new(self, request: Request, prefix: Prefix) -> int:
         # The snapshot is given back before the prefill needs the pages that it is promised.
-        num_shared = sum(block.ref_count == 0 for block in prefix.blocks[self.index])
+        num_shared = sum(block.is_free for block in prefix.blocks[self.index])
         return self._num_pages + max(num_shared, self._num_pages if prefix.cuts else 0)
 
     def admit(self, request: Request, prefix: Prefix) -> None:

@@ -55,24 +55,25 @@ class Request:
     fast_until: below this number of computed tokens, a decode needs neither a block nor a check. 0 during the prefill.
     num_pending_steps: of a preempted request, the steps in flight that sample for it. It cannot resume before their
         tokens are known.
-    grammar: of structured output. The request cannot start before it is done.
+    waits_for: what is prepared for the request: its grammar, its adapter, blocks that are being loaded. It cannot start before all
+        of it is done.
     can_draft: whether the request takes part in speculative decoding. draft_ends: tokens at which its drafts end, themselves excluded.
     end_len: from so many tokens on, any token may be the last.
     repetition: the repetition that ends it, of its sampling parameters; None: none does.
     changes_logits: of its sampling parameters.
-    adapter, adapter_load: the number of its LoRA adapter, and the reading of it, which must be done too.
+    adapter: the number of its LoRA adapter.
     """
 
     __slots__ = (
-        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
+        "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
         "draft_ends", "end_ids", "end_len", "fast_until", "finish_reason",
         "first_scheduled_time",
-        "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
+        "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end",
         "prefill_step", "prompt",
         "prompt_logprobs", "repetition", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
-        "wants_prompt_logprobs",
+        "waits_for", "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, prompt: Prompt, *, key: tuple[float, ...], max_len: int, now: float) -> None:
@@ -110,9 +111,8 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.grammar: Future[Any] | None = None
+        self.waits_for: list[Future[Any]] = []
         self.adapter = None if request.lora is None else request.lora.lora_int_id
-        self.adapter_load: Future[Any] | None = None
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens
         self.prefill_step = -1
@@ -143,7 +143,10 @@ class Request:
     @property
     def is_ready(self) -> bool:
         """Whether what was prepared for the request while it waits is done."""
-        return all(future is None or future.done() for future in (self.grammar, self.adapter_load))
+        waits_for = self.waits_for
+        if waits_for:
+            waits_for[:] = [future for future in waits_for if not future.done()]
+        return not waits_for
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Take the entries of tokens start+1 …, from a step that computed positions start …. Known entries are skipped."""

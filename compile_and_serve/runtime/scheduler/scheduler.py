@@ -125,8 +125,8 @@ class Scheduler:
         self._whole_prompts = whole_prompts
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
 
-    def add_request(self, request: EngineRequest, grammar: Future[Any] | None = None, adapter_load: Future[Any] | None = None) -> None:
-        """Queue all sequences of a request. They do not run, and delay nobody, until `grammar` and `adapter_load` are done.
+    def add_request(self, request: EngineRequest, waits_for: Iterable[Future[Any]] = ()) -> None:
+        """Queue all sequences of a request. They do not run, and delay nobody, until all of `waits_for` is done.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
@@ -167,7 +167,7 @@ class Scheduler:
             if self.config.policy == "priority":
                 key = (float(request.priority), request.arrival_time or now, order)
             new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
-            new.grammar, new.adapter_load = grammar, adapter_load
+            new.waits_for = list(waits_for)
             if new.adapter is not None:
                 self._adapter_users[new.adapter] += 1
             self._requests[new.request_id] = new

@@ -107,3 +107,71 @@ def test_all_content_is_forgotten_only_while_every_block_is_free() -> None:
     assert b"x" not in pool.cached
     assert len(pool.cached) == 0
     assert pool.allocate(2)
+
+
+def test_pinned_blocks_are_not_handed_out_until_they_are_unpinned_as_often() -> None:
+    pool = BlockPool(4)
+    a, b = pool.allocate(2)
+    pool.cache(a, b"a")
+    pool.pin([a, b, 3])
+    pool.pin([a])
+    pool.free([b, a])
+    assert (pool.num_free, pool.num_pinned) == (1, 3)
+    assert pool.allocate(1) == [2]
+    pool.share([pool.cached[b"a"]])
+    assert (pool.num_free, pool.num_pinned) == (0, 2)
+    pool.unpin([a, b])
+    assert pool.allocate(1) == [b]
+    pool.free([a])
+    assert (pool.num_free, pool.num_pinned) == (0, 2)
+    pool.unpin([a, 3])
+    assert pool.free_queue.block_ids() == [3, a]
+    with pytest.raises(AssertionError, match="unpinned twice"):
+        pool.unpin([a])
+
+
+def test_unpinned_content_is_evicted_last_or_next() -> None:
+    pool = BlockPool(4)
+    ids = pool.allocate(4)
+    pool.cache_together(ids[:2], b"both", 0)
+    pool.cache(ids[2], b"one")
+    pool.pin(ids[:2])
+    pool.free(ids)
+    pool.unpin(ids[:2])
+    assert pool.free_queue.block_ids() == [3, 2, 0, 1]
+    pool.pin(ids[:2])
+    pool.unpin(ids[:2], evict_next=True)
+    assert pool.free_queue.block_ids() == [0, 1, 3, 2]
+
+
+def test_cached_content_may_be_kept_when_it_is_evicted() -> None:
+    pool = BlockPool(5)
+    ids = pool.allocate(5)
+    pool.cache_together(ids[:2], b"both", 0)
+    pool.cache(ids[2], b"kept too")
+    pool.cache(ids[3], b"lost")
+    asked: list[bytes | None] = []
+
+    def on_evict(block: KVCacheBlock) -> bool:
+        asked.append(block.key)
+        if block.key == b"lost":
+            return False
+        pool.pin([one.block_id for one in (block, *block.followers)])
+        return True
+
+    pool.on_evict = on_evict
+    pool.free(ids)
+    assert pool.allocate(2) == [4, 3]
+    assert asked == [b"both", b"kept too", b"lost"]
+    assert (pool.num_free, pool.num_pinned, sorted(pool.cached)) == (0, 3, [b"both", b"kept too"])
+
+
+def test_content_that_is_pinned_can_be_forgotten() -> None:
+    pool = BlockPool(2)
+    [block] = pool.allocate(1)
+    pool.cache(block, b"a")
+    pool.pin([block])
+    assert not pool.uncache_all()
+    pool.free([block])
+    assert pool.uncache_all()
+    assert (pool.cached, pool.num_free) == ({}, 1)
