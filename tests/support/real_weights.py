@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import struct
 import subprocess
@@ -51,13 +50,8 @@ def write_gemma3_270m(folder: Path) -> None:
             )
             with download_known(part).open("rb") as file:
                 shutil.copyfileobj(file, whole)
-    tensors: dict[str, torch.Tensor] = {}
     checkpoint = GgufCheckpoint(gguf)
-    for stored, tensor in checkpoint.stream(set(checkpoint.shapes)):
-        name = stored.replace("post_attention_layernorm", "pre_feedforward_layernorm")  # as Llama calls it
-        for short, long in (("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")):
-            name = re.sub(rf"^blk\.(\d+)\.{short}", rf"model.layers.\1.{long}", name)
-        tensors[name] = (tensor - 1 if "norm" in name else tensor).to(torch.bfloat16)  # a norm multiplies by 1 + its weight
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint.stream(set(checkpoint.shapes))}
     layers = 18
     config = {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "dtype": "bfloat16", "vocab_size": 262144,
