@@ -3,8 +3,9 @@
 Shape legend: N pages.
 
 All groups share one pool of N pages of equal bytes. A page belongs to one group at a time; a group whose layers take fewer bytes per token
-has more tokens per page, and a slot of recurrent state is a list of pages. Where there is one group of tokens only, each layer's tensor is
-contiguous; otherwise a page's bytes are, and a layer's tensor is a strided view.
+has more tokens per page, and a slot of recurrent state is a list of pages. A page's bytes are contiguous over the layers of its group, so
+that one copy moves it, and a layer's tensor is a strided view. Where kernels run on the host's memory and there is one group of tokens
+only, each layer's tensor is contiguous instead: a layer then reads fewer pages of virtual memory.
 """
 
 from __future__ import annotations
@@ -143,14 +144,15 @@ def allocate_state(groups: Sequence[StateGroup], layout: PageLayout, num_pages: 
     """
     num_all = num_pages + layout.num_padding_pages
     pool = _zeros(num_all * layout.page_bytes, device)
-    if platform_of(device).shares_host_memory and pool.numel():
+    shares_host_memory = platform_of(device).shares_host_memory
+    if shares_host_memory and pool.numel():
         advise_huge_pages(pool)  # a sequence's pages lie anywhere in the pool
     tensors: dict[str, torch.Tensor] = {}
-    is_only_group = len(groups) == 1 and not layout.num_padding_pages
+    is_layer_major = shares_host_memory and len(groups) == 1 and not layout.num_padding_pages
     for group in groups:
         placed = layout.groups[group.name]
         for name, one in placed.tensors.items():
-            stride, begin = (one.num_bytes, one.offset * num_pages) if is_only_group else (layout.page_bytes, one.offset)
+            stride, begin = (one.num_bytes, one.offset * num_pages) if is_layer_major else (layout.page_bytes, one.offset)
             strides = stride // one.dtype.itemsize, *_contiguous_strides(one.shape)
             tensors[name] = pool.view(one.dtype).as_strided((num_all, *one.shape), strides, begin // one.dtype.itemsize)
         tensors |= placed.column_tensors(device)

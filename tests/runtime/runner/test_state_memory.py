@@ -11,6 +11,7 @@ from compile_and_serve.custom_ops.state.recurrent import Recurrent, RecurrentLay
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec, TokenWindow
 from compile_and_serve.models.spec import full_attention
 from compile_and_serve.runtime.config import CacheConfig
+from compile_and_serve.runtime.runner import state_memory
 from compile_and_serve.runtime.runner.state_memory import (
     CPU_DEFAULT_LIMIT,
     GIB,
@@ -20,6 +21,7 @@ from compile_and_serve.runtime.runner.state_memory import (
     log_grown_pages,
     plan_num_pages,
 )
+from tests.support.platforms import OwnMemory
 
 GROUPS = [full_attention([KVCacheSpec(num_kv_heads=2, head_dim=8), KVCacheSpec(num_kv_heads=4, head_dim=16)])]
 BLOCK_BYTES = (2 * 2 * 8 + 2 * 4 * 16) * 16 * 2  # of 16 tokens in bfloat16
@@ -145,6 +147,19 @@ def test_layers_are_views_of_one_allocation(dtype: torch.dtype) -> None:
     caches[1].fill_(2)
     assert (caches[0] == 1).all()
     assert caches[0].data_ptr() % 64 == 0
+
+
+def test_a_device_with_its_own_memory_has_contiguous_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_memory, "platform_of", OwnMemory)
+    layout = PageLayout.of(GROUPS, 16, torch.float32)
+    state = allocate_state(GROUPS, layout, 3, device=torch.device("cpu"))
+    pool = next(iter(state.values())).untyped_storage()
+    for page in range(3):
+        for number, cache in enumerate(state.values()):
+            cache[page].fill_(10 * page + number)
+    begin, size = next(iter(state.values())).storage_offset(), layout.page_bytes // 4
+    pages = torch.tensor([], dtype=torch.float32).set_(pool)[begin:].view(3, size)
+    assert [set(page.tolist()) for page in pages] == [{0, 1}, {10, 11}, {20, 21}]
 
 
 def test_a_large_cache_costs_no_memory_before_it_is_used() -> None:
