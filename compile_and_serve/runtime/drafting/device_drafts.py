@@ -23,6 +23,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, SpeculativeConfig
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.sampling.decode_step import DecodeStep
+from compile_and_serve.runtime.side_model import SideModel
 
 StepOf = Callable[[int], DecodeStep]
 
@@ -98,7 +99,7 @@ class DraftSetup:
     max_len: int
     num_pages: int
     compiled: CompiledDrafter | None
-    allocate_state: Callable[[CompiledDrafter], dict[str, torch.Tensor]]
+    allocate_state: Callable[[SideModel], dict[str, torch.Tensor]]
     graphs: WorkGraphs | None
 
 

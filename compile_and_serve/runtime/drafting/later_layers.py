@@ -30,8 +30,8 @@ import torch
 
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS_INDICES, POSITIONS, Step
-from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.drafting.hidden_drafts import SequenceRows
+from compile_and_serve.runtime.side_model import SideModel
 
 
 class LaterLayers:
@@ -39,7 +39,7 @@ class LaterLayers:
 
     def __init__(
         self,
-        layers: tuple[CompiledDrafter, ...],
+        layers: tuple[SideModel, ...],
         states: tuple[Mapping[str, torch.Tensor], ...],
         num_slots: int,
         num_pages: int,

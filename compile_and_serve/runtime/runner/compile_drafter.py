@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from compile_and_serve.compiler import available_kernels, compile_model
-from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import HIDDEN_STATES
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
@@ -21,16 +17,12 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.drafting.method import method_of
-from compile_and_serve.runtime.runner.attention_backends import backends_of_model
-from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
+from compile_and_serve.runtime.runner.compile_models import SideModelCompiler
 from compile_and_serve.runtime.runner.model_facts import check_speculation, max_model_len
-from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
-from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
-from compile_and_serve.runtime.weights import WeightError, load_weights, open_checkpoint
+from compile_and_serve.runtime.side_model import SideModel
+from compile_and_serve.runtime.weights import WeightError, open_checkpoint
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint
 from compile_and_serve.runtime.weights.joined import JoinedCheckpoint, open_drafter
-
-StageCallback = Callable[[str, float, str], None]
 
 
 def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec | None:
@@ -55,75 +47,27 @@ def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -
     return drafter
 
 
-def compile_drafter(
-    config: EngineConfig,
-    drafter: DrafterSpec,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    on_stage: StageCallback,
-    coordinates: Coordinates = ORIGIN,
-    backends: Mapping[str, AttentionBackend] | None = None,
-    title: str = "drafter",
-) -> CompiledDrafter:
-    """Compile a drafter for one of the ranks that share the target. `load` of the result fills it.
+def compile_drafter(compiler: SideModelCompiler, drafter: DrafterSpec) -> CompiledDrafter:
+    """Compile a drafter beside its target. `load` of the result fills it. Raises the `ValueError` family with one sentence."""
+    config = compiler.config
+    path = config.drafter_path or config.model.path
+    own = None if config.model.load_format == "dummy" else open_drafter(path)
 
-    backends: by its attention groups; None: they are chosen. title: for the log and the dumps.
-    Raises the `ValueError` family with one sentence.
-    """
-    spec = drafter.spec
-    borrowed = {group.name: _borrowed(group, drafter.target) for group in spec.state}
-    cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
-    if backends is None:
-        backends = dict(backends_of_model(spec, config, device, dtype))
-    dump_dir = config.compile.dump_dir
-    options = replace(
-        config.compile,
-        max_loras=0,
-        user_passes=(),
-        quantization=None,
-        quantization_exclude=None,
-        profile_tokens=(),
-        dump_dir=None if dump_dir is None else dump_dir / title,
-    )
-    model = compile_model(
-        spec,
-        options,
-        device=device,
-        dtype=dtype,
-        kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
-        attention_backends=backends,
-        kv_cache_dtype=cache_dtype,
-        on_stage=lambda stage, seconds, detail: on_stage(f"{title} {stage}", seconds, detail),
-    )
-    compile_other = partial(
-        compile_drafter, config, device=device, dtype=dtype, on_stage=on_stage, coordinates=coordinates, backends=backends
-    )
-    behind = tuple(compile_other(one, title=f"drafter layer {number}") for number, one in enumerate(drafter.later_layers, start=2))
+    def compile_part(part: DrafterSpec, title: str, backends: Mapping[str, AttentionBackend] | None = None) -> SideModel:
+        checkpoint = None if own is None else partial(_joined, own, part, config)
+        borrowed = {group.name: _borrowed(group, part.target) for group in part.spec.state}
+        return compiler.compile(part.spec, title, path, checkpoint=checkpoint, borrowed=borrowed, backends=backends)
+
+    side = compile_part(drafter, "drafter")
+    layers = enumerate(drafter.later_layers, start=2)
+    behind = tuple(compile_part(one, f"drafter layer {number}", side.backends) for number, one in layers)
     context = None
     if drafter.context is not None:
-        spec_of_context = replace(drafter, spec=drafter.context, context=None, borrowed_weights={})
-        context = compile_other(spec_of_context, title="drafter context")
-    path = config.drafter_path or config.model.path
-    is_dummy = config.model.load_format == "dummy"
-    own = None if is_dummy else open_drafter(path)
-    extras = _extras(drafter, {} if own is None else own.shapes, path, device, dtype)
+        context = compile_part(replace(drafter, spec=drafter.context, borrowed_weights={}), "drafter context", side.backends)
+    extras = _extras(drafter, {} if own is None else own.shapes, path, compiler.device, compiler.dtype)
 
     def load() -> None:
-        start = time.perf_counter()
-        checkpoint = None if own is None else _joined(own, drafter, config)
-        load_weights(
-            model,
-            spec,
-            path,
-            load_format=config.model.load_format,
-            device=device,
-            dtype=dtype,
-            seed=config.model.seed,
-            coordinates=coordinates,
-            checkpoint=checkpoint,
-            fold_cache_scales=config.cache.dtype == "fp8",
-        )
+        side.load()
         if own is None:
             for name, tensor in extras.items():
                 tensor.zero_() if name == "d2t" else tensor.fill_(1.0 / tensor.shape[-1])
@@ -131,35 +75,13 @@ def compile_drafter(
             for name, tensor in own.stream(set(extras)):
                 extras[name].copy_(tensor)
             _check_token_map(extras, drafter.target.vocab_size, path)
-        on_stage(f"{title} load", time.perf_counter() - start, str(path))
-        for one in behind if context is None else (*behind, context):
+        for one in compiled.others:
             one.load()
 
-    of_rank = replace(drafter, spec=replace(spec, state=tuple(group.of_rank(config.mesh) for group in spec.state)))
-    return CompiledDrafter(
-        drafter=of_rank,
-        model=model,
-        backends=backends,
-        borrowed=borrowed,
-        cache_dtype=cache_dtype,
-        extras=extras,
-        hidden_dtype=dtype,
-        behind=behind,
-        context=context,
-        load=load,
-    )
-
-
-def sleeping_weights(model: Model, drafter: CompiledDrafter | None, load: Callable[[], object]) -> SleepingWeights:
-    """The weights of a model and of its drafter. load: fills the model's from the checkpoint."""
-    if drafter is None:
-        return SleepingWeights(model.weight_memory(), load)
-
-    def load_both() -> None:
-        load()
-        drafter.load()
-
-    return SleepingWeights([*model.weight_memory(), *drafter.weight_memory()], load_both)
+    beside = {**vars(side), "load": load}
+    drafter = replace(drafter, spec=side.spec)
+    compiled = CompiledDrafter(**beside, drafter=drafter, extras=extras, hidden_dtype=compiler.dtype, behind=behind, context=context)
+    return compiled
 
 
 def _joined(own: Checkpoint, drafter: DrafterSpec, config: EngineConfig) -> JoinedCheckpoint:
@@ -207,14 +129,3 @@ def _borrowed(group: StateGroup, target: ModelSpec) -> str:
         f"The model keeps only the last tokens of a sequence (its window is {windows}), but the drafter reads "
         f"{'all' if group.kind.window is None else group.kind.window} of them: remove speculative_config."
     )
-
-
-def allocate_drafter_state(
-    compiled: CompiledDrafter, tokens_per_page: Mapping[str, int], num_pages: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """The keys and values of a drafter, zeroed, by name. tokens_per_page: of the target's groups. num_pages: of the target."""
-    state: dict[str, torch.Tensor] = {}
-    for group in compiled.drafter.spec.state:
-        layout = PageLayout.of([group], tokens_per_page[compiled.borrowed[group.name]], compiled.cache_dtype)
-        state |= allocate_state([group], layout, num_pages, device=device)
-    return state

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import PlainRunner
 from compile_and_serve.compiler.model import CompiledModel, Model
@@ -32,7 +31,8 @@ from compile_and_serve.runtime.pooling.files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
-from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter, sleeping_weights
+from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
+from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec, sleeping_weights
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
@@ -244,17 +244,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         facts["all_reduce"] = _choose_allreduce(config, spec, device, dtype, on_stage)
 
     with memory_for("compiling the model", device, memory.LOADING):
-        model = compile_model(
-            spec,
-            config.compile,
-            device=device,
-            dtype=dtype,
-            kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
-            attention_backends=backends,
-            kv_cache_dtype=cache_dtype,
-            state_dtype=state_dtype,
-            on_stage=on_stage,
-        )
+        model = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=on_stage)
     if len(model.state) > len(spec.state):  # passes added some
         backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)
     spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
@@ -278,10 +268,11 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         )
         loaded = load_all()
     on_stage("load", time.perf_counter() - start, f"{loaded.num_tensors} tensors, {loaded.num_bytes / GIB:.2f} GiB")
+    beside = SideModelCompiler(config=config, device=device, dtype=dtype, on_stage=on_stage, coordinates=rank.coordinates)
     compiled_drafter = None
     if drafter is not None:
         with memory_for("loading the drafter", device, memory.LOADING):
-            compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, coordinates=rank.coordinates, on_stage=on_stage)
+            compiled_drafter = compile_drafter(beside, drafter)
             compiled_drafter.load()
     return LoadedModel(
         config=config,
@@ -294,7 +285,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         backends=backends,
         drafter=compiled_drafter,
         adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
-        weights=sleeping_weights(model, compiled_drafter, load_all),
+        weights=sleeping_weights(model, load_all, compiled_drafter),
         stages=stages,
         facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
     )

@@ -30,7 +30,7 @@ from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, Draft
 from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.runner.base_batch import BatchLayout, HeldRequest
 from compile_and_serve.runtime.runner.base_runner import BaseRunner, StepRunner
-from compile_and_serve.runtime.runner.compile_drafter import allocate_drafter_state
+from compile_and_serve.runtime.runner.compile_models import allocate_side_state
 from compile_and_serve.runtime.runner.device import num_cores
 from compile_and_serve.runtime.runner.drafted_sequences import DraftedSequences
 from compile_and_serve.runtime.runner.input_batch import InputBatch
@@ -111,7 +111,7 @@ class ModelRunner(BaseRunner):
                 max_len=self.max_model_len,
                 num_pages=num_pages,
                 compiled=drafter,
-                allocate_state=lambda compiled: allocate_drafter_state(compiled, self.layout.tokens_per_page, num_pages, device),
+                allocate_state=lambda compiled: allocate_side_state(compiled, self.layout.tokens_per_page, num_pages, device),
                 graphs=drafter_graphs,
             )
             self.drafter = method.device()(setup)

@@ -33,13 +33,14 @@ def compile_model_command(
         raise ValueError("--output and --cache-dir both name the artifact's folder: give one of them.")
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is not a folder: give a new folder, or one that holds artifacts.")
-    from compile_and_serve.compiler import available_kernels, compile_model
+    from compile_and_serve.custom_ops.mesh import ORIGIN
     from compile_and_serve.custom_ops.platform import platform_of, resolve_device
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
     from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
-    from compile_and_serve.runtime.runner.device import model_dtype, resolve_kv_cache_dtype, use_threads, with_cache_dtype
+    from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec
+    from compile_and_serve.runtime.runner.device import model_dtype, use_threads, with_cache_dtype
     from compile_and_serve.runtime.runner.stages import stages_of
     from compile_and_serve.runtime.weights import read_model_config
 
@@ -61,19 +62,12 @@ def compile_model_command(
         reports = []
         for part in stages_of(spec, config.mesh):
             backends = backends_of_model(part, config, device, dtype)
-            compiled = compile_model(
-                part,
-                config.compile,
-                device=device,
-                dtype=dtype,
-                kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
-                attention_backends=backends,
-                kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
-                on_stage=stages,
-            )
+            compiled = compile_spec(part, config, backends, device=device, dtype=dtype, on_stage=stages)
             reports.append(compiled.report)
         if drafter is not None:
-            compiled_drafter = compile_drafter(config, drafter, device=device, dtype=dtype, on_stage=stages)
+            compiled_drafter = compile_drafter(
+                SideModelCompiler(config=config, device=device, dtype=dtype, on_stage=stages, coordinates=ORIGIN), drafter
+            )
         if output is not None:
             start = time.perf_counter()
             count = keep_built_modules(backends, spec, device, dtype, output)
