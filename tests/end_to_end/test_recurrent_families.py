@@ -93,3 +93,16 @@ def test_compiled(architecture: str, tmp_path: Path) -> None:
     with LLM(str(model), **options, cache_dir=tmp_path / "cache", max_num_batched_tokens=96) as llm:
         outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
     assert outputs == greedy_tokens(model, PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", QUICK)
+def test_two_ranks(architecture: str, tmp_path: Path) -> None:
+    """Attention is sharded; every rank computes the recurrent layers whole."""
+    model = write_recurrent(tmp_path / "model", architecture)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:4]]
+    with LLM(str(model), **options, cache_dir=tmp_path / "cache", tensor_parallel_size=2) as llm:
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    assert outputs == greedy_tokens(model, PROMPTS[:4], 24)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from compile_and_serve.custom_ops.recurrent import short_convolution  # noqa: F401  registers the op
 from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, ConvolutionState
 from compile_and_serve.custom_ops.step import current_metadata
 from tests.custom_ops.recurrent.test_linear_attention import make_inputs, run_script, state_of
@@ -63,3 +64,19 @@ def test_short_convolution(dtype: torch.dtype) -> None:
         )
         limit = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(out_TD, want_TD, rtol=limit, atol=limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("delta", "per_channel"), [(True, False), (True, True), (False, False)], ids=["delta rule", "KDA", "SSD"])
+def test_prompts_through_fla(delta: bool, per_channel: bool) -> None:
+    """In bfloat16: prompts through fla-core, decodes and the ends of prompts through our kernel, beside the reference in float32."""
+    from compile_and_serve.custom_ops.recurrent import fla_prompts
+
+    assert fla_prompts.kernels() is not None
+    inputs = make_inputs(4, 2 if not per_channel else 4, 128, 128, delta=delta, per_channel=per_channel, dtype=torch.bfloat16)
+    wide = [None if x is None else x.float() for x in inputs]
+    wanted = run_script(wide, state_of(wide, torch.float32), op=torch.ops.cas.linear_attention_reference)
+    outs = run_script(inputs, state_of(inputs, torch.bfloat16), op=torch.ops.cas.linear_attention, device="cuda")
+    for number, (out, want) in enumerate(zip(outs, wanted, strict=True)):
+        difference = (out.float() - want).norm() / want.norm()
+        assert difference < 2e-2, f"step {number}: {difference:.1e}"
