@@ -1,4 +1,4 @@
-"""Recurrent and hybrid models that transformers wrote: the same greedy tokens, however prompts are cut, batched, preempted and reused."""
+"""Recurrent and hybrid models that transformers wrote: the same greedy tokens, however prompts are cut, batched and reused."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def expected(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
-def test_batches_chunks_and_preemptions(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
-    """Prompts in chunks beside decodes, in a pool that is too small for all."""
+def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
+    """Prompts in chunks beside decodes, in a pool with little room."""
     common: dict[str, Any] = {
         "load_format": "auto",
         "block_size": 16,
