@@ -9,6 +9,7 @@ import pytest
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.runner.state_memory import PageLayout
 from tests.support.engines import request, run_requests, tiny_config, tokens_of
 from tests.support.recurrent_models import FAMILIES, write_recurrent
 from tests.support.transformers_models import greedy_tokens
@@ -20,6 +21,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 
 def prompt_of(seed: int, length: int) -> list[int]:
     return [(seed * 131 + i * i * 7 + i * 31) % 317 + 3 for i in range(length)]
+
+
+def pages_of(model: Path) -> PageLayout:
+    """The layout of the model's pages, at 16 tokens a block."""
+    probe = EngineCore(tiny_config(model, load_format="auto", block_size=16, num_kv_blocks=4096))
+    pages: PageLayout = probe.executor.worker.loaded.pages  # type: ignore[attr-defined]
+    probe.shutdown()
+    return pages
 
 
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
@@ -44,10 +53,8 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
         "max_num_batched_tokens": 96,
         "speculative_config": speculative_config,
     }
-    probe = EngineCore(tiny_config(model, **common, num_kv_blocks=4096))
-    pages = probe.executor.worker.loaded.pages  # type: ignore[attr-defined]
+    pages = pages_of(model)
     slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=16)
-    probe.shutdown()
     room = 2 * slot + -(-1100 // per_page) + 2 * slot  # for the longest request, and a little more
     core = EngineCore(tiny_config(model, **common, max_model_len=1100, num_kv_blocks=room))
     requests = [request(f"r{i}", prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
@@ -55,6 +62,23 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
     assert [outputs[one.request_id] for one in requests] == expected
     stats = core.stats()
     assert stats.num_free_blocks == stats.num_total_blocks
+    core.shutdown()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_preemptions(model: Path, *, enable_prefix_caching: bool) -> None:
+    """Three sequences outgrow a pool that has room for one of them at its full length."""
+    options: dict[str, Any] = {"load_format": "auto", "block_size": 16, "enable_prefix_caching": enable_prefix_caching}
+    pages = pages_of(model)
+    slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=0)
+    if not per_page:
+        pytest.skip("its state does not grow, so that nothing is preempted")
+    prompts, num_tokens = [prompt_of(seed, per_page - 1 - seed) for seed in range(3)], 3 * per_page
+    core = EngineCore(tiny_config(model, **options, max_model_len=4 * per_page, num_kv_blocks=3 * slot + 7))
+    requests = [request(f"r{i}", prompt, max_tokens=num_tokens, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    outputs = tokens_of(run_requests(core, requests))
+    assert [outputs[one.request_id] for one in requests] == greedy_tokens(model, prompts, num_tokens)
+    assert core.stats().num_preemptions
     core.shutdown()
 
 
