@@ -105,6 +105,7 @@ class CacheConfig:
     num_blocks, memory_bytes: a fixed size. If both are None, the size follows from the free memory. CUDA: what the model leaves of
         `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for max_num_seqs sequences of max_model_len tokens, but at most
         4 GiB and a quarter of the free memory.
+    connector: what loads and stores blocks; a name as of `connector_of`. None: nothing does.
     """
 
     dtype: KVCacheDtype = _cache_option(
@@ -132,6 +133,7 @@ class CacheConfig:
         0.9, "Share of the GPU's memory that the engine may use.", checks=((lambda share: 0.0 < share <= 1.0, "in (0, 1]"),)
     )
     enable_prefix_caching: bool = _cache_option(True, "Reuse the KV blocks of equal prompt prefixes.")
+    connector: str | None = _cache_option(None, None, name="kv_connector")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

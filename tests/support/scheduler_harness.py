@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
+from compile_and_serve.runtime.connector.connector import SchedulerConnector
 from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Sibling, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -287,16 +288,22 @@ class Driver:
 
     def update(self) -> None:
         for output in self.scheduler.update(*self.in_flight.popleft()):
-            self.answers[output.request_id].take(output)
+            self.take(output)
         self.check(None)
+
+    def take(self, output: RequestOutput) -> None:
+        self.answers[output.request_id].take(output)
 
     def run(self, max_steps: int = 5000) -> dict[str, Answer]:
         while self.scheduler.has_work() or self.in_flight:
             max_steps -= 1
             assert max_steps > 0, "requests do not finish"
             assert self.step() is not None or not self.scheduler.has_work() or self.depth > 0, "nothing runs, nothing comes"
-        assert self.scheduler.manager.pool.num_free == self.scheduler.manager.pool.num_blocks
+        assert self.scheduler.manager.pool.num_free + self.num_kept == self.scheduler.manager.pool.num_blocks
         return self.answers
+
+    num_kept = 0  # blocks that are not free though no request uses them
+    stuck: Collection[str] = frozenset()  # requests that ended for lack of these
 
     def check_windows(self) -> None:
         """No block that the next step may read is freed. The runner is at the true positions: it has run all steps before."""
@@ -334,33 +341,34 @@ class Driver:
             assert request.num_computed_tokens <= request.num_held_tokens
         assert {block.block_id: block.ref_count for block in pool.blocks if block.ref_count != 0} == owners
         free = pool.free_queue.block_ids()
-        assert sorted(free) == [block.block_id for block in pool.blocks if block.ref_count == 0]
+        assert sorted(free) == [block.block_id for block in pool.blocks if block.is_free]
         assert len(free) == pool.num_free
         assert all(pool.cached[key].key == key for key in pool.cached)
         entries = [[block, *block.followers] for block in pool.cached.values()]
         assert sum(block.key is not None for block in pool.blocks) == sum(map(len, entries))
         for entry in entries:
-            assert len({(block.key, block.ref_count) for block in entry}) == 1
-            if entry[0].ref_count == 0:  # the first is handed out before the others
+            assert len({(block.key, block.ref_count, block.pins) for block in entry}) == 1
+            if entry[0].is_free:  # the first is handed out before the others
                 place = free.index(entry[0].block_id)
                 assert free[place : place + len(entry)] == [block.block_id for block in entry]
         assert manager.num_promised == sum(request.num_promised_blocks for request in running)
-        assert 0 <= manager.num_promised <= pool.num_free
+        assert 0 <= manager.num_promised <= pool.num_free or scheduler._transfers is not None
         assert all(request.status is RequestStatus.RUNNING for request in running)
         assert [request.key for request in running] == sorted(request.key for request in running)
         assert all(not request.block_ids and not request.num_promised_blocks for _, request in scheduler._admission.waiting)
         if step is not None:
             counts = step.num_scheduled_tokens
             assert step.total_num_scheduled_tokens == sum(counts.values()) <= scheduler.config.max_num_batched_tokens
-            assert 1 <= len(counts) <= scheduler.config.max_num_seqs
-            assert min(counts.values()) >= 1
+            assert len(counts) <= scheduler.config.max_num_seqs
+            assert min(counts.values(), default=1) >= 1
+            assert counts or scheduler._transfers is not None
 
 
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
     groups: Sequence[StateGroupInfo] | None = None, speculator: Speculator | None = None,
-    drafts_run_ahead: bool = False, whole_prompts: bool = False,
+    drafts_run_ahead: bool = False, whole_prompts: bool = False, connector: SchedulerConnector | None = None,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -379,6 +387,7 @@ def make_scheduler(
         speculator=speculator,
         drafts_run_ahead=drafts_run_ahead,
         whole_prompts=whole_prompts,
+        connector=connector,
     )
 
 

@@ -72,4 +72,6 @@ class InProcessExecutor:
 
     def shutdown(self) -> None:
         """Drop the model and its KV cache."""
+        if self._worker is not None:
+            self._worker.close()
         self._worker = None

@@ -26,6 +26,7 @@ import zmq
 
 from compile_and_serve.runtime.child_process import LINGER_MS, boot_input, describe_exit, one_device, private_folder
 from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.connector.gather import GatheredTransfers
 from compile_and_serve.runtime.distributed.executor import STUCK_SECONDS, RankFailedError, StepHandle, report_shared_stages
 from compile_and_serve.runtime.distributed.rank_messages import (
     AdapterRead,
@@ -47,6 +48,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     StepDone,
     StopRank,
     ToRank,
+    TransfersEnded,
     WakeRank,
 )
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
@@ -151,6 +153,7 @@ class DistributedExecutor:
         self._progress = [_RankProgress() for _ in range(self.mesh.size)]
         self._num_launched = 0
         self._loads: dict[int, _Load] = {}
+        self._transfers = GatheredTransfers(self.mesh.size)
         self._clock = 0.0  # seconds spent waiting for answers
         self._last_progress = 0.0  # by `_clock`
         self._last_poll = 0.0  # by the system's clock
@@ -184,6 +187,7 @@ class DistributedExecutor:
         done = self._receive(StepDone)
         assert done.output.step == handle.step, (done.output.step, handle.step)
         self._stats = done.stats
+        done.output.transfers = self._transfers.take()
         return done.output
 
     def compile_grammar(self, grammar: str) -> Future[Any]:
@@ -230,6 +234,7 @@ class DistributedExecutor:
     def sleep(self, level: int) -> None:
         """Let every rank free its memory, and wait for that."""
         self._change_sleep(SleepRank(level))
+        self._transfers = GatheredTransfers(self.mesh.size)  # the ranks have stopped all
 
     def wake_up(self, *, weights: bool, kv_cache: bool) -> None:
         """Let every rank bring parts of its memory back, and wait for that."""
@@ -352,6 +357,8 @@ class DistributedExecutor:
             self._record_progress(message)
         elif isinstance(message, AdapterRead):
             self._record_adapter(message)
+        elif isinstance(message, TransfersEnded):
+            self._transfers.add(message.transfers)
         else:
             return False
         return True

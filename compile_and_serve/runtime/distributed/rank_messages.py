@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
 
@@ -93,6 +94,13 @@ class StepDone(msgspec.Struct, tag="done"):
     stats: WorkerStats
 
 
+class TransfersEnded(msgspec.Struct, tag="transfers"):
+    """A rank is through with transfers of a connector. Sent before the result of the step at whose end it was found out."""
+
+    rank: int
+    transfers: FinishedTransfers
+
+
 class AdapterRead(msgspec.Struct, tag="adapter read"):
     """A rank has read an adapter, or could not: then error is one sentence."""
 
@@ -132,4 +140,6 @@ class RankFailed(msgspec.Struct, tag="failed"):
     is_user_error: bool
 
 
-FromRank = RankStage | RankLoaded | RankReady | StepDone | AdapterRead | IdleTaskDone | SleepChanged | ProgressReport | RankFailed
+FromRank = (
+    RankStage | RankLoaded | RankReady | StepDone | TransfersEnded | AdapterRead | IdleTaskDone | SleepChanged | ProgressReport | RankFailed
+)

@@ -49,6 +49,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     StepDone,
     StopRank,
     ToRank,
+    TransfersEnded,
     WakeRank,
 )
 from compile_and_serve.runtime.distributed.socket_keys import RankKeys
@@ -123,6 +124,7 @@ class RankProcess:
         try:
             if is_started:
                 self._serve()
+                self._worker.close()
         except Exception as error:
             return self._fail("failed while it computed a step", error, is_user_error=False)
         return 0
@@ -190,6 +192,9 @@ class RankProcess:
     def _report_step(self, step: PendingStep, stats: WorkerStats) -> None:
         output = step.result()
         self._steps_done += 1
+        if output.transfers is not None:
+            self._send(TransfersEnded(self._rank, output.transfers))
+            output.transfers = None
         if self._answers_for_all:
             self._send(StepDone(output, stats))
 

@@ -123,6 +123,10 @@ class DeviceDrafts(ABC):
     def add(self, slot: int, token_ids: np.ndarray) -> None:  # noqa: B027 (most drafters need not know)
         """A request has begun in a batch slot, with these tokens (int64)."""
 
+    def page_parts(self) -> dict[str, list[torch.Tensor]]:
+        """What the drafter keeps under the pages of the target's groups, by their names: see `PageMemory`."""
+        return {}
+
     @classmethod
     def build_model(cls, config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec | None:
         """The model that drafts; None: there is none. Raises the `ValueError` family with one sentence."""

@@ -61,6 +61,13 @@ class ModelDrafts(DeviceDrafts):
         self._one_row = torch.zeros(1, dtype=torch.int64, device=device)
 
     @abstractmethod
+    def page_parts(self) -> dict[str, list[torch.Tensor]]:
+        parts: dict[str, list[torch.Tensor]] = {}
+        for group in self._groups:
+            tensors = [self._state[name] for name in group.tensor_names]
+            parts.setdefault(self._compiled.borrowed[group.name], []).extend(tensors)
+        return parts
+
     def _follow_step(self, target: TargetStep, *, keeps_state_only: bool) -> None:
         """`follow` of any step."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.connector.connector import connector_of
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.drafting.speculator import Speculator
@@ -47,7 +48,7 @@ SLEEP_TAGS = ("weights", "kv_cache")
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
-PREPARING_SECONDS = 0.002  # for a grammar or an adapter, while no step can run: new requests may arrive meanwhile
+PREPARING_SECONDS = 0.002  # for a grammar, an adapter or blocks, while no step can run: new requests may arrive meanwhile
 NOT_PREPARED = "The engine failed on this request's structured_outputs or adapter; its log has the details."
 
 
@@ -86,6 +87,7 @@ class EngineCore:
             speculator=speculator,
             drafts_run_ahead=found.drafts_run_ahead,
             whole_prompts=found.whole_prompts,
+            connector=None if cache.connector is None else connector_of(cache.connector).scheduler_side(self.config),
         )
         self.adapters = Adapters(
             self.executor,
@@ -234,8 +236,7 @@ class EngineCore:
         if not in_flight:
             self._idle_since = None
             if self._preparing and not failed:
-                awaited = [future for _, future in self._preparing]
-                wait([*awaited, *self.adapters.being_read], PREPARING_SECONDS, FIRST_COMPLETED)
+                self._wait_for_others()
             return StepOutputs(outputs=failed, stats=self.stats())
         scheduled, handle = in_flight[0]
         result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
@@ -247,10 +248,20 @@ class EngineCore:
         outputs = failed + scheduler.update(scheduled, result, seconds)
         if not scheduler.has_work():
             self._idle_since = self._step_began = None
+        elif not scheduled.num_scheduled_tokens and not outputs and result.transfers is None:
+            self._wait_for_others()
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         stats.expert_tokens = result.expert_tokens
         return StepOutputs(outputs=outputs, stats=stats)
+
+    def _wait_for_others(self) -> None:
+        """No step can run: wait a little for a grammar, an adapter or blocks."""
+        awaited = [*(future for _, future in self._preparing), *self.adapters.being_read]
+        if awaited:
+            wait(awaited, PREPARING_SECONDS, FIRST_COMPLETED)
+        else:
+            time.sleep(PREPARING_SECONDS)
 
     def poll_adapters(self) -> None:
         """End the futures of adapters that every rank has read. `step` does it too."""
@@ -307,7 +318,7 @@ class EngineCore:
         self._refusal = reason
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache, whose content is forgotten, and the weights. Does nothing if the engine sleeps.
+        """Free the KV cache, whose content is forgotten, and the weights. Stops transfers of blocks. Does nothing if the engine sleeps.
 
         level: 1 keeps the weights in host memory, 2 drops them; waking then reads the checkpoint again. Raises `ValueError` for
         another level, or while requests are unfinished.
@@ -316,7 +327,7 @@ class EngineCore:
             self._refusal = None  # if sleeping fails, requests are accepted again
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level!r:.200}.")
-        if self.has_work():
+        if self._in_flight or self._scheduler.has_requests():
             raise ValueError("Requests are unfinished, so the engine cannot sleep: wait for them or abort them.")
         if self._asleep:
             return
@@ -374,7 +385,7 @@ class EngineCore:
         for output in outputs:
             output.finish_reason, output.error = "abort", None
         while self._in_flight:
-            self.executor.result(self._in_flight.popleft()[1])
+            self._scheduler.end_transfers(self.executor.result(self._in_flight.popleft()[1]).transfers)
         return outputs
 
     def shutdown(self) -> None:

@@ -19,10 +19,11 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.connector.page_memory import PageMemory
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.stages import StageLink
-from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
+from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state, page_parts
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
 
@@ -116,6 +117,10 @@ class BaseRunner(ABC):
     def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
         """Let graphs be captured over this runner's buffers. prompt_step: see `CudaGraphRunner.bind`."""
         graphs.bind(None, prompt_step)
+
+    def page_memory(self) -> PageMemory:
+        """Where the content of the pages lies."""
+        return PageMemory(parts=page_parts(self.spec.state, self.layout, self.state))
 
     def stats(self) -> WorkerStats:
         """Counters since the start."""

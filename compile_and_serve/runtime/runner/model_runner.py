@@ -25,6 +25,7 @@ from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.connector.page_memory import PageMemory
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, TargetStep
 from compile_and_serve.runtime.drafting.method import method_of
@@ -276,6 +277,11 @@ class ModelRunner(BaseRunner):
 
     def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
         graphs.bind(self.decode_step, prompt_step, self.drafted_step, self.drafter_work)
+
+    def page_memory(self) -> PageMemory:
+        parts = super().page_memory().parts
+        added = {} if self.drafter is None else self.drafter.page_parts()
+        return PageMemory(parts=[[*own, *added.get(group.name, [])] for group, own in zip(self.spec.state, parts, strict=True)])
 
     def stats(self) -> WorkerStats:
         return WorkerStats(padded_tokens=self.padded_tokens, captures_due=self.captures_due, steps_on_device=self.steps_on_device)

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from compile_and_serve.custom_ops.platform import Event
+from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.acceptance import accepted_tokens, chances_of
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.runner.base_batch import BatchLayout, PromptRows
@@ -28,9 +29,10 @@ class PromptResult:
 
 
 class PendingStep:
-    """A launched step; `result` waits for it and may be called once. expert_tokens: what the result reports."""
+    """A launched step; `result` waits for it and may be called once. expert_tokens, transfers: what the result reports."""
 
     expert_tokens: Sequence[list[int]] = ()
+    transfers: FinishedTransfers | None = None
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class PendingStep:
             errors=self._errors,
             expert_tokens=list(self.expert_tokens),
             missing_drafts=self._missing_drafts,
+            transfers=self.transfers,
         )
         if self._logprobs is not None:
             assert self._plan is not None
@@ -142,6 +145,17 @@ class PendingStep:
             chances = chances_of(self.step, len(self._tokens))
         accepted = accepted_tokens(self._tokens, counts, self._sampled_drafts, chances, self._acceptance_rate or 0.0)
         return accepted, np.cumsum([0, *counts[:-1]]).tolist()
+
+
+class StepWithoutTokens(PendingStep):
+    """A step that only transfers."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def result(self) -> ModelRunnerOutput:
+        """What has been transferred."""
+        return ModelRunnerOutput(step=self.step, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors={}, transfers=self.transfers)
 
 
 def _prompt_messages(prompt: PromptResult) -> list[TokenLogprobs]:

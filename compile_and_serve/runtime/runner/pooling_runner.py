@@ -72,6 +72,7 @@ class PendingPooling(PendingStep):
             errors=errors,
             pooled=pooled,
             expert_tokens=list(self.expert_tokens),
+            transfers=self.transfers,
         )
 
 

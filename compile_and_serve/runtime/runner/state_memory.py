@@ -159,6 +159,19 @@ def allocate_state(groups: Sequence[StateGroup], layout: PageLayout, num_pages: 
     return tensors
 
 
+def page_parts(groups: Sequence[StateGroup], layout: PageLayout, state: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """`PageMemory.parts` of `allocate_state`'s tensors: those of the only group, or all bytes of a page at once."""
+    if len(groups) == 1 and not layout.num_padding_pages:
+        return [[state[name] for name in layout.groups[groups[0].name].tensors]]
+    pages: list[list[torch.Tensor]] = []
+    for group in groups:
+        name = next(iter(layout.groups[group.name].tensors))
+        pool = torch.empty(0, dtype=torch.uint8, device=state[name].device).set_(state[name].untyped_storage())
+        begin = state[name].storage_offset() * state[name].element_size() - layout.groups[group.name].tensors[name].offset
+        pages.append([pool.as_strided((state[name].shape[0], layout.page_bytes), (layout.page_bytes, 1), begin)])
+    return pages
+
+
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 

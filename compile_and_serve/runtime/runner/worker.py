@@ -29,6 +29,7 @@ from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
 from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.connector.connector import WorkerConnector, connector_of
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.runner import memory
@@ -37,7 +38,7 @@ from compile_and_serve.runtime.runner.device import use_threads
 from compile_and_serve.runtime.runner.loaded_model import join_ranks, load_model
 from compile_and_serve.runtime.runner.memory import memory_for
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
-from compile_and_serve.runtime.runner.pending_step import PendingStep
+from compile_and_serve.runtime.runner.pending_step import PendingStep, StepWithoutTokens
 from compile_and_serve.runtime.runner.state_memory import GIB, KVCacheTooSmallError
 from compile_and_serve.runtime.runner.warm_up import WarmUp, graph_memory
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
@@ -74,6 +75,9 @@ class Worker:
             start = time.perf_counter()
             count = loaded.compile_kernels(num_sharing, is_alone=rank.is_alone)
             self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
+        self._connector: WorkerConnector | None = None
+        if config.cache.connector is not None:
+            self._connector = connector_of(config.cache.connector).worker_side(config, rank)
         self._start_of_cache = time.perf_counter()
         with self._counting():
             plan = self._memory_plan = None if platform.shares_host_memory else loaded.measure_memory(weights, self._graphs)
@@ -120,6 +124,17 @@ class Worker:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
+        connector = self._connector
+        if connector is not None and scheduled.transfers is not None:
+            connector.start(scheduled.transfers)
+        step = self._launch(scheduled) if scheduled.num_scheduled_tokens else StepWithoutTokens(scheduled.step)
+        if connector is not None:
+            ended = connector.poll()
+            if ended.finished or ended.failed:
+                step.transfers = ended
+        return step
+
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
         for slot, adapter_id in scheduled.adapter_loads:
             self.adapters.place(slot, adapter_id)
         load = self._expert_load
@@ -174,6 +189,7 @@ class Worker:
         assert not self._is_asleep, "the worker sleeps already"
         start, platform = time.perf_counter(), self.platform
         platform.synchronize()
+        self.close()
         before = platform.memory().free
         self._stats_before_sleep = self.stats()
         self._is_asleep = True
@@ -185,6 +201,11 @@ class Worker:
         if self.rank.index == 0:
             freed = (platform.memory().free - before) / GIB
             logger.info("Asleep at level %d after %.2f s: %.2f GiB freed.", level, time.perf_counter() - start, freed)
+
+    def close(self) -> None:
+        """Stop what is transferred to other memory, or from there."""
+        if self._connector is not None:
+            self._connector.close()
 
     def wake_up(self, *, weights: bool, kv_cache: bool) -> None:
         """Bring back parts of what `sleep` freed. Once both are back, CUDA graphs are captured again and steps can run.
@@ -246,6 +267,8 @@ class Worker:
         cache_bytes = (self._num_blocks_started + pages.num_padding_pages) * pages.page_bytes
         with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
             runner = loaded.new_runner(self._num_blocks_started, self._graphs)
+        if self._connector is not None:
+            self._connector.bind(runner.page_memory())
         self._started = WarmUp(runner, self._graphs, loaded.dtype, is_alone=self.rank.is_alone)
         return cache_bytes
 

@@ -6,7 +6,8 @@ blocks that the request will need:
 - It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
 A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
-without an adapter overtake it, those with one do not. A request whose grammar or adapter is not ready delays no other request.
+without an adapter overtake it, those with one do not. A request that waits for something else (a grammar, an adapter, blocks that
+are being loaded) delays no other request.
 A prompt that cannot be cut waits for a step with room for all of it.
 
 Where every batch slot is taken and requests wait, slots that become free may be given away in groups
@@ -27,6 +28,7 @@ from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import NewRequestData
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
+from compile_and_serve.runtime.scheduler.transfers import Transfers
 
 HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
 MIN_SHARED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
@@ -37,7 +39,14 @@ class Admission:
     """Holds the waiting requests and starts them. waiting: a heap by `Request.key`."""
 
     def __init__(
-        self, manager: KVCacheManager, adapter_slots: AdapterSlots, *, max_num_seqs: int, admit_in_groups: bool, whole_prompts: bool = False
+        self,
+        manager: KVCacheManager,
+        adapter_slots: AdapterSlots,
+        *,
+        max_num_seqs: int,
+        admit_in_groups: bool,
+        whole_prompts: bool = False,
+        transfers: Transfers | None = None,
     ) -> None:
         """whole_prompts: of `WorkerInfo`."""
         self.waiting: list[tuple[tuple[float, ...], Request]] = []
@@ -46,6 +55,7 @@ class Admission:
         self._adapter_slots = adapter_slots
         self._max_num_seqs = max_num_seqs
         self._whole_prompts = whole_prompts
+        self._transfers = transfers
         # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
         self._blocked: tuple[Request, int, bytes | None] | None = None
 
@@ -58,13 +68,18 @@ class Admission:
         self.waiting = [entry for entry in self.waiting if entry[1].status is RequestStatus.WAITING]
         heapq.heapify(self.waiting)
 
+    def first_ready(self) -> Request | None:
+        """The first of the waiting requests that could start if there were room."""
+        ready = (entry for entry in self.waiting if entry[1].is_ready and not entry[1].num_pending_steps)
+        first = min(ready, default=None)
+        return None if first is None else first[1]
+
     def may_admit(self, num_running: int) -> bool:
         """Whether a request may start in the next step: one is ready, there is a batch slot, and it is not known that it does not fit."""
         if not self.waiting or num_running >= self._max_num_seqs:
             return False
-        ready = (entry for entry in self.waiting if entry[1].is_ready and not entry[1].num_pending_steps)
-        first = min(ready, default=None)
-        return first is not None and not self._is_blocked(first[1], self._manager.num_spare - num_running)
+        first = self.first_ready()
+        return first is not None and not self._is_blocked(first, self._manager.num_spare - num_running)
 
     def admit(
         self, running: list[Request], budget: int, step: StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
@@ -130,8 +145,16 @@ class Admission:
                 assert prefix is not None
                 if manager.num_new_blocks(request, prefix) > num_spare:
                     break
+            if self._transfers is not None:
+                if not manager.chains.reach(request, manager.longest_prefix(request) // manager.chains.tokens_per_key):
+                    break
+                if self._transfers.load(request, prefix, num_spare):
+                    not_ready.append(heapq.heappop(self.waiting))
+                    continue
             heapq.heappop(self.waiting)
             manager.admit(request, prefix)
+            if self._transfers is not None:
+                self._transfers.release(request)
             new_requests.append(self._start(request, running, budget, step, scheduled))
             reserve += 1
             budget -= scheduled[request.request_id]

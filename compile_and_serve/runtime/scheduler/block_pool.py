@@ -223,6 +223,11 @@ class BlockPool:
                 assert block.key is None, f"block {block.block_id} is cached already"
                 block.key = key
 
+    def entry(self, key: bytes) -> tuple[KVCacheBlock, ...]:
+        """All blocks that are cached under the key."""
+        first = self.cached[key]
+        return (first, *first.followers)
+
     def uncache(self, key: bytes) -> None:
         """Forget the content that has the key."""
         self._forget(self.cached[key])

@@ -3,11 +3,12 @@
 Layers whose state is alike form a group. A request has a list of blocks per group, all from one pool; kv_groups.py says what each
 kind of group does with them. In a group without a window it gets the blocks of its whole prompt when it is admitted. In a group with
 a window it gets blocks chunk by chunk, and gives back those that no later token reads; in a group of slots it needs more where a
-snapshot is due. The pool keeps enough blocks free for the prefills under way (`num_promised`), so a prefill never lacks a block.
+snapshot is due. The pool keeps enough blocks free for the prefills under way (`num_promised`), so a prefill never lacks a block, unless
+what it or another one gave back is pinned.
 
-Freed blocks may be handed out at once, even while a step in flight writes or reads them. Steps run on the device in the
-order in which they were scheduled, so that step is over before the first step of the next owner. Cached blocks are full
-and are not written again.
+A block is handed out when its last reader is through. For steps that is at once, even while a step in flight writes or reads the
+block: steps run on the device in the order in which they were scheduled, so that step is over before the first step of the next
+owner. What else reads or writes a block pins it (transfers.py). Cached blocks are full and are not written again.
 
 The blocks of a prefill are cached when the step that computes them is scheduled. Later steps may read them: they run
 after it. The same step may not, because one kernel launch would read what another part of it writes. Blocks that
@@ -58,13 +59,13 @@ class KVCacheManager:
         self.num_promised = 0  # free blocks that prefills under way will take
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._alignment = lcm(*sizes)  # a shared prefix ends where a block of every group ends
+        self.alignment = lcm(*sizes)  # a shared prefix ends where a block of every group ends
         self._groups: list[GroupBlocks] = []
         for index, group in enumerate(groups):
             common = index, group, self.pool, self.chains
             if group.kind == "slot":
                 slots = SlotBlocks(
-                    *common, snapshots=self.enable_prefix_caching, alignment=self._alignment, max_draft_tokens=max_draft_tokens
+                    *common, snapshots=self.enable_prefix_caching, alignment=self.alignment, max_draft_tokens=max_draft_tokens
                 )
                 self._groups.append(slots)
             elif group.window is None:
@@ -80,6 +81,7 @@ class KVCacheManager:
         # More than one step of a request can need: with as many free blocks, nobody counts.
         self._ample = sum(group.pages_per_slot or max_step_tokens // group.block_size + 2 for group in groups)
         self._last_step = COMPUTED  # the last step of which blocks were cached
+        self._num_wanted = self._ample  # by what takes blocks now, at most
 
     @property
     def usage(self) -> float:
@@ -90,6 +92,11 @@ class KVCacheManager:
     def num_spare(self) -> int:
         """Free blocks that no prefill under way will need; without groups nobody needs any."""
         return self.pool.num_free - self.num_promised if self._groups else sys.maxsize
+
+    @property
+    def num_kept_free(self) -> int:
+        """Blocks that must stay free while cached content is kept from being evicted."""
+        return self.num_promised + self._num_wanted
 
     def max_tokens(self, limit: int) -> int:
         """Tokens, `limit` at most, that one sequence can have when it is alone."""
@@ -107,7 +114,7 @@ class KVCacheManager:
         prefix = Prefix(blocks=[[] for _ in self._groups])
         if not self.enable_prefix_caching:
             return prefix
-        longest = (len(request.token_ids) - 1) // self._alignment * self._alignment
+        longest = (len(request.token_ids) - 1) // self.alignment * self.alignment
         in_pages = 0  # tokens of the prefix that the groups without slots have
         if not request.reads_all_tokens:
             unready_step = step if only_ready else None
@@ -136,9 +143,37 @@ class KVCacheManager:
                 if found is None:
                     return None
                 if found < num_tokens:
-                    num_tokens = found // self._alignment * self._alignment
+                    num_tokens = found // self.alignment * self.alignment
                     is_found = False
         return num_tokens
+
+    def longest_prefix(self, request: Request) -> int:
+        """Tokens of the longest prefix that a waiting request could share."""
+        if not self.enable_prefix_caching or request.reads_all_tokens:
+            return 0
+        return (len(request.token_ids) - 1) // self.alignment * self.alignment
+
+    def keys_of_prefix(self, request: Request, num_tokens: int) -> list[list[bytes]]:
+        """What a prefix of so many tokens, a multiple of `alignment`, consists of in each group."""
+        self.chains.extend(request, num_tokens // self.chains.tokens_per_key)
+        return [list(group.prefix_keys(request, num_tokens)) for group in self._groups]
+
+    def blocks_per_key(self, group: int) -> int:
+        """Blocks that a key of the group names."""
+        return self._groups[group].blocks_per_key
+
+    def publish(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Make pinned blocks findable that were filled from outside."""
+        self._groups[group].publish(keys, block_ids)
+
+    def allocate_pinned(self, count: int) -> list[int]:
+        """Take blocks that no request uses, pinned once. The caller has compared `count` with `num_spare`."""
+        self._num_wanted = count
+        block_ids = self.pool.allocate(count)
+        self._num_wanted = self._ample
+        self.pool.pin(block_ids)
+        self.pool.free(block_ids)
+        return block_ids
 
     def num_new_blocks(self, request: Request, prefix: Prefix) -> int:
         """Free blocks that the request takes, or is promised, when it is admitted with that prefix."""
@@ -150,6 +185,8 @@ class KVCacheManager:
         Sets block_ids, num_computed_tokens, cuts and what is counted for the prefix cache.
         """
         assert not request.block_ids, request.request_id
+        if self.pool.on_evict is not None:
+            self._num_wanted = self.num_new_blocks(request, prefix)
         # All shared blocks first: `allocate` must not hand them out.
         for blocks in prefix.blocks:
             self.pool.share(blocks)
@@ -157,6 +194,7 @@ class KVCacheManager:
         request.num_cached_blocks = []
         for group in self._groups:
             group.admit(request, prefix)
+        self._num_wanted = self._ample
         request.num_computed_tokens = request.num_prefix_tokens = prefix.num_tokens
         request.cuts = prefix.cuts.copy()
         request.num_held_tokens = min([group.num_held(request) for group in self._groups], default=sys.maxsize)
@@ -169,6 +207,15 @@ class KVCacheManager:
             self.prefix_queries += request.num_prompt_tokens
             self.prefix_hits += prefix.num_tokens
             request.num_cached_tokens = prefix.num_tokens
+
+    def has_room(self, request: Request, end: int) -> bool:
+        """Whether a prefill can have its first `end` tokens. Always, unless blocks that were promised to it are pinned."""
+        if end <= request.num_held_tokens:
+            return True
+        for windows in self._windows:
+            windows.free_unread(request, request.num_computed_tokens)
+        spare = self.pool.num_free - self.num_promised + request.num_promised_blocks
+        return spare >= sum(group.num_missing(request, end) for group in self._groups)
 
     def grow_for_chunk(self, request: Request, start: int, end: int) -> list[list[int]] | None:
         """Give a prefill the blocks of tokens `start` … `end` - 1; the new ones per group, or None where it has them all."""

@@ -6,7 +6,7 @@
 
 A request has one chain of keys, each of which names a whole prefix of its tokens (prefix_keys.py). The chain has a key for every g
 tokens, where g is the greatest common divisor of the groups' block sizes. What a group keeps of a prefix has the chain's key at its
-last token, and a suffix that keeps groups apart.
+last token, and a suffix that keeps groups apart: the group's number, none for group 0.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compile_and_serve.runtime.scheduler.block_pool import BlockPool, KVCacheBlock
+from compile_and_serve.runtime.scheduler.block_pool import COMPUTED, BlockPool, KVCacheBlock
 from compile_and_serve.runtime.scheduler.key_chains import KeyChains
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
+
+_CHAIN_KEY_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -41,6 +43,11 @@ class Prefix:
     cuts: list[int] = field(default_factory=list)
 
 
+def group_of_key(key: bytes) -> int:
+    """The number of the group that keeps content under the key."""
+    return int.from_bytes(key[_CHAIN_KEY_BYTES:])
+
+
 class GroupBlocks(ABC):
     """The blocks of one state group. index: its place in a request's lists. block_size: of `StateGroupInfo`."""
 
@@ -51,6 +58,16 @@ class GroupBlocks(ABC):
         self._chains = chains
         self._keys_per_block = info.block_size // chains.tokens_per_key
         self._suffix = b"" if index == 0 else index.to_bytes(2)
+
+    blocks_per_key = 1
+
+    @abstractmethod
+    def prefix_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        """What a prefix of so many tokens consists of. The chain must reach to its end."""
+
+    @abstractmethod
+    def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Make blocks that were filled from outside findable, `blocks_per_key` under each key."""
 
     @abstractmethod
     def num_blocks(self, num_tokens: int) -> int:
@@ -115,6 +132,10 @@ class GroupBlocks(ABC):
 class _TokenBlocks(GroupBlocks):
     """Pages of tokens."""
 
+    def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        for block_id, key in zip(block_ids, keys, strict=True):
+            self._pool.cache(block_id, key)
+
     def num_ready(self, num_tokens: int, prefix: Prefix, step: int) -> int:
         blocks = prefix.blocks[self.index]
         return num_tokens - (len(blocks) - _num_ready(blocks, step)) * self.block_size
@@ -164,6 +185,9 @@ class _TokenBlocks(GroupBlocks):
 class FullBlocks(_TokenBlocks):
     """Blocks of all tokens."""
 
+    def prefix_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        return self._keys(request, 0, num_tokens // self.block_size)
+
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -209,6 +233,9 @@ class WindowBlocks(_TokenBlocks):
         assert info.window is not None
         self._window = info.window
         self._max_blocks = -(-(info.window + max_step_tokens) // info.block_size) + 1
+
+    def prefix_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        return self._keys(request, max(0, num_tokens - self._window) // self.block_size, num_tokens // self.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
         return min(-(-num_tokens // self.block_size), self._max_blocks)
@@ -278,11 +305,18 @@ class SlotBlocks(GroupBlocks):
     ) -> None:
         super().__init__(index, info, pool, chains)
         assert info.pages_per_slot > 0, f"a slot of {info.pages_per_slot} pages"
-        self._num_pages = info.pages_per_slot
+        self._num_pages = self.blocks_per_key = info.pages_per_slot
         self._snapshots = snapshots
         self._alignment = alignment
         self._max_written_beyond = info.rollback_tokens - max_draft_tokens  # of the step before, which may have been rejected
         self._moved: list[Request] = []  # in the step that is being scheduled
+
+    def prefix_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        return [self._key_at(request, num_tokens)] if num_tokens else []
+
+    def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        for number, key in enumerate(keys):
+            self._pool.cache_together(block_ids[number * self._num_pages : (number + 1) * self._num_pages], key, COMPUTED)
 
     def num_blocks(self, num_tokens: int) -> int:
         return self._num_pages * (2 if self._snapshots else 1)

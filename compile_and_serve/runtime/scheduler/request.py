@@ -62,13 +62,14 @@ class Request:
     repetition: the repetition that ends it, of its sampling parameters; None: none does.
     changes_logits: of its sampling parameters.
     adapter: the number of its LoRA adapter.
+    may_load: whether a connector may be asked for more of its prefix.
     """
 
     __slots__ = (
         "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
         "draft_ends", "end_ids", "end_len", "fast_until", "finish_reason",
         "first_scheduled_time",
-        "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
+        "key", "keys", "max_total_tokens", "may_load", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end",
         "prefill_step", "prompt",
@@ -112,6 +113,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.waits_for: list[Future[Any]] = []
+        self.may_load = True
         self.adapter = None if request.lora is None else request.lora.lora_int_id
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens

@@ -31,26 +31,29 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
+from compile_and_serve.runtime.connector.connector import SchedulerConnector
+from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
+from compile_and_serve.runtime.scheduler.failed_steps import forget_failed, untrusted_chunks
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
+from compile_and_serve.runtime.scheduler.request_checks import check_request
 from compile_and_serve.runtime.scheduler.step_messages import (
-    NOTHING_LEFT,
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
     StateGroupInfo,
     is_users_mistake,
+    step_without_tokens,
 )
-from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
+from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
+from compile_and_serve.runtime.scheduler.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Scheduler:
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
     request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
     `cache.block_size`. num_adapter_slots: LoRA adapters that one step may use. speculator: None: no step
-    has drafts. drafts_run_ahead, whole_prompts: of `WorkerInfo`.
+    has drafts. drafts_run_ahead, whole_prompts: of `WorkerInfo`. connector: None: no blocks are loaded or stored.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Scheduler:
         speculator: Speculator | None = None,
         drafts_run_ahead: bool = False,
         whole_prompts: bool = False,
+        connector: SchedulerConnector | None = None,
     ) -> None:
         if config.max_num_seqs < 1 or config.token_budget < 1:
             raise ValueError(
@@ -96,6 +100,7 @@ class Scheduler:
             enable_prefix_caching=cache.enable_prefix_caching,
             max_draft_tokens=0 if speculator is None else speculator.max_tokens,
         )
+        self._transfers = None if connector is None else Transfers(self.manager, connector)
         self.max_model_len = max_model_len
         self.max_len = self.manager.max_tokens(max_model_len)
         if self.max_len < max_model_len:
@@ -121,6 +126,7 @@ class Scheduler:
             max_num_seqs=self.max_num_seqs,
             admit_in_groups=bool(config.admit_in_groups),
             whole_prompts=whole_prompts,
+            transfers=self._transfers,
         )
         self._whole_prompts = whole_prompts
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
@@ -132,25 +138,7 @@ class Scheduler:
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
         """
         request_ids = request.request_ids
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_needed = num_prompt_tokens + (request.sampling_params.max_tokens != 0)
-        if num_prompt_tokens == 0:
-            raise ValueError("The prompt has no tokens; give at least one.")
-        for request_id in request_ids:
-            if request_id in self._requests:
-                raise ValueError(f"A request with id {request_id!r} is being processed; ids must be unique.")
-        if num_needed > self.max_model_len:
-            raise ValueError(
-                f"The prompt has {num_prompt_tokens} tokens, which leaves no room for output in the model's "
-                f"{self.max_model_len}; shorten it."
-            )
-        if num_needed > self.max_len:
-            raise ValueError(
-                f"The prompt has {num_prompt_tokens} tokens, but the whole KV cache holds {self.max_len}; "
-                "shorten it or give the cache more memory."
-            )
-        if self._whole_prompts and request.sampling_params.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are computed in parts of a prompt, which this model cannot cut: leave them out.")
+        check_request(request, self._requests, max_model_len=self.max_model_len, max_len=self.max_len, whole_prompts=self._whole_prompts)
         limit = self.config.max_in_flight
         if limit is not None and len(self._requests) + len(request_ids) > limit:
             raise QueueFullError(
@@ -200,18 +188,31 @@ class Scheduler:
         return self._adapter_users[adapter] > 0 or self.adapter_slots.is_pinned(adapter)
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished. A step in flight of finished requests is no work, but must still be updated."""
+        """Whether a request is unfinished, or blocks wait for a transfer. A step in flight of finished requests is no work, but must
+        still be updated.
+        """
+        return bool(self._requests) or (self._transfers is not None and self._transfers.is_busy)
+
+    def has_requests(self) -> bool:
+        """Whether a request is unfinished."""
         return bool(self._requests)
 
     def forget_device_memory(self) -> None:
-        """The device's memory will be freed: forget cached prefixes and the adapters in its slots. No request may be left."""
+        """The device's memory will be freed: forget cached prefixes and the adapters in its slots. No request may be left. The ranks
+        stop what they transfer.
+        """
         forgotten = self.manager.reset_prefix_cache()
         assert forgotten, "a request holds blocks"
+        if self._transfers is not None:
+            self._transfers.forget()
         self.adapter_slots.forget()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. Returns False, and does nothing, while a request holds blocks."""
-        return self.manager.reset_prefix_cache()
+        """Forget cached prefixes, also those that a connector stored. Returns False, and does nothing, while a request holds blocks."""
+        is_reset = self.manager.reset_prefix_cache()
+        if is_reset and self._transfers is not None:
+            self._transfers.reset()
+        return is_reset
 
     def stats(self) -> EngineStats:
         """The scheduler's part of EngineStats. The fields of the model runner and of the step keep their defaults."""
@@ -231,7 +232,12 @@ class Scheduler:
         return stats
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated."""
+        """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated.
+
+        While nothing is in flight but transfers, it is a step without tokens.
+        """
+        if self._transfers is not None:
+            self._transfers.end_overdue()
         step = StepInFlight(self._next_step, PROMPT_LOGPROB_ROWS)
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
@@ -280,6 +286,8 @@ class Scheduler:
             step.drafts = {name: draft for name, draft in kept.items() if draft}
         for request in prefilling:
             if budget > 0 and step.has_rows(request):
+                if self._transfers is not None and not self.manager.has_room(request, step.chunk_end(request, budget)):
+                    continue
                 new_ids = step.add_chunk(request, budget, scheduled, self.manager)
                 budget -= scheduled[request.request_id]
                 if new_ids is not None:
@@ -292,7 +300,7 @@ class Scheduler:
             budget = admission.admit(self._running, budget, step, scheduled, new_requests)
         self.manager.end_step()
         if not scheduled:
-            return None
+            return self._transfer_step(step)
 
         self._next_step += 1
         self._in_flight.append(step)
@@ -309,7 +317,31 @@ class Scheduler:
             last_tokens={} if self._drafting is None else self._drafting.last_tokens(step),
             is_drafting_off=self._drafting is not None and self._drafting.is_off(step),
             is_ahead=step.is_ahead,
+            transfers=None if self._transfers is None else self._transfers.take(),
         )
+
+    def _transfer_step(self, step: StepInFlight) -> SchedulerOutput | None:
+        """A step without tokens; None if there is nothing to transfer, or steps in flight will tell."""
+        transfers = self._transfers
+        if transfers is None or self._in_flight:
+            return None
+        if not transfers.is_busy:
+            if not self.manager.pool.num_pinned or not (self._running or self._admission.first_ready()):
+                return None
+            if transfers.release_all():
+                return self.schedule()
+            if not transfers.may_end and len(self._running) > 1:
+                self._preempt(self._running.pop(), last_step=self._next_step - 1)
+                return self.schedule()
+            step.is_last_poll = not transfers.may_end
+        self._next_step += 1
+        self._in_flight.append(step)
+        return step_without_tokens(step.step, transfers.take())
+
+    def end_transfers(self, transfers: FinishedTransfers | None) -> None:
+        """Take what became of transfers from a step that is not updated."""
+        if self._transfers is not None and transfers is not None:
+            self._transfers.end(transfers)
 
     def update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float = 0.0) -> list[RequestOutput]:
         """Take the results of the oldest step in flight. → what is new for each of its requests
@@ -319,11 +351,18 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.step == scheduled.step == result.step, (step.step, scheduled.step, result.step)
         outputs: list[RequestOutput] = []
+        if self._transfers is not None:
+            self._transfers.update(result.transfers, step.step)
+            if step.is_last_poll and result.transfers is None:
+                self._end_first(outputs)
         sampled, logprobs = result.sampled_token_ids, result.logprobs
         if result.errors:
             self._fail(step, result.errors, outputs)
         for chunk in step.chunks:
-            self._update_chunk(chunk, result, outputs)
+            if (output := chunk.take(result)) is not None:
+                if output.finish_reason is not None:
+                    self._finish(chunk.request, output.finish_reason)
+                outputs.append(output)
         if step.drafts:
             self._take_back_rejected(step, scheduled, result)
         if self._drafting is not None and step.decodes:
@@ -358,6 +397,14 @@ class Scheduler:
         self._drop_finished()
         return outputs
 
+    def _end_first(self, outputs: list[RequestOutput]) -> None:
+        """Nothing can run, because transfers that do not end keep blocks: end the first request, which would have run next."""
+        request = self._running[0] if self._running else self._admission.first_ready()
+        assert request is not None
+        error = f"{self.manager.pool.num_pinned} blocks of the KV cache are kept by transfers that do not end."
+        self._finish(request, "error")
+        outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind="internal"))
+
     def _take_back_rejected(self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for request in step.decodes:
             if request.status is RequestStatus.RUNNING:
@@ -373,10 +420,12 @@ class Scheduler:
         has_drafts = self._drafting is not None
         first_read = len(request.token_ids) - 1 if has_drafts else request.num_computed_tokens
         while (new_ids := self.manager.grow(request, num_tokens, first_read)) is None:
+            if self._transfers is not None and self._transfers.release_all():
+                continue
             if len(self._running) == 1:
-                # `max_len` sees to it that a request alone has room for all its tokens, once it is known which were rejected.
-                assert has_drafts, request.request_id
-                assert self._in_flight, request.request_id
+                # `max_len` sees to it that a request alone has room for all its tokens, once it is known which were rejected, and once
+                # transfers have ended.
+                assert self.manager.pool.num_pinned or (has_drafts and self._in_flight), request.request_id
                 return False
             victim = self._running.pop()
             self._preempt(victim, last_step=self._next_step - 1)
@@ -393,6 +442,7 @@ class Scheduler:
             self.adapter_slots.release(request.adapter)
         request.fast_until = 0
         request.num_preemptions += 1
+        request.may_load = True
         request.status = RequestStatus.WAITING
         self._num_preemptions += 1
         self._forget_ids.append(request.request_id)
@@ -400,76 +450,22 @@ class Scheduler:
             self._drafting.drop_correction(request)  # it is sent again with all its tokens
         self._admission.add(request)
 
-    def _update_chunk(self, chunk: Chunk, result: ModelRunnerOutput, outputs: list[RequestOutput]) -> None:
-        request = chunk.request
-        if request.status is RequestStatus.FINISHED:
-            return
-        request_id = request.request_id
-        if request.wants_prompt_logprobs:
-            request.add_prompt_logprobs(chunk.start, result.prompt_logprobs.get(request_id, []))
-        if not chunk.samples:
-            return
-        if chunk.num_preemptions != request.num_preemptions:
-            request.num_pending_steps -= 1
-
-        output = RequestOutput(request_id=request_id)
-        if len(request.token_ids) == request.num_prompt_tokens:
-            output.num_cached_tokens = request.num_cached_tokens
-            output.queue_seconds = max(0.0, request.first_scheduled_time - request.arrival_time)
-            output.prefill_seconds = max(0.0, time.time() - request.first_scheduled_time)
-        if request.wants_prompt_logprobs:
-            assert len(request.prompt_logprobs) == request.num_prompt_tokens, (request_id, len(request.prompt_logprobs))
-            output.prompt_logprobs = request.prompt_logprobs
-            request.wants_prompt_logprobs = False
-            # The runner must not compute them again, without a limit of rows, when the request resumes after a preemption.
-            request.sampling_params = msgspec.structs.replace(request.sampling_params, prompt_logprobs=None)
-        if request.pooling is not None:
-            output.pooled, output.finish_reason = result.pooled[request_id], "stop"
-        elif request.max_total_tokens == request.num_prompt_tokens:
-            output.finish_reason = "length"  # max_tokens=0: only the prompt was of interest
-        else:
-            request.append_tokens(result.sampled_token_ids[request_id], output)
-            if request_id in result.logprobs:
-                output.new_logprobs = result.logprobs[request_id]
-        if output.finish_reason is not None:
-            self._finish(request, output.finish_reason)
-        outputs.append(output)
-
     def _fail(self, step: StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
-        """End the requests that failed. What they computed cannot be trusted, unless it was the user's mistake."""
-        # Of a decode, only the state that it left when it ended or was preempted is in the prefix cache already.
-        left = [
-            Chunk(request, 0, len(request.token_ids), True, request.num_preemptions, step.step, request.num_prompt_tokens)
-            for request in step.decodes
-        ]
-        for chunk in (*step.chunks, *left):
-            if not is_users_mistake(errors.get(chunk.request.request_id, NOTHING_LEFT)):
-                self._uncache_failed(chunk, step)
+        """End the requests that failed, and forget what they computed. Preempt those that took it up: what this step and the steps in
+        flight return for these is dropped.
+        """
+        for chunk in untrusted_chunks(step, errors):
+            for request in forget_failed(chunk, self._in_flight, self.manager):
+                for other in (step, *self._in_flight):
+                    other.drop(request)
+                self._running.remove(request)
+                self._preempt(request, last_step=None)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
             if request.request_id in errors and request.status is not RequestStatus.FINISHED:
                 self._finish(request, "error")
                 error = errors[request.request_id]
                 kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
                 outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind))
-
-    def _uncache_failed(self, failed: Chunk, step: StepInFlight) -> None:
-        """Forget the content that a failed prefill computed, and what later prefills computed from it. Preempt those that still run.
-        What this step and the steps in flight return for these is dropped.
-        """
-        manager = self.manager
-        keys = manager.uncache(failed.request, failed.prefill_start, failed.end, failed.prefill_step)
-        misled: list[Request] = []
-        for chunk in [chunk for later in self._in_flight for chunk in later.chunks]:
-            request = chunk.request
-            if request is not failed.request and manager.has_prefix(request, chunk.prefill_start, keys):
-                keys |= manager.uncache(request, chunk.prefill_start, chunk.end, chunk.prefill_step)
-                if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.num_preemptions:
-                    misled.append(request)
-        for request in dict.fromkeys(misled):
-            for other in (step, *self._in_flight):
-                other.drop(request)
-            self._running.remove(request)
-            self._preempt(request, last_step=None)
 
     def _finish(self, request: Request, reason: FinishReason | None) -> None:
         """Give back what the request holds. The queues still have it until `_drop_finished`."""
@@ -480,6 +476,10 @@ class Scheduler:
             self._forget_ids.append(request.request_id)
             if request.adapter is not None:
                 self.adapter_slots.release(request.adapter)
+            if self._transfers is not None and reason != "error":
+                self._transfers.store(request)
+        elif self._transfers is not None:
+            self._transfers.release(request)
         if request.adapter is not None:
             self._adapter_users[request.adapter] -= 1
         request.status = RequestStatus.FINISHED

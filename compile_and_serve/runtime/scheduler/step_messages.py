@@ -31,6 +31,7 @@ from typing import Literal
 import msgspec
 
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
+from compile_and_serve.runtime.connector.messages import FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
@@ -111,6 +112,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     is_ahead: the step before has drafts, and its tokens are not known here yet: `last_tokens` are those before that step. All requests
         are decodes of the step before, and none has a grammar, penalties or other options that change logits. The step may have no drafts,
         if the requests that had some were preempted for the others' blocks.
+    transfers: to begin before the step. A step without tokens has only transfers, and asks what has become of earlier ones.
     """
 
     step: int
@@ -124,6 +126,20 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     last_tokens: dict[str, tuple[int, int]] = {}
     is_drafting_off: bool = False
     is_ahead: bool = False
+    transfers: StepTransfers | None = None
+
+
+def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
+    """A step that only transfers."""
+    return SchedulerOutput(
+        step=step,
+        new_requests=[],
+        cached_requests=[],
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        finished_request_ids=[],
+        transfers=transfers,
+    )
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
@@ -140,6 +156,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
         whose fault it is.
     expert_tokens: see `EngineStats`.
     missing_drafts: request → draft tokens that the runner was asked for and had no guess for.
+    transfers: those that no rank works on any more. None: nothing new.
     """
 
     step: int
@@ -150,6 +167,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     pooled: dict[str, Pooled] = {}
     expert_tokens: list[list[int]] = []
     missing_drafts: dict[str, int] = {}
+    transfers: FinishedTransfers | None = None
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

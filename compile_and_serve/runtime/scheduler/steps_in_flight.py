@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
+import msgspec
+
+from compile_and_serve.runtime.messages import RequestOutput
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
-from compile_and_serve.runtime.scheduler.request import Request
+from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
 
 
 @dataclass(slots=True)
@@ -22,11 +27,46 @@ class Chunk:
     prefill_step: int
     prefill_start: int
 
+    def take(self, result: ModelRunnerOutput) -> RequestOutput | None:
+        """Take what the step computed for the request; what is new for it, or None. `finish_reason` says whether it has ended."""
+        request = self.request
+        if request.status is RequestStatus.FINISHED:
+            return None
+        request_id = request.request_id
+        if request.wants_prompt_logprobs:
+            request.add_prompt_logprobs(self.start, result.prompt_logprobs.get(request_id, []))
+        if not self.samples:
+            return None
+        if self.num_preemptions != request.num_preemptions:
+            request.num_pending_steps -= 1
+
+        output = RequestOutput(request_id=request_id)
+        if len(request.token_ids) == request.num_prompt_tokens:
+            output.num_cached_tokens = request.num_cached_tokens
+            output.queue_seconds = max(0.0, request.first_scheduled_time - request.arrival_time)
+            output.prefill_seconds = max(0.0, time.time() - request.first_scheduled_time)
+        if request.wants_prompt_logprobs:
+            assert len(request.prompt_logprobs) == request.num_prompt_tokens, (request_id, len(request.prompt_logprobs))
+            output.prompt_logprobs = request.prompt_logprobs
+            request.wants_prompt_logprobs = False
+            # The runner must not compute them again, without a limit of rows, when the request resumes after a preemption.
+            request.sampling_params = msgspec.structs.replace(request.sampling_params, prompt_logprobs=None)
+        if request.pooling is not None:
+            output.pooled, output.finish_reason = result.pooled[request_id], "stop"
+        elif request.max_total_tokens == request.num_prompt_tokens:
+            output.finish_reason = "length"  # max_tokens=0: only the prompt was of interest
+        else:
+            request.append_tokens(result.sampled_token_ids[request_id], output)
+            if request_id in result.logprobs:
+                output.new_logprobs = result.logprobs[request_id]
+        return output
+
 
 @dataclass(slots=True)
 class StepInFlight:
     """Holds requests, not their ids: an id may belong to another request by the time the step is over. was_drafting: whether the step
     could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute.
+    is_last_poll: nothing can run, and nobody waits for the transfers that keep blocks.
     """
 
     step: int
@@ -36,15 +76,20 @@ class StepInFlight:
     drafts: dict[str, list[int]] = field(default_factory=dict)
     was_drafting: bool = False
     is_ahead: bool = False
+    is_last_poll: bool = False
 
     def has_rows(self, request: Request) -> bool:
         """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""
         return self.prompt_rows_left > 0 or not request.wants_prompt_logprobs
 
+    def chunk_end(self, request: Request, budget: int) -> int:
+        """Where the next chunk of a prefill ends, unless prompt logprobs are at their limit."""
+        return min(request.cuts[0] if request.cuts else request.prefill_end, request.num_computed_tokens + budget)
+
     def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
         start = request.num_computed_tokens
-        num_tokens = min((request.cuts[0] if request.cuts else request.prefill_end) - start, budget)
+        num_tokens = self.chunk_end(request, budget) - start
         if request.wants_prompt_logprobs:
             num_tokens = min(num_tokens, self.prompt_rows_left)
             self.prompt_rows_left -= num_tokens

@@ -1,0 +1,119 @@
+"""`Connector`: moves the blocks of the KV cache between the device and another place, such as host memory, a file or another engine.
+
+It has two sides. The scheduler's side knows which content is in the other place, and decides what is loaded and stored. The worker's
+side, one on each rank, copies the rank's part. `Transfers` (runtime/scheduler/transfers.py) sees to the blocks: it keeps those of a
+transfer from being handed out until every rank is through with them.
+
+Without a connector nothing of this exists: that is the default.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from compile_and_serve.plugins import declared_plugins, load_plugins
+from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
+from compile_and_serve.runtime.connector.page_memory import PageMemory
+
+
+class ConnectorError(ValueError):
+    """There is no such connector, or it cannot be imported. The message is one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixQuery:
+    """A waiting request, as a connector sees it.
+
+    num_cached_tokens: of its prefix on the device. max_tokens: of a prefix that it could use. Both are multiples of `alignment`, as the
+    length of every prefix is. keys_at: what a prefix of so many tokens consists of, as keys for each state group.
+    """
+
+    request_id: str
+    num_cached_tokens: int
+    max_tokens: int
+    alignment: int
+    keys_at: Callable[[int], list[list[bytes]]]
+
+
+class SchedulerConnector(ABC):
+    """The scheduler's side. Its methods are called from one thread, while steps are scheduled: none may wait.
+
+    deadline_seconds: a transfer that takes longer counts as failed. Its blocks stay out of use until the workers say that they are through.
+    """
+
+    deadline_seconds = 30.0
+
+    @abstractmethod
+    def match(self, query: PrefixQuery) -> int:
+        """How many tokens more than `num_cached_tokens` can be loaded; 0 for none."""
+
+    @abstractmethod
+    def update(self, transfers: FinishedTransfers) -> None:
+        """Transfers have ended: on all ranks, or by the deadline."""
+
+    def evicted(self, key: bytes) -> bool:
+        """Cached content is about to be overwritten: whether it shall be stored before."""
+        return False
+
+    def finished(self, request_id: str, keys: Sequence[bytes]) -> Collection[bytes]:
+        """A request has ended, of which the cache has `keys`: those of them that shall be stored, before their blocks may be evicted."""
+        return ()
+
+    def prepare(self, transfer: BlockTransfer, *, is_load: bool) -> bytes:
+        """A transfer will begin: what the worker's side needs beside its keys and blocks."""
+        return b""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """What is cached and stored is no longer valid: forget it."""
+
+
+class WorkerConnector(ABC):
+    """A rank's side. All methods are called from one thread, `poll` after each step."""
+
+    @abstractmethod
+    def bind(self, memory: PageMemory) -> None:
+        """The cache is allocated: transfers read and write this memory."""
+
+    @abstractmethod
+    def start(self, transfers: StepTransfers) -> None:
+        """Begin transfers. Does not wait for them."""
+
+    @abstractmethod
+    def poll(self) -> FinishedTransfers:
+        """Transfers that have ended since the last call. Does not wait. Each that was begun is named once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop all transfers and let go of the memory. Waits until nothing touches it. `bind` may follow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connector:
+    """Both sides of a kind of connector, each made in the process where it is needed."""
+
+    scheduler_side: Callable[[EngineConfig], SchedulerConnector]
+    worker_side: Callable[[EngineConfig, Rank], WorkerConnector]
+
+
+def connector_of(name: str) -> Connector:
+    """The plug-in of this name in `compile_and_serve.connectors`, or `package.module:attribute`. Raises `ConnectorError`, `PluginError`."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            found = getattr(import_module(module), attribute)
+        except Exception as error:  # the user's module may raise anything
+            raise ConnectorError(f"The connector {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+    else:
+        names = declared_plugins("connectors")
+        if name not in names:
+            expected = ", ".join([*sorted(names), "package.module:attribute"])
+            raise ConnectorError(f"There is no connector {name!r}: expected {expected}.")
+        found = load_plugins("connectors")[name]
+    if not isinstance(found, Connector):
+        raise ConnectorError(f"{name} is no connector: it must be an instance of compile_and_serve.runtime.connector.connector.Connector.")
+    return found

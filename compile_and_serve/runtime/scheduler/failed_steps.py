@@ -1,0 +1,33 @@
+"""What a failed step leaves behind: content that cannot be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, is_users_mistake
+from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
+
+
+def untrusted_chunks(step: StepInFlight, errors: dict[str, str]) -> list[Chunk]:
+    """What the failed requests of a step may have left in the prefix cache, unless it was the user's mistake."""
+    # Of a decode, only the state that it left when it ended or was preempted is in the prefix cache already.
+    left = [
+        Chunk(request, 0, len(request.token_ids), True, request.num_preemptions, step.step, request.num_prompt_tokens)
+        for request in step.decodes
+    ]
+    return [chunk for chunk in (*step.chunks, *left) if not is_users_mistake(errors.get(chunk.request.request_id, NOTHING_LEFT))]
+
+
+def forget_failed(failed: Chunk, in_flight: Iterable[StepInFlight], manager: KVCacheManager) -> list[Request]:
+    """Forget the content that a failed prefill computed, and what later prefills computed from it. → those of their requests that run"""
+    keys = manager.uncache(failed.request, failed.prefill_start, failed.end, failed.prefill_step)
+    misled: list[Request] = []
+    for chunk in [chunk for later in in_flight for chunk in later.chunks]:
+        request = chunk.request
+        if request is not failed.request and manager.has_prefix(request, chunk.prefill_start, keys):
+            keys |= manager.uncache(request, chunk.prefill_start, chunk.end, chunk.prefill_step)
+            if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.num_preemptions:
+                misled.append(request)
+    return list(dict.fromkeys(misled))

@@ -1,0 +1,287 @@
+"""`Transfers`: loads and stores of blocks by a connector, as the scheduler sees them.
+
+A transfer pins its blocks from the step that begins it until every rank is through with it, so that nobody else gets them meanwhile.
+
+A load fills the prefix cache. The request waits, as it does for a grammar, while blocks are filled that no request uses. Then it is
+admitted and finds its prefix. Until then the prefix is *held*: pinned, so that it is not evicted. If a load fails or takes too long,
+the request computes those tokens.
+
+Content is stored when it is about to be evicted, or when its request has ended, as the connector wants. Only what steps have computed whose
+results are known is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
+from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
+from compile_and_serve.runtime.scheduler.block_pool import KVCacheBlock
+from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.kv_groups import Prefix, group_of_key
+from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+EVICTED_FRACTION = 8  # one block in this many, at most, waits to be stored before it is evicted
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """For one request, and others that wait for the same content.
+
+    held: blocks of the whole prefix, in the order of unpinning. num_left: transfers that have not ended. error: of the first that failed.
+    """
+
+    request: Request
+    held: list[int]
+    num_left: int = 0
+    error: str | None = None
+    transfers: list[BlockTransfer] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+    is_done: Future[None] = field(default_factory=Future)
+
+
+@dataclass(eq=False, slots=True)
+class _InFlight:
+    """load: what it belongs to; None: it is a store. is_overdue: nobody waits for it any more, but it may still touch its blocks."""
+
+    transfer: BlockTransfer
+    load: _Load | None
+    deadline: float
+    is_eviction: bool
+    is_overdue: bool = False
+
+
+class Transfers:
+    """clock: seconds, for deadlines."""
+
+    def __init__(self, manager: KVCacheManager, connector: SchedulerConnector, clock: Callable[[], float] = time.monotonic) -> None:
+        self._manager, self._pool, self._connector, self._clock = manager, manager.pool, connector, clock
+        self._in_flight: dict[int, _InFlight] = {}  # in the order in which they began
+        self._num_overdue = 0
+        self._num_evicted = 0  # blocks that wait to be stored before they are evicted
+        self._new = StepTransfers()  # for the next step
+        self._next_id = 0
+        self._loading: dict[bytes, _Load] = {}  # by the keys that it brings
+        self._held: dict[Request, list[int]] = {}  # of loaded prefixes whose requests have not been admitted yet
+        self._last_known_step = -1
+        self._pool.on_evict = self._store_evicted
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer is in flight whose end somebody waits for, or one is to begin or to be cancelled."""
+        new = self._new
+        return len(self._in_flight) > self._num_overdue or bool(new.loads or new.stores or new.cancelled)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether transfers that were cancelled, because they were overdue, have had too little time to end."""
+        latest = self._clock() - self._connector.deadline_seconds
+        return any(one.is_overdue and one.deadline >= latest for one in self._in_flight.values())
+
+    def load(self, request: Request, prefix: Prefix, num_spare: int) -> bool:
+        """Let a request wait for more of its prefix than the cache has. False if nothing more can be loaded into `num_spare` blocks."""
+        manager, pool = self._manager, self._pool
+        longest = manager.longest_prefix(request)
+        if not request.may_load or longest <= prefix.num_tokens:
+            return False
+        query = PrefixQuery(
+            request_id=request.request_id,
+            num_cached_tokens=prefix.num_tokens,
+            max_tokens=longest,
+            alignment=manager.alignment,
+            keys_at=partial(manager.keys_of_prefix, request),
+        )
+        end = min(prefix.num_tokens + self._connector.match(query), longest) // manager.alignment * manager.alignment
+        if end <= prefix.num_tokens:
+            return False
+        keys = manager.keys_of_prefix(request, end)
+        other = next((self._loading[key] for group_keys in keys for key in group_keys if key in self._loading), None)
+        if other is not None:
+            other.waiting.append(request)
+            request.waits_for.append(other.is_done)
+            return True
+        missing = [[key for key in group_keys if key not in pool.cached] for group_keys in keys]
+        num_new = sum(len(group_keys) * manager.blocks_per_key(group) for group, group_keys in enumerate(missing))
+        cached = [block for group_keys in keys for key in group_keys if key in pool.cached for block in pool.entry(key)]
+        if not num_new or num_new + sum(block.is_free for block in cached) > num_spare:
+            return False
+        request.may_load = False
+        pool.pin([block.block_id for block in cached])
+        new_ids = manager.allocate_pinned(num_new)
+        load = _Load(request, held=[])
+        for group, group_keys in enumerate(keys):
+            size, first_new, ids = manager.blocks_per_key(group), len(new_ids), list[int]()
+            loaded: list[int] = []
+            for key in group_keys:
+                if key in pool.cached:
+                    ids += [block.block_id for block in pool.entry(key)]
+                else:
+                    loaded += new_ids[:size]
+                    ids += new_ids[:size]
+                    del new_ids[:size]
+                    self._loading[key] = load
+            if first_new > len(new_ids):
+                load.transfers.append(self._begin(group, missing[group], loaded, load))
+            # As where blocks are freed: the end of a prefix is evicted before its beginning, an entry's blocks in their order.
+            load.held += ids if size > 1 else reversed(ids)
+        load.num_left = len(load.transfers)
+        request.waits_for.append(load.is_done)
+        return True
+
+    def release(self, request: Request) -> None:
+        """The request has been admitted, or has ended: its loaded prefix is not held any more."""
+        held = self._held.pop(request, None)
+        if held is not None:
+            self._pool.unpin(held)
+
+    def release_all(self) -> bool:
+        """Let loaded prefixes be evicted, because blocks are needed. False if there were none."""
+        requests = list(self._held)
+        for request in requests:
+            self.release(request)
+        return bool(requests)
+
+    def store(self, request: Request) -> None:
+        """Store what the connector wants of a request that has ended. Its blocks are freed."""
+        manager, pool = self._manager, self._pool
+        num_tokens = (len(request.token_ids) - 1) // manager.alignment * manager.alignment
+        if not manager.enable_prefix_caching or num_tokens <= 0:
+            return
+        keys = [[key for key in group_keys if self._is_known(key)] for group_keys in manager.keys_of_prefix(request, num_tokens)]
+        wanted = set(self._connector.finished(request.request_id, [key for group_keys in keys for key in group_keys]))
+        for group, group_keys in enumerate(keys):
+            stored = [key for key in group_keys if key in wanted]
+            blocks = [block for key in stored for block in pool.entry(key)]
+            if stored and pool.num_free - sum(block.is_free for block in blocks) >= manager.num_kept_free:
+                self._begin(group, stored, [block.block_id for block in blocks], None)
+
+    def _is_known(self, key: bytes) -> bool:
+        """Whether the cache has a key's content, and it is known that it was computed."""
+        block = self._pool.cached.get(key)
+        return block is not None and block.step <= self._last_known_step
+
+    def _store_evicted(self, block: KVCacheBlock) -> bool:
+        """`BlockPool.on_evict`."""
+        key, manager, pool = block.key, self._manager, self._pool
+        assert key is not None
+        entry = [one.block_id for one in pool.entry(key)]
+        has_room = self._num_evicted + len(entry) <= pool.num_blocks // EVICTED_FRACTION
+        if not has_room or pool.num_free - len(entry) < manager.num_kept_free or not self._is_known(key):
+            return False
+        if not self._connector.evicted(key):
+            return False
+        self._begin(group_of_key(key), [key], entry, None, is_eviction=True)
+        return True
+
+    def _begin(
+        self, group: int, keys: list[bytes], block_ids: list[int], load: _Load | None, *, is_eviction: bool = False
+    ) -> BlockTransfer:
+        transfer = BlockTransfer(transfer_id=self._next_id, group=group, keys=keys, block_ids=block_ids)
+        self._next_id += 1
+        transfer.meta = self._connector.prepare(transfer, is_load=load is not None)
+        self._pool.pin(block_ids)
+        self._num_evicted += len(block_ids) * is_eviction
+        deadline = self._clock() + self._connector.deadline_seconds
+        self._in_flight[transfer.transfer_id] = _InFlight(transfer, load, deadline, is_eviction)
+        (self._new.stores if load is None else self._new.loads).append(transfer)
+        return transfer
+
+    def take(self) -> StepTransfers | None:
+        """What the step that is being scheduled begins; None for nothing."""
+        new = self._new
+        if not (new.loads or new.stores or new.cancelled):
+            return None
+        self._new = StepTransfers()
+        return new
+
+    def end_overdue(self) -> None:
+        """Give up transfers that have taken too long."""
+        now = self._clock() if len(self._in_flight) > self._num_overdue else 0.0
+        for transfer_id, one in self._in_flight.items():
+            if one.is_overdue:
+                continue
+            if now <= one.deadline:
+                break
+            one.is_overdue = True
+            self._num_overdue += 1
+            self._new.cancelled.append(transfer_id)
+            what = "store" if one.load is None else "load"
+            reason = f"The {what} of {len(one.transfer.block_ids)} blocks took more than {self._connector.deadline_seconds:g} seconds."
+            logger.warning("%s", reason)
+            self._connector.update(FinishedTransfers(failed={transfer_id: reason}))
+            if one.load is not None:
+                one.load.error = one.load.error or reason
+                self._end_load(one.load)
+
+    def update(self, ended: FinishedTransfers | None, step: int) -> None:
+        """Take what the ranks are through with. The results of all steps up to `step` are known."""
+        self._last_known_step = step
+        if ended is not None:
+            self.end(ended)
+
+    def end(self, ended: FinishedTransfers) -> None:
+        """Every rank is through with these transfers."""
+        known = FinishedTransfers()
+        for transfer_id in ended.finished:
+            if self._end(transfer_id, None):
+                known.finished.append(transfer_id)
+        for transfer_id, reason in ended.failed.items():
+            if self._end(transfer_id, reason):
+                known.failed[transfer_id] = reason
+        self._connector.update(known)
+
+    def _end(self, transfer_id: int, error: str | None) -> bool:
+        """False if nobody waits for the transfer any more."""
+        one = self._in_flight.pop(transfer_id, None)
+        if one is None:
+            return False
+        block_ids, load = one.transfer.block_ids, one.load
+        if load is None:
+            self._num_evicted -= len(block_ids) * one.is_eviction
+            ordered = block_ids if one.is_eviction or len(block_ids) > len(one.transfer.keys) else block_ids[::-1]
+            self._pool.unpin(ordered, evict_next=one.is_eviction)
+        else:
+            load.num_left -= 1
+            load.error = load.error or error
+            if load.num_left == 0:
+                self._end_load(load)
+            self._pool.unpin(block_ids)
+        self._num_overdue -= one.is_overdue
+        return not one.is_overdue
+
+    def _end_load(self, load: _Load) -> None:
+        """All its transfers have ended, or one is overdue: the requests that wait go on."""
+        if load.is_done.done():
+            return
+        for transfer in load.transfers:
+            for key in transfer.keys:
+                del self._loading[key]
+            if load.error is None:
+                self._manager.publish(transfer.group, transfer.keys, transfer.block_ids)
+        if load.error is not None:
+            for request in load.waiting:
+                request.may_load = False
+        if load.error is None and load.request.status is RequestStatus.WAITING:
+            self._held[load.request] = load.held
+        else:
+            self._pool.unpin(load.held)
+        load.is_done.set_result(None)
+
+    def reset(self) -> None:
+        """What is cached is no longer valid, nor what is being loaded or stored."""
+        for load in set(self._loading.values()):
+            load.error = load.error or "The prefix cache was reset."
+        self._connector.reset()
+
+    def forget(self) -> None:
+        """The ranks stop all transfers. No request is left."""
+        stopped = FinishedTransfers(failed=dict.fromkeys(self._in_flight, "The engine went to sleep."))
+        self._new = StepTransfers()
+        self.end(stopped)
