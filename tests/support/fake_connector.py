@@ -171,7 +171,21 @@ class TransferDriver(Driver):
         assert scheduler._transfers is not None
         scheduler._transfers._clock = lambda: float(self.num_ticks)
         self.num_ticks = 0
+        self.waits_for_stores = True
         self.stuck: set[str] = set()  # requests that ended because transfers keep their blocks
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() if self.waits_for_stores else self.scheduler.has_requests()
+
+    def sleep(self) -> None:
+        """Forget what is on the device, and what is on its way."""
+        self.scheduler.forget_device_memory()
+        self.transfers.active.clear()
+        self.transfers.store.arriving.clear()
+        self.transfers.cache.clear()
+        self.transfers.states.clear()
+        self.check(None)
+        assert self.scheduler.manager.pool.num_free == self.scheduler.manager.pool.num_blocks
 
     def step(self) -> SchedulerOutput | None:
         self.num_ticks += 1
@@ -184,8 +198,8 @@ class TransferDriver(Driver):
 
     @property
     def num_kept(self) -> int:
-        """Blocks of transfers that never end."""
-        return len({page for one in self.transfers.active.values() for page in one.transfer.block_ids})
+        """Blocks of transfers that never end, or that need not be waited for."""
+        return self.scheduler.manager.pool.num_pinned
 
     def check(self, step: SchedulerOutput | None) -> None:
         super().check(step)

@@ -286,6 +286,9 @@ class Driver:
             self.update()
         return step
 
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
     def update(self) -> None:
         for output in self.scheduler.update(*self.in_flight.popleft()):
             self.take(output)
@@ -295,10 +298,10 @@ class Driver:
         self.answers[output.request_id].take(output)
 
     def run(self, max_steps: int = 5000) -> dict[str, Answer]:
-        while self.scheduler.has_work() or self.in_flight:
+        while self.has_work() or self.in_flight:
             max_steps -= 1
             assert max_steps > 0, "requests do not finish"
-            assert self.step() is not None or not self.scheduler.has_work() or self.depth > 0, "nothing runs, nothing comes"
+            assert self.step() is not None or not self.has_work() or self.depth > 0, "nothing runs, nothing comes"
         assert self.scheduler.manager.pool.num_free + self.num_kept == self.scheduler.manager.pool.num_blocks
         return self.answers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 import msgspec
@@ -64,9 +64,10 @@ def check_workload(
     min_gained_tokens: int,
     connected: Callable[[Scheduler, int, int], Driver] = Driver,
     connector: SchedulerConnector | None = None,
+    between_rounds: Sequence[Callable[[Driver], None]] = (),
 ) -> Driver:
     """Every request gets the tokens that it would get alone, unless it is aborted or fails, and every block comes back. connected: makes
-    the driver.
+    the driver. between_rounds: the requests come once more after each of these.
     """
     rng = random.Random(seed)
     speculator = None
@@ -87,16 +88,22 @@ def check_workload(
         connector=connector,
     )
     requests = random_requests(rng, num_requests, scheduler.max_len)
+    driver = connected(scheduler, depth, seed)
     small = patch.multiple(admission, MIN_SHARED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
     few_rows = patch.object(scheduler_module, "PROMPT_LOGPROB_ROWS", 12)
     all_drafts = patch.multiple(Payoff, is_on=lambda self, num_seqs: True, draft_lengths=all_that_fit)
-    with small, few_rows, all_drafts, patch.object(free_slots, "GROUP_FRACTION", 1):
-        driver, lost = run_random_workload(rng, connected(scheduler, depth, seed), requests, num_aborts)
-
-    for request in requests:
-        for request_id in request.request_ids:
-            if request_id not in lost | driver.stuck:
-                assert_as_alone(driver.answers[request_id], request, scheduler.max_len)
+    for prepare in (None, *between_rounds):
+        if prepare is not None:
+            prepare(driver)
+        driver.answers = {}
+        driver.runner.fail_on.clear()
+        driver.runner.poison.clear()
+        with small, few_rows, all_drafts, patch.object(free_slots, "GROUP_FRACTION", 1):
+            _, lost = run_random_workload(rng, driver, requests, num_aborts)
+        for request in requests:
+            for request_id in request.request_ids:
+                if request_id not in lost and request_id not in driver.stuck:
+                    assert_as_alone(driver.answers[request_id], request, scheduler.max_len)
     if policy == "fcfs" and not caching and connector is None and all(r.sampling_params.prompt_logprobs is None for r in requests):
         first_scheduled = list(dict.fromkeys(new.request_id for step in driver.steps for new in step.new_requests))
         assert first_scheduled == sorted(first_scheduled, key=lambda request_id: float(request_id[1:]))
