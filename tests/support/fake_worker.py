@@ -159,6 +159,8 @@ class Worker:
     def sleep(self, level: int) -> None:
         """As if memory were freed."""
 
+    def close(self) -> None: ...
+
     def stats(self) -> WorkerStats:
         pending_work = {"captures": self._idle_work} if self._is_gpu and self._idle_work > 0 else {}
         due = self._num_launched if self._orders.get("captures") == "due" else 0

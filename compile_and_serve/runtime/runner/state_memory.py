@@ -148,7 +148,7 @@ def allocate_state(groups: Sequence[StateGroup], layout: PageLayout, num_pages: 
     if shares_host_memory and pool.numel():
         advise_huge_pages(pool)  # a sequence's pages lie anywhere in the pool
     tensors: dict[str, torch.Tensor] = {}
-    is_layer_major = shares_host_memory and len(groups) == 1 and not layout.num_padding_pages
+    is_layer_major = _is_layer_major(groups, layout, device)
     for group in groups:
         placed = layout.groups[group.name]
         for name, one in placed.tensors.items():
@@ -159,13 +159,20 @@ def allocate_state(groups: Sequence[StateGroup], layout: PageLayout, num_pages: 
     return tensors
 
 
+def _is_layer_major(groups: Sequence[StateGroup], layout: PageLayout, device: torch.device) -> bool:
+    """Whether each layer's tensor is contiguous, and not each page."""
+    return platform_of(device).shares_host_memory and len(groups) == 1 and not layout.num_padding_pages
+
+
 def page_parts(groups: Sequence[StateGroup], layout: PageLayout, state: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """`PageMemory.parts` of `allocate_state`'s tensors: those of the only group, or all bytes of a page at once."""
-    if len(groups) == 1 and not layout.num_padding_pages:
-        return [[state[name] for name in layout.groups[groups[0].name].tensors]]
+    """`PageMemory.parts` of `allocate_state`'s tensors: one by one where each is contiguous, else all bytes of a page at once."""
     pages: list[list[torch.Tensor]] = []
     for group in groups:
-        name = next(iter(layout.groups[group.name].tensors))
+        names = list(layout.groups[group.name].tensors)
+        name = names[0]
+        if _is_layer_major(groups, layout, state[name].device):
+            pages.append([state[name] for name in names])
+            continue
         pool = torch.empty(0, dtype=torch.uint8, device=state[name].device).set_(state[name].untyped_storage())
         begin = state[name].storage_offset() * state[name].element_size() - layout.groups[group.name].tensors[name].offset
         pages.append([pool.as_strided((state[name].shape[0], layout.page_bytes), (layout.page_bytes, 1), begin)])

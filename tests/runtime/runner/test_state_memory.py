@@ -19,6 +19,7 @@ from compile_and_serve.runtime.runner.state_memory import (
     PageLayout,
     allocate_state,
     log_grown_pages,
+    page_parts,
     plan_num_pages,
 )
 from tests.support.platforms import OwnMemory
@@ -172,3 +173,19 @@ def test_a_large_cache_costs_no_memory_before_it_is_used() -> None:
     caches = allocate_state(GROUPS, layout, 200_000, device=torch.device("cpu")).values()
     assert sum(cache.nbytes for cache in caches) > GIB
     assert resident() - before < 64 << 20
+
+
+@pytest.mark.parametrize("groups", [[FULL], [RECURRENT], [FULL, WINDOW, RECURRENT]])
+def test_the_parts_of_a_page_are_all_of_its_content_and_nothing_of_other_pages(groups: list[StateGroup]) -> None:
+    layout = PageLayout.of(groups, 16, torch.bfloat16)
+    state = allocate_state(groups, layout, 12, device=torch.device("cpu"))
+    for group, parts in zip(groups, page_parts(groups, layout, state), strict=True):
+        for part in parts:
+            part[5] = 1
+        for name in layout.groups[group.name].tensors:
+            assert state[name][5].view(torch.uint8).ne(0).any()
+            assert not state[name][:5].view(torch.uint8).any()
+            assert not state[name][6:].view(torch.uint8).any()
+        for part in parts:
+            part[5] = 0
+        assert not any(state[name].view(torch.uint8).any() for name in layout.groups[group.name].tensors)
