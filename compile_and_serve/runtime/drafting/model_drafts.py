@@ -60,7 +60,6 @@ class ModelDrafts(DeviceDrafts):
         self._hidden_rows = torch.zeros(num_rows, features, dtype=compiled.hidden_dtype, device=device)
         self._one_row = torch.zeros(1, dtype=torch.int64, device=device)
 
-    @abstractmethod
     def page_parts(self) -> dict[str, list[torch.Tensor]]:
         parts: dict[str, list[torch.Tensor]] = {}
         for group in self._groups:
@@ -68,6 +67,7 @@ class ModelDrafts(DeviceDrafts):
             parts.setdefault(self._compiled.borrowed[group.name], []).extend(tensors)
         return parts
 
+    @abstractmethod
     def _follow_step(self, target: TargetStep, *, keeps_state_only: bool) -> None:
         """`follow` of any step."""
 
