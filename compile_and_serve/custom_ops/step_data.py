@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -65,7 +65,8 @@ RequestArrays = Mapping[str, Sequence[StepArray]]  # of one request, by name, in
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """Something in a prompt that is no text: an image, say. It stands at the tokens `position` … `position` + `length` - 1.
 
-    key: names its content, and how it was processed: items of equal keys behind equal prompts must have equal arrays.
+    key: names its content, and how it was processed: items of equal keys behind equal prompts must have equal arrays, and the encoder's
+    arrays of items of equal keys must be equal wherever they stand.
     arrays: its values for these tokens, and for the first one behind them, by name.
     """
 
@@ -100,11 +101,11 @@ class PromptContents:
             return None
         return cls(sorted(media, key=lambda item: item.position), dict(sorted(arrays.items())))
 
-    def all_arrays(self) -> dict[str, list[StepArray]]:
-        """Those of the request and of its media, by name."""
+    def all_arrays(self, *, without: Collection[str] = ()) -> dict[str, list[StepArray]]:
+        """Those of the request and of its media, by name. without: names that are left out."""
         found: dict[str, list[StepArray]] = {}
         for arrays in (self.arrays, *(item.arrays for item in self.media)):
-            for name, array in arrays.items():
+            for name, array in ((name, array) for name, array in arrays.items() if name not in without):
                 found.setdefault(name, []).append(array)
         for several in found.values():
             several.sort(key=lambda array: array.start)

@@ -63,6 +63,10 @@ class ModelSpec:
     stages: what the ranks along the pipe axis run, one after another, in place of `module`; their parameters have the names that they have
         there. An output of a stage becomes the input of the same name of the next one: one row for each token, `source="device"`. All keep
         the same state groups, each the layers that it has, and the last stage gives the logits. (): the model runs in one piece alone.
+    encoder: the model beside this one that computes the rows of media items: its first output is ("tokens", D), a row for each token of
+        an item, and fills this model's state group of the kind `ENCODER_ROWS`. This model reads it by the input `ENCODER_ROW`. The encoder
+        keeps no state; its inputs read arrays of media items; it has no tokens (`input_ids` are 0). max_model_len: tokens of the longest
+        item. Both read one checkpoint, in which each knows the other's tensors (`weight_map`: None).
     """
 
     module: nn.Module
@@ -80,3 +84,14 @@ class ModelSpec:
     pooling: PoolingSpec | None = None
     whole_prompts: bool = False
     stages: tuple[ModelSpec, ...] = ()
+    encoder: ModelSpec | None = None
+
+    @property
+    def paged_state(self) -> tuple[StateGroup, ...]:
+        """The groups whose state lies in pages of the pool."""
+        return tuple(group for group in self.state if group.kind.unit != "rows")
+
+    @property
+    def row_group(self) -> StateGroup:
+        """The group that the encoder fills."""
+        return next(group for group in self.state if group.kind.unit == "rows")

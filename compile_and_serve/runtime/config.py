@@ -154,6 +154,15 @@ class SchedulerConfig:
         parse=parse_count,
         checks=(at_least(1), (lambda count: count <= MAX_TOKEN_BUDGET, f"at most {MAX_TOKEN_BUDGET}")),
     )
+    max_encoder_tokens: int | None = _scheduler_option(
+        None,
+        "Maximum number of tokens of images and other media that a step encodes, of a model with an encoder. By default as many as "
+        "--max-num-batched-tokens, and at least those of the largest item.",
+        metavar="TOKENS",
+        flag_type=str,
+        parse=parse_count,
+        checks=(at_least(1), (lambda count: count <= MAX_TOKEN_BUDGET, f"at most {MAX_TOKEN_BUDGET}")),
+    )
     policy: Literal["fcfs", "priority"] = _scheduler_option(
         "fcfs",
         "fcfs: in order of arrival; requests with a priority are refused. priority: lower numbers run first.",

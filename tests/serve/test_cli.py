@@ -30,7 +30,7 @@ ENGINE_FLAGS = {
     "--tokenizer", "--dtype", "--max-model-len", "--model-impl", "--load-format", "--seed", "--block-size", "--num-gpu-blocks-override",
     "--kv-cache-dtype", "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
     "--state-dtype",
-    "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
+    "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--max-encoder-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
     "--pass", "--quantization", "-q", "--quantization-exclude",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",

@@ -39,7 +39,9 @@ from compile_and_serve.runtime.messages import (
 )
 from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.scheduler.scheduler import QueueFullError, Scheduler
+from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
+from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
+from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class EngineCore:
             speculator = Speculator(speculative, self.config.max_drafted_rows, is_asynchronous=found.is_asynchronous)
             if speculative.synthetic_acceptance_rate is not None:
                 logger.warning("synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless.")
+        encoder = None if found.encoder is None else EncoderCache(found.encoder)
         self._scheduler = Scheduler(
             options,
             cache,
@@ -88,6 +91,7 @@ class EngineCore:
             drafts_run_ahead=found.drafts_run_ahead,
             whole_prompts=found.whole_prompts,
             connector=None if cache.connector is None else connector_of(cache.connector).scheduler_side(self.config),
+            encoder=encoder,
         )
         self.adapters = Adapters(
             self.executor,
@@ -150,6 +154,8 @@ class EngineCore:
         contents = request.contents()
         if contents is not None:
             contents.check(len(prompt), self.executor.info.arrays)
+            if self._scheduler.encoder is not None:
+                self._scheduler.encoder.check(contents)
         if params.seed is None and not params.is_greedy:
             # Drawn once, here: all ranks must draw the same tokens, and a preempted request must continue its stream.
             draw = self._seeds.getrandbits

@@ -171,7 +171,7 @@ class EngineProcess:
             self._shutdown = message
 
     def _add(self, client: Client, message: AddRequest) -> None:
-        from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
+        from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 
         request, answer = message.request, UtilityResult(call_id=message.call_id)
         output = RequestOutput(request_id=request.request_id, finish_reason="error")  # of each sequence

@@ -18,7 +18,7 @@ import torch
 
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput, TokenBatch
-from compile_and_serve.custom_ops.step_data import RequestArrays, StepDatum
+from compile_and_serve.custom_ops.step_data import RequestArrays, StepArray, StepDatum
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.runner.block_tables import BlockTables, SlotTables
 from compile_and_serve.runtime.runner.state_memory import PageLayout
@@ -208,6 +208,12 @@ class BaseBatch(ABC):
     def lengths(self, slots_S: np.ndarray) -> np.ndarray:
         """int64 [S]: tokens of the slots' sequences that are computed once the step prepared last has run."""
         return self._computed[slots_S]
+
+    def add_array(self, request_id: str, name: str, array: StepArray) -> None:
+        """Give a request that is held a further piece of its array `name`, behind those that it has."""
+        request = self._requests[request_id]
+        self._num_with_arrays += not request.arrays
+        request.arrays = {**request.arrays, name: [*request.arrays.get(name, ()), array]}
 
     def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
         """The request's sequence goes on in `block_ids`, a list for each group."""

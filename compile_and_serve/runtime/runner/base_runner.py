@@ -15,17 +15,20 @@ from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import StepOf, StepResult
 from compile_and_serve.compiler.model import Outputs
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, row_numbers
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import Step, TokenBatch
+from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.connector.page_memory import PageMemory
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
+from compile_and_serve.runtime.runner.media_encoder import MediaEncoder
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.stages import StageLink
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state, page_parts
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
-from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
+from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, SchedulerOutput, WorkerStats
 
 
 class StepRunner(Protocol):
@@ -66,28 +69,33 @@ class BaseRunner(ABC):
         plain_steps: StepRunner | None = None,
         other_steps: Sequence[StepRunner] = (),
         stages: StageLink | None = None,
+        encoder: MediaEncoder | None = None,
         **batch_options: Any,
     ) -> None:
         """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
         config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. other_steps: of the subclass,
-        as `batch_options` are those of its batch. stages: the other stages of the model; None: there are none.
+        as `batch_options` are those of its batch. stages: the other stages of the model; None: there are none. encoder: of
+        media; None: the model has none.
         """
         self.spec = spec
         self.steps = steps
         self.plain_steps = plain_steps or steps
         self.backends = dict(backends)
         self.stages = stages
+        self.encoder = encoder
         self.device = device
         self.platform = platform_of(device)
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
         num_slots = config.scheduler.max_num_seqs
         self.max_num_tokens = max(config.scheduler.token_budget, num_slots)
-        self.layout = PageLayout.of(spec.state, config.cache.block_size, dtype)
-        self.state = allocate_state(spec.state, self.layout, num_pages, device=device)
+        self.layout = PageLayout.of(spec.paged_state, config.cache.block_size, dtype)
+        self.state = allocate_state(spec.paged_state, self.layout, num_pages, device=device)
+        if encoder is not None:
+            self.state |= encoder.state
         self.padded_tokens = 0
         self.batch = self.batch_type(
             spec.inputs,
-            spec.state,
+            spec.paged_state,
             self.layout,
             num_pages,
             num_slots=num_slots,
@@ -125,6 +133,16 @@ class BaseRunner(ABC):
     def stats(self) -> WorkerStats:
         """Counters since the start."""
         return WorkerStats(padded_tokens=self.padded_tokens)
+
+    def _encode(self, items: Sequence[EncodeItem]) -> None:
+        """Compute those rows that are not there yet, and let the requests' tokens read their items' rows from now on."""
+        assert self.encoder is not None
+        new = [one for one in items if one.arrays]
+        if new:
+            self.encoder.encode(new)
+        for one in items:
+            rows = StepArray.of(row_numbers(one.page_ids, one.length), start=one.position)
+            self.batch.add_array(one.request_id, ENCODER_ROW.name, rows)
 
     def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True) -> StepResult:
         """Run a step that `batch.prepare` laid out. with_sampling: see `CudaGraphRunner.run`."""

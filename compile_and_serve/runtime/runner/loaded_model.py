@@ -35,6 +35,7 @@ from compile_and_serve.runtime.runner.compile_drafter import build_drafter, comp
 from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec, sleeping_weights
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
+from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, encoder_info, row_bytes
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_len, pooling_info, prefix_caching_unsupported
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
@@ -46,7 +47,8 @@ from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, log_g
 from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step, largest_step_size, run_dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
-from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo, WorkerInfo
+from compile_and_serve.runtime.scheduler.step_messages import EncoderInfo, StateGroupInfo, WorkerInfo
+from compile_and_serve.runtime.side_model import SideModel
 from compile_and_serve.runtime.weights import load_weights, read_model_config
 
 
@@ -61,8 +63,8 @@ def join_ranks(rank: Rank, device: torch.device, on_stage: StageCallback) -> Non
 
 @dataclass(kw_only=True)
 class LoadedModel:
-    """spec: the rank's part, with what passes added. dtype: of activations. backends: by attention group. weights: of the drafter too.
-    facts: for the report. stages: the other stages of the model; None: there are none.
+    """spec: the rank's part, with what passes added. dtype: of activations. backends: by attention group. weights: of the drafter and
+    the encoder, too. facts: for the report. stages: the other stages of the model; None: there are none.
     """
 
     config: EngineConfig
@@ -74,6 +76,8 @@ class LoadedModel:
     model: Model
     backends: dict[str, AttentionBackend]
     drafter: CompiledDrafter | None
+    encoder: SideModel | None
+    encoder_info: EncoderInfo | None
     adapters: DeviceAdapters | None
     weights: SleepingWeights
     facts: dict[str, int | float | str]
@@ -82,23 +86,30 @@ class LoadedModel:
     @property
     def pages(self) -> PageLayout:
         """Of the model's state, with what the drafter keeps under each page's number."""
-        pages = PageLayout.of(self.spec.state, self.config.cache.block_size, self.cache_dtype)
+        pages = PageLayout.of(self.spec.paged_state, self.config.cache.block_size, self.cache_dtype)
         added = 0 if self.drafter is None else self.drafter.page_bytes(pages.tokens_per_page)
         return replace(pages, page_bytes=pages.page_bytes + added)
 
     def num_pages(self, free_bytes: int) -> int:
         """As `plan_num_pages`."""
-        scheduler = self.config.scheduler
+        scheduler, shares_host_memory = self.config.scheduler, platform_of(self.device).shares_host_memory
+        if shares_host_memory:  # else it is in the plan
+            free_bytes -= self.row_bytes
         return plan_num_pages(
             self.config.cache,
-            self.spec.state,
+            self.spec.paged_state,
             self.pages,
             max_model_len=self.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_step_tokens=scheduler.token_budget,
             free_bytes=free_bytes,
-            shares_host_memory=platform_of(self.device).shares_host_memory,
+            shares_host_memory=shares_host_memory,
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """What the region for the encoder's rows takes."""
+        return 0 if self.encoder_info is None else row_bytes(self.spec, self.encoder_info)
 
     def graph_runners(self, *, logs: bool) -> GraphRunners | None:
         """As `make_graph_runners`."""
@@ -110,6 +121,8 @@ class LoadedModel:
         runners = [PlainRunner(model) for model in self.model.plans] if graphs is None else graphs.runners
         common = self.config, self.spec, runners[0], self.backends, self.device, self.cache_dtype, num_pages
         limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1], "stages": self.stages}
+        if self.encoder is not None and self.encoder_info is not None:
+            limits["encoder"] = MediaEncoder(self.encoder, self.spec, self.encoder_info, self.device)
         runner: BaseRunner
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
@@ -155,7 +168,9 @@ class LoadedModel:
                 for backend in backends:
                     stack.enter_context(backend.without_modules())
                 run_dummy_step(probe, tokens, seqs)
-            largest_step = platform.peak_bytes() - weights
+                if probe.encoder is not None:
+                    probe.encoder.run_largest()
+            largest_step = platform.peak_bytes() - weights - self.row_bytes
             workspaces = (backend.pending_workspace_bytes for backend in backends)
             largest_step += max(workspaces, default=0)  # the backends share it
             graph_bytes = 0 if graphs is None else graphs.estimate_bytes(tokens, largest_step)
@@ -176,12 +191,14 @@ class LoadedModel:
             # The sampler's float32 copies of the logits, and what the logits of prompts take.
             sampling=3 * (sampled_rows + PROMPT_LOGPROB_ROWS) * self.spec.vocab_size * 4,
             graphs=graph_bytes,
+            encoder_rows=self.row_bytes,
         )
 
     def info(self, num_pages: int, graphs: GraphRunners | None) -> WorkerInfo:
         """What the engine is told."""
         platform, spec = platform_of(self.device), self.spec
-        drafter = {} if self.drafter is None else flat_report({"drafter": self.drafter.model.report})
+        beside = {name: one.model.report for name, one in (("drafter", self.drafter), ("encoder", self.encoder)) if one is not None}
+        inputs = spec.inputs if spec.encoder is None else (*spec.inputs, *spec.encoder.inputs)
         return WorkerInfo(
             num_blocks=num_pages,
             is_asynchronous=platform.is_asynchronous,
@@ -192,22 +209,23 @@ class LoadedModel:
             vocab_size=spec.vocab_size,
             groups=[
                 StateGroupInfo(
-                    group.kind.unit,
+                    "slot" if group.kind.unit == "slot" else "tokens",
                     block_size=layout.tokens_per_page or self.config.cache.block_size,
                     window=group.kind.window,
                     pages_per_slot=layout.pages_per_slot,
                     snapshots=group.kind.snapshots,
                     rollback_tokens=group.kind.rollback_tokens,
                 )
-                for group, layout in ((group, self.pages.groups[group.name]) for group in spec.state)
+                for group, layout in ((group, self.pages.groups[group.name]) for group in spec.paged_state)
             ],
             drafts_run_ahead=graphs is not None and graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),
             adapter_targets=None if self.adapters is None else dict(self.adapters.targets),
-            compile_report=flat_report(self.model.report) | self.facts | drafter,
+            compile_report=flat_report(self.model.report) | self.facts | flat_report(beside),
             pooling=pooling_info(self.config, spec),
             whole_prompts=spec.whole_prompts,
-            arrays=[array for one in spec.inputs for array in one.arrays],
+            arrays=[array for one in inputs for array in one.arrays],
+            encoder=self.encoder_info,
         )
 
 
@@ -229,6 +247,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
     )
     config = replace(config, scheduler=limits)
+    info = encoder_info(spec, config)
     stages = None
     if rank.mesh.pipe > 1:
         stages = StageLink(spec, rank.mesh)
@@ -249,7 +268,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)
     spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
 
-    log_grown_pages(spec.state, config.cache.block_size, cache_dtype)
+    log_grown_pages(spec.paged_state, config.cache.block_size, cache_dtype)
 
     start = time.perf_counter()
     with memory_for("loading the weights", device, memory.LOADING):
@@ -274,6 +293,11 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         with memory_for("loading the drafter", device, memory.LOADING):
             compiled_drafter = compile_drafter(beside, drafter)
             compiled_drafter.load()
+    encoder = None
+    if spec.encoder is not None:
+        with memory_for("loading the encoder", device, memory.LOADING):
+            encoder = beside.compile(spec.encoder, "encoder", config.model.path)
+            encoder.load()
     return LoadedModel(
         config=config,
         device=device,
@@ -284,8 +308,10 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         model=model,
         backends=backends,
         drafter=compiled_drafter,
+        encoder=encoder,
+        encoder_info=info,
         adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
-        weights=sleeping_weights(model, load_all, compiled_drafter),
+        weights=sleeping_weights(model, load_all, compiled_drafter, encoder),
         stages=stages,
         facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
     )

@@ -33,6 +33,7 @@ class MemoryPlan:
     total: of the device, of which the engine keeps within `utilization` (0–1), all else included. others: held by other processes, and
     by the driver for this one. weights: what is allocated once they are loaded. largest_step: what a step of `step_tokens` tokens takes
     beyond them, measured by running one. sampling: of float32 copies of the logits. graphs: what CUDA graphs will take, estimated.
+    encoder_rows: the region for rows of an encoder.
     """
 
     total: int
@@ -43,11 +44,12 @@ class MemoryPlan:
     step_tokens: int
     sampling: int
     graphs: int
+    encoder_rows: int = 0
 
     @property
     def free_for_cache(self) -> int:
         """What is left for the KV cache; negative where there is not even room for the rest."""
-        needs = self.others + self.weights + self.largest_step + self.sampling + self.graphs
+        needs = self.others + self.weights + self.largest_step + self.sampling + self.graphs + self.encoder_rows
         return int(self.total * self.utilization) - needs
 
     def table(self, device: str, cache_bytes: int, cache_tokens: int) -> str:
@@ -58,6 +60,7 @@ class MemoryPlan:
             ("largest step", self.largest_step, f"{self.step_tokens} tokens"),
             ("sampling", self.sampling, ""),
             ("CUDA graphs", self.graphs, "estimated"),
+            *([("encoder rows", self.encoder_rows, "")] if self.encoder_rows else []),
             ("KV cache", cache_bytes, f"{cache_tokens} tokens"),
             ("left", self.free_for_cache - cache_bytes, ""),
         ]

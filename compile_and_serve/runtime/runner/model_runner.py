@@ -321,6 +321,8 @@ class ModelRunner(BaseRunner):
                 sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
+        if scheduled.encodes:
+            self._encode(scheduled.encodes)
         self.drafted.take_in(scheduled, self._sequences)
 
     def _add_sequence(self, request: HeldRequest, stop_ids: Sequence[int], output: np.ndarray) -> None:

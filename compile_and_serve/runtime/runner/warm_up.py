@@ -178,7 +178,7 @@ def _make_step(runner: BaseRunner, sequences: Sequence[tuple[int, int]]) -> Step
     """sequences: (cached tokens, new tokens) of each."""
     return make_step(
         runner.spec.inputs,
-        runner.spec.state,
+        runner.spec.paged_state,
         sequences,
         state=runner.state,
         tokens_per_page=runner.layout.tokens_per_page,

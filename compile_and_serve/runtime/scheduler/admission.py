@@ -8,7 +8,8 @@ blocks that the request will need:
 A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
 without an adapter overtake it, those with one do not. A request that waits for something else (a grammar, an adapter, blocks that
 are being loaded) delays no other request.
-A prompt that cannot be cut waits for a step with room for all of it.
+A prompt that cannot be cut waits for a step with room for all of it. One that begins with a media item waits for a step that can encode
+it.
 
 Where every batch slot is taken and requests wait, slots that become free may be given away in groups
 (runtime/scheduler/free_slots.py).
@@ -151,6 +152,8 @@ class Admission:
                 if self._transfers.load(request, prefix, num_spare):
                     not_ready.append(heapq.heappop(self.waiting))
                     continue
+            if not step.can_read(request, prefix.num_tokens):
+                break
             heapq.heappop(self.waiting)
             manager.admit(request, prefix)
             if self._transfers is not None:
@@ -202,7 +205,9 @@ class Admission:
             block_ids=[block_ids.copy() for block_ids in request.block_ids],
             num_computed_tokens=num_computed,
             step_data=step_data,
-            arrays={} if request.prompt.contents is None else request.prompt.contents.all_arrays(),
+            arrays={}
+            if request.prompt.contents is None
+            else request.prompt.contents.all_arrays(without=() if step.encoder is None else step.encoder.arrays),
             pooling=request.pooling,
         )
 

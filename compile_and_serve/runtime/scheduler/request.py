@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from enum import IntEnum, auto
+from hashlib import sha256
 from typing import Any
 
 from compile_and_serve.runtime.messages import REPETITION, EngineRequest, FinishReason, RequestOutput, TokenLogprobs
@@ -22,18 +23,20 @@ class RequestStatus(IntEnum):
 class Prompt:
     """A prompt, shared by the sequences that continue it. token_ids is never changed.
 
-    contents: what stands beside its tokens; None where there is nothing.
+    contents: what stands beside its tokens; None where there is nothing. salt: of its request, hashed, if there is
+        something.
     keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
     deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
         blocks that this sequence needed.
     """
 
-    __slots__ = ("contents", "deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
+    __slots__ = ("contents", "deferred_step", "keys", "num_new_blocks", "root_key", "salt", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
         self.root_key = root_key(request.cache_salt, request.prefix_key, request.step_data)
         self.contents = request.contents()
+        self.salt = b"" if self.contents is None else sha256((request.cache_salt or "").encode()).digest()
         self.keys: list[bytes] = []
         self.deferred_step = -1
         self.num_new_blocks = 0

@@ -1,10 +1,23 @@
-"""Which requests can never run."""
+"""Which requests can never run, and which cannot wait."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
 from compile_and_serve.runtime.messages import EngineRequest
+
+
+class QueueFullError(RuntimeError):
+    """As many requests run and wait as may; try again later (HTTP 503)."""
+
+
+def check_queue(request: EngineRequest, num_unfinished: int, limit: int | None) -> None:
+    """Raise QueueFullError if the request's sequences would be beyond the limit. None: there is none."""
+    num_added = len(request.request_ids)
+    if limit is not None and num_unfinished + num_added > limit:
+        raise QueueFullError(
+            f"{num_unfinished} sequences are running or waiting, and this request adds {num_added}; the limit is {limit}. Try again later."
+        )
 
 
 def check_request(request: EngineRequest, known_ids: Container[str], *, max_model_len: int, max_len: int, whole_prompts: bool) -> None:

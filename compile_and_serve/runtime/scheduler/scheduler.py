@@ -8,9 +8,8 @@ preempted, so there is always progress.
 
 runtime/scheduler/admission.py says which waiting requests start.
 
-Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its
-tokens when they are known, and any number of steps may be in flight between the two (none in a synchronous engine).
-This has consequences:
+Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its tokens when they are
+known, and any number of steps may be in flight between the two (none in a synchronous engine). This has consequences:
 - A decode may be scheduled before its input token is known here. `schedule` counts all of its draft tokens as accepted,
   and `update` takes back those that were not. So no step computes a token beyond the length limits. One exception: a step
   that runs ahead may compute one token of a request that has ended.
@@ -18,8 +17,8 @@ This has consequences:
   freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
 - A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
 
-A `Speculator` that drafts from the tokens that are known here waits for them: while it is on, at most one step with decodes is
-in flight. Where the runner drafts, a step with drafts may be in flight when the next one is scheduled (`SchedulerOutput.is_ahead`).
+A `Speculator` that drafts from the tokens that are known here waits for them: while it is on, at most one step with decodes is in flight.
+Where the runner drafts, a step with drafts may be in flight when the next one is scheduled (`SchedulerOutput.is_ahead`).
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ from compile_and_serve.runtime.messages import EngineRequest, EngineStats, Error
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
+from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.failed_steps import forget_failed, untrusted_chunks
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
-from compile_and_serve.runtime.scheduler.request_checks import check_request
+from compile_and_serve.runtime.scheduler.request_checks import check_queue, check_request
 from compile_and_serve.runtime.scheduler.step_messages import (
     CachedRequestData,
     ModelRunnerOutput,
@@ -60,17 +60,13 @@ logger = logging.getLogger(__name__)
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
 
 
-class QueueFullError(RuntimeError):
-    """As many requests run and wait as may; try again later (HTTP 503)."""
-
-
 class Scheduler:
     """Requests in, steps out: `add_request`, then `schedule` → (the model runner) → `update`, in turn.
 
-    num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
-    request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
-    `cache.block_size`. num_adapter_slots: LoRA adapters that one step may use. speculator: None: no step
-    has drafts. drafts_run_ahead, whole_prompts: of `WorkerInfo`. connector: None: no blocks are loaded or stored.
+    num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one request together, in
+    tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of `cache.block_size`. num_adapter_slots: LoRA
+    adapters that one step may use. speculator: None: no step has drafts. drafts_run_ahead, whole_prompts: of `WorkerInfo`. connector: None:
+    no blocks are loaded or stored. encoder: None: there is none.
     """
 
     def __init__(
@@ -86,6 +82,7 @@ class Scheduler:
         drafts_run_ahead: bool = False,
         whole_prompts: bool = False,
         connector: SchedulerConnector | None = None,
+        encoder: EncoderCache | None = None,
     ) -> None:
         if config.max_num_seqs < 1 or config.token_budget < 1:
             raise ValueError(
@@ -128,6 +125,7 @@ class Scheduler:
             whole_prompts=whole_prompts,
             transfers=self._transfers,
         )
+        self.encoder = encoder
         self._whole_prompts = whole_prompts
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
 
@@ -137,15 +135,8 @@ class Scheduler:
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
         """
-        request_ids = request.request_ids
         check_request(request, self._requests, max_model_len=self.max_model_len, max_len=self.max_len, whole_prompts=self._whole_prompts)
-        limit = self.config.max_in_flight
-        if limit is not None and len(self._requests) + len(request_ids) > limit:
-            raise QueueFullError(
-                f"{len(self._requests)} sequences are running or waiting, and this request adds {len(request_ids)}; "
-                f"the limit is {limit}. Try again later."
-            )
-
+        check_queue(request, len(self._requests), self.config.max_in_flight)
         now = time.time()
         prompt = Prompt(request)
         for sequence in request.sequences():
@@ -180,7 +171,7 @@ class Scheduler:
             self._finish(request, "error")
         self._drop_finished()
         self._in_flight.clear()
-        self.manager.reset_prefix_cache()  # the steps in flight may not have computed what is cached
+        self._forget_cached()  # the steps in flight may not have computed what is cached
         return outputs
 
     def is_adapter_used(self, adapter: int) -> bool:
@@ -201,7 +192,7 @@ class Scheduler:
         """The device's memory will be freed: forget cached prefixes and the adapters in its slots. No request may be left. The ranks
         stop what they transfer.
         """
-        forgotten = self.manager.reset_prefix_cache()
+        forgotten = self._forget_cached()
         assert forgotten, "a request holds blocks"
         if self._transfers is not None:
             self._transfers.forget()
@@ -209,9 +200,15 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes, also those that a connector stored. Returns False, and does nothing, while a request holds blocks."""
-        is_reset = self.manager.reset_prefix_cache()
+        is_reset = self._forget_cached()
         if is_reset and self._transfers is not None:
             self._transfers.reset()
+        return is_reset
+
+    def _forget_cached(self) -> bool:
+        is_reset = self.manager.reset_prefix_cache()
+        if is_reset and self.encoder is not None:
+            self.encoder.forget()
         return is_reset
 
     def stats(self) -> EngineStats:
@@ -238,7 +235,7 @@ class Scheduler:
         """
         if self._transfers is not None:
             self._transfers.end_overdue()
-        step = StepInFlight(self._next_step, PROMPT_LOGPROB_ROWS)
+        step = StepInFlight(self._next_step, PROMPT_LOGPROB_ROWS, self.encoder)
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
         if self._drafting is not None:
@@ -285,7 +282,7 @@ class Scheduler:
             kept = {name: draft[: scheduled.get(name, 1) - 1] for name, draft in drafts.items()}
             step.drafts = {name: draft for name, draft in kept.items() if draft}
         for request in prefilling:
-            if budget > 0 and step.has_rows(request):
+            if budget > 0 and step.has_rows(request) and step.can_read(request, request.num_computed_tokens):
                 if self._transfers is not None and not self.manager.has_room(request, step.chunk_end(request, budget)):
                     continue
                 new_ids = step.add_chunk(request, budget, scheduled, self.manager)
@@ -318,6 +315,7 @@ class Scheduler:
             is_drafting_off=self._drafting is not None and self._drafting.is_off(step),
             is_ahead=step.is_ahead,
             transfers=None if self._transfers is None else self._transfers.take(),
+            encodes=step.encodes(),
         )
 
     def _transfer_step(self, step: StepInFlight) -> SchedulerOutput | None:
@@ -437,15 +435,12 @@ class Scheduler:
     def _preempt(self, request: Request, last_step: int | None) -> None:
         """Take the blocks of a request, which has left `_running`, and let it wait. last_step: as in `KVCacheManager.free`."""
         request.num_pending_steps = sum(step.samples_for(request) for step in self._in_flight)
-        self.manager.free(request, last_step)
-        if request.adapter is not None:
-            self.adapter_slots.release(request.adapter)
+        self._give_back(request, last_step)
         request.fast_until = 0
         request.num_preemptions += 1
         request.may_load = True
         request.status = RequestStatus.WAITING
         self._num_preemptions += 1
-        self._forget_ids.append(request.request_id)
         if self._drafting is not None:
             self._drafting.drop_correction(request)  # it is sent again with all its tokens
         self._admission.add(request)
@@ -467,15 +462,21 @@ class Scheduler:
                 kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
                 outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind))
 
+    def _give_back(self, request: Request, last_step: int | None) -> None:
+        """Free all that a running request holds. last_step: as in `KVCacheManager.free`."""
+        self.manager.free(request, last_step)
+        if self.encoder is not None:
+            self.encoder.release(request)
+        if request.adapter is not None:
+            self.adapter_slots.release(request.adapter)
+        self._forget_ids.append(request.request_id)
+
     def _finish(self, request: Request, reason: FinishReason | None) -> None:
         """Give back what the request holds. The queues still have it until `_drop_finished`."""
         assert reason is not None, request.request_id
         assert request.status is not RequestStatus.FINISHED, request.request_id
         if request.status is RequestStatus.RUNNING:
-            self.manager.free(request, None if reason == "error" else self._next_step - 1)
-            self._forget_ids.append(request.request_id)
-            if request.adapter is not None:
-                self.adapter_slots.release(request.adapter)
+            self._give_back(request, None if reason == "error" else self._next_step - 1)
             if self._transfers is not None and reason != "error":
                 self._transfers.store(request)
         elif self._transfers is not None:

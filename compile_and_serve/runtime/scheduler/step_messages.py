@@ -66,6 +66,32 @@ class StateGroupInfo(msgspec.Struct, frozen=True):
     rollback_tokens: int = 0
 
 
+class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The encoder beside the model. arrays: of media items, which it reads. max_tokens: that it reads in one step. max_item_tokens: of one
+    item. num_pages: of the region for its rows. rows_per_page: of that.
+    """
+
+    arrays: list[str]
+    max_tokens: int
+    max_item_tokens: int
+    num_pages: int
+    rows_per_page: int
+
+
+class EncodeItem(msgspec.Struct, kw_only=True):
+    """A media item whose rows a request reads from this step on: its tokens from `position` on, `length` of them.
+
+    page_ids: where the rows lie. arrays: what this step computes them from, before the model runs; their first token is the item's first.
+    Empty: they are there.
+    """
+
+    request_id: str
+    position: int
+    length: int
+    page_ids: list[int]
+    arrays: dict[str, StepArray] = {}
+
+
 class NewRequestData(msgspec.Struct, kw_only=True):
     """A request that the runner does not hold: it runs for the first time, or resumes after a preemption.
 
@@ -113,6 +139,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         are decodes of the step before, and none has a grammar, penalties or other options that change logits. The step may have no drafts,
         if the requests that had some were preempted for the others' blocks.
     transfers: to begin before the step. A step without tokens has only transfers, and asks what has become of earlier ones.
+    encodes: media whose rows requests read from this step on, those that it computes among them.
     """
 
     step: int
@@ -127,6 +154,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     is_drafting_off: bool = False
     is_ahead: bool = False
     transfers: StepTransfers | None = None
+    encodes: list[EncodeItem] = []
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
@@ -178,7 +206,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     cannot be reused by other requests, as a sentence. adapter_targets: the linears
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
     compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. whole_prompts: of `ModelSpec`.
-    arrays: that requests may bring.
+    arrays: that requests may bring. encoder: None: there is none.
     """
 
     num_blocks: int
@@ -196,6 +224,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     pooling: PoolingInfo | None = None
     whole_prompts: bool = False
     arrays: list[ArrayInfo] = []
+    encoder: EncoderInfo | None = None
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from compile_and_serve.runtime.messages import RequestOutput
+from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
-from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
+from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, ModelRunnerOutput
 
 
 @dataclass(slots=True)
@@ -65,12 +66,13 @@ class Chunk:
 @dataclass(slots=True)
 class StepInFlight:
     """Holds requests, not their ids: an id may belong to another request by the time the step is over. was_drafting: whether the step
-    could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute.
-    is_last_poll: nothing can run, and nobody waits for the transfers that keep blocks.
+    could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute. encoder: None: the
+    model has none. is_last_poll: nothing can run, and nobody waits for the transfers that keep blocks.
     """
 
     step: int
     prompt_rows_left: int
+    encoder: EncoderCache | None = None
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     drafts: dict[str, list[int]] = field(default_factory=dict)
@@ -83,8 +85,20 @@ class StepInFlight:
         return self.prompt_rows_left > 0 or not request.wants_prompt_logprobs
 
     def chunk_end(self, request: Request, budget: int) -> int:
-        """Where the next chunk of a prefill ends, unless prompt logprobs are at their limit."""
+        """Where the next chunk of a prefill ends, unless prompt logprobs or the encoder are at their limit."""
         return min(request.cuts[0] if request.cuts else request.prefill_end, request.num_computed_tokens + budget)
+
+    def __post_init__(self) -> None:
+        if self.encoder is not None:
+            self.encoder.begin_step()
+
+    def can_read(self, request: Request, start: int) -> bool:
+        """Whether it may compute token `start` of the request's prompt: the encoder has a limit, too."""
+        return self.encoder is None or self.encoder.has_room(request, start)
+
+    def encodes(self) -> list[EncodeItem]:
+        """What requests read of the encoder from this step on. Nothing is added to the step any more."""
+        return [] if self.encoder is None else self.encoder.end_step()
 
     def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
@@ -92,6 +106,10 @@ class StepInFlight:
         num_tokens = self.chunk_end(request, budget) - start
         if request.wants_prompt_logprobs:
             num_tokens = min(num_tokens, self.prompt_rows_left)
+        if self.encoder is not None:
+            num_tokens = self.encoder.take(request, start, start + num_tokens) - start
+            assert num_tokens > 0, "see `can_read`"
+        if request.wants_prompt_logprobs:
             self.prompt_rows_left -= num_tokens
         end = request.num_computed_tokens = start + num_tokens
         new_ids = manager.grow_for_chunk(request, start, end)

@@ -64,10 +64,11 @@ def compile_model_command(
             backends = backends_of_model(part, config, device, dtype)
             compiled = compile_spec(part, config, backends, device=device, dtype=dtype, on_stage=stages)
             reports.append(compiled.report)
+        beside = SideModelCompiler(config=config, device=device, dtype=dtype, on_stage=stages, coordinates=ORIGIN)
         if drafter is not None:
-            compiled_drafter = compile_drafter(
-                SideModelCompiler(config=config, device=device, dtype=dtype, on_stage=stages, coordinates=ORIGIN), drafter
-            )
+            compiled_drafter = compile_drafter(beside, drafter)
+        if spec.encoder is not None:
+            beside.compile(spec.encoder, "encoder", config.model.path)
         if output is not None:
             start = time.perf_counter()
             count = keep_built_modules(backends, spec, device, dtype, output)

@@ -15,7 +15,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.runtime.child_process import freeze_heap
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
+from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
-from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
+from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 from tests.support.scheduler_harness import BLOCK, Driver, FakeRunner, assert_as_alone, make_request, make_scheduler
 from tests.support.scheduler_workloads import TOKENS, WORKLOADS, check_workload, slots

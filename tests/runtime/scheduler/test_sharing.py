@@ -9,7 +9,7 @@ import pytest
 from compile_and_serve.runtime.messages import Sibling
 from compile_and_serve.runtime.scheduler import admission
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
-from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
+from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, StateGroupInfo
 from tests.support.scheduler_harness import VOCAB, Driver, assert_as_alone, make_request, make_scheduler
 

@@ -1,0 +1,117 @@
+"""`MediaEncoder`: a model beside the engine's, whose output rows the engine's model reads in its graph.
+
+Shape legend: T tokens of the items in a step, R rows, D width of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.step import TOKENS, TokenBatch
+from compile_and_serve.custom_ops.step_data import StepArray
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.runner.step_buffers import StepBuffers
+from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
+from compile_and_serve.runtime.side_model import SideModel
+
+STEPS_OF_ROWS = 2  # the region has rows for the items of so many full steps: of the step at hand, and some that others may share
+
+
+def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
+    """The limits of a model's encoder; None: it has none. Raises `ValueError` with one sentence."""
+    encoder = spec.encoder
+    if encoder is None:
+        return None
+    if spec.whole_prompts or spec.pooling is not None or config.mesh.pipe > 1:
+        raise ValueError("A model with an encoder must generate tokens, from prompts that may be cut, in one stage: see ModelSpec.encoder.")
+    width = spec.row_group.layout(1, torch.float32).tensors
+    dims = [encoder.outputs[0].dims, *((TOKENS, *one.shape) for one in width.values())]
+    if encoder.state or len(dims) != 2 or dims[0] != dims[1]:
+        raise ValueError(
+            f"The encoder must keep no state and give rows of the model's one tensor of rows, got {dims}: see ModelSpec.encoder."
+        )
+    longest, budget = encoder.max_model_len, config.scheduler.max_encoder_tokens
+    if budget is None:
+        budget = max(longest, config.scheduler.token_budget)
+    if budget < longest:
+        raise ValueError(f"max_encoder_tokens is {budget}, but one item may have {longest} tokens: raise --max-encoder-tokens.")
+    return EncoderInfo(
+        arrays=[array.name for one in encoder.inputs for array in one.arrays],
+        max_tokens=budget,
+        max_item_tokens=longest,
+        num_pages=-(-STEPS_OF_ROWS * budget // ROWS_PER_PAGE),
+        rows_per_page=ROWS_PER_PAGE,
+    )
+
+
+def row_bytes(spec: ModelSpec, info: EncoderInfo) -> int:
+    """What the region of rows takes."""
+    return num_rows_of(info.num_pages) * spec.row_group.layout(1, torch.float32).page_bytes
+
+
+class MediaEncoder:
+    """state: the region [R, D] by name."""
+
+    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, device: torch.device) -> None:
+        """spec: of the engine's model."""
+        self._side, self._info = side, info
+        self._platform = platform_of(device)
+        self._output = side.spec.outputs[0].name
+        ((name, placed),) = spec.row_group.layout(1, torch.float32).tensors.items()
+        self._rows_RD = torch.zeros(num_rows_of(info.num_pages), *placed.shape, dtype=placed.dtype, device=device)
+        self.state = {name: self._rows_RD}
+        limit = info.max_tokens
+        self._buffers = StepBuffers(side.spec.inputs, (), max_tokens=limit, max_seqs=limit, max_sampled=1, max_rows=limit, device=device)
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        """Compute the rows of items, without waiting for the device."""
+        rows_T = np.concatenate([row_numbers(one.page_ids, one.length) for one in items])
+        outputs_TD = self._run([one.length for one in items], [{name: [array] for name, array in one.arrays.items()} for one in items])
+        self._rows_RD.index_copy_(0, self._platform.upload(rows_T, through_pinned=True), outputs_TD.to(self._rows_RD.dtype))
+
+    def run_largest(self) -> None:
+        """Run the largest step that there can be, on items of zeros, and keep nothing."""
+        count, rest = divmod(self._info.max_tokens, self._info.max_item_tokens)
+        lengths = [self._info.max_item_tokens] * count + [rest] * (rest > 0)
+        self._run(lengths, [{}] * len(lengths))
+
+    def _run(self, lengths: Sequence[int], arrays: Sequence[Mapping[str, Sequence[StepArray]]]) -> torch.Tensor:
+        """[T, D]"""
+        counts = np.array(lengths, dtype=np.int64)
+        num_tokens, num_seqs = int(counts.sum()), len(counts)
+        buffers = self._buffers
+        host = buffers.rotate()
+        starts = host["query_start_loc"][: num_seqs + 1]
+        starts[0] = 0
+        np.cumsum(counts, out=starts[1:])
+        host["seq_lens"][:num_seqs] = counts
+        batch = TokenBatch(
+            token_ids=np.zeros(num_tokens, dtype=np.int64),
+            positions=np.arange(num_tokens) - np.repeat(starts[:-1], counts),
+            query_start_loc=starts,
+            row_indices=np.arange(num_tokens),
+            arrays=arrays,
+        )
+        buffers.fill(batch, num_tokens, num_tokens)
+        buffers.upload()
+        longest = int(counts.max())
+        step = buffers.step(
+            num_tokens,
+            num_seqs,
+            num_tokens,
+            state={},
+            tables={},
+            backends={},
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            max_query_len=longest,
+            max_seq_len=longest,
+            uses_optional=True,
+        )
+        return self._side.model(step)[self._output]
