@@ -158,6 +158,12 @@ class KVCacheManager:
         self.chains.extend(request, num_tokens // self.chains.tokens_per_key)
         return [list(group.prefix_keys(request, num_tokens)) for group in self._groups]
 
+    def keys_left(self, request: Request) -> list[list[bytes]]:
+        """What a request that has ended may have left in the cache, in each group."""
+        num_tokens = (len(request.token_ids) - 1) // self.alignment * self.alignment if self.enable_prefix_caching else 0
+        self.chains.extend(request, num_tokens // self.chains.tokens_per_key)
+        return [list(group.keys_left(request, num_tokens)) for group in self._groups]
+
     def blocks_per_key(self, group: int) -> int:
         """Blocks that a key of the group names."""
         return self._groups[group].blocks_per_key

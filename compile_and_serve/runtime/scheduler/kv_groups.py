@@ -65,6 +65,10 @@ class GroupBlocks(ABC):
     def prefix_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
         """What a prefix of so many tokens consists of. The chain must reach to its end."""
 
+    def keys_left(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        """What a request of so many tokens may have left in the cache. The chain must reach to its end."""
+        return self.prefix_keys(request, num_tokens)
+
     @abstractmethod
     def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Make blocks that were filled from outside findable, `blocks_per_key` under each key."""
@@ -313,6 +317,9 @@ class SlotBlocks(GroupBlocks):
 
     def prefix_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
         return [self._key_at(request, num_tokens)] if num_tokens else []
+
+    def keys_left(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        return [self._key_at(request, place) for place in range(self._alignment, num_tokens + 1, self._alignment)]
 
     def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         for number, key in enumerate(keys):

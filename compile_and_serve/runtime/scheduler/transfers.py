@@ -151,10 +151,7 @@ class Transfers:
     def store(self, request: Request) -> None:
         """Store what the connector wants of a request that has ended. Its blocks are freed."""
         manager, pool = self._manager, self._pool
-        num_tokens = (len(request.token_ids) - 1) // manager.alignment * manager.alignment
-        if not manager.enable_prefix_caching or num_tokens <= 0:
-            return
-        keys = [[key for key in group_keys if self._is_known(key)] for group_keys in manager.keys_of_prefix(request, num_tokens)]
+        keys = [[key for key in group_keys if self._is_known(key)] for group_keys in manager.keys_left(request)]
         wanted = set(self._connector.finished(request.request_id, [key for group_keys in keys for key in group_keys]))
         for group, group_keys in enumerate(keys):
             stored = [key for key in group_keys if key in wanted]

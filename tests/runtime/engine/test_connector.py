@@ -9,7 +9,9 @@ import pytest
 
 from compile_and_serve.runtime.connector.connector import ConnectorError, connector_of
 from compile_and_serve.runtime.engine.core import EngineCore
+from tests.support.drafters import check_every_draft
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.recurrent_models import write_recurrent
 from tests.support.toy_connector import FAIL, HANG, TOY, ToyStore
 
 NAME = "tests.support.toy_connector:TOY"
@@ -126,3 +128,31 @@ def test_a_connector_is_found_by_its_name() -> None:
     with pytest.raises(ConnectorError, match="is no connector: it must be an instance"):
         connector_of("tests.support.toy_connector:ToyStore")
     assert issubclass(ConnectorError, ValueError)
+
+
+def test_what_a_drafter_keeps_comes_back_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model drafts for itself, so every draft is right as long as the drafter's cache holds what the model's holds."""
+    check_every_draft(monkeypatch)
+    speculation = {"method": "draft_model", "model": str(model_dir), "num_speculative_tokens": 4}
+    core = EngineCore(tiny_config(model_dir, kv_connector=NAME, speculative_config=speculation))
+    _, tokens = num_cached(core, "first")
+    lose_the_cache(core)
+    core._scheduler.manager.pool.allocate(20)  # other pages than before
+    assert num_cached(core, "again") == (56, tokens)
+    stats = core.stats()
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 10
+
+
+def test_recurrent_state_is_stored_and_loaded(tmp_path: Path) -> None:
+    """Attention and recurrent layers: pages of one pool, and snapshots of several pages."""
+    folder = write_recurrent(tmp_path / "hybrid", "Qwen3_5ForCausalLM")
+    core = EngineCore(tiny_config(folder, load_format="auto", max_model_len=256, kv_connector=NAME, num_kv_blocks=400))
+    assert {group.kind for group in core._scheduler.groups} == {"tokens", "slot"}
+    found, tokens = num_cached(core, "first", 100)
+    assert found == 0
+    lose_the_cache(core)
+    core._scheduler.manager.pool.allocate(20)
+    found, again = num_cached(core, "again", 100)
+    assert found > 50
+    assert again == tokens
+    assert store_of(core).num_loaded >= 2
