@@ -235,6 +235,8 @@ class Scheduler:
         """
         if self._transfers is not None:
             self._transfers.end_overdue()
+        if self.encoder is not None:
+            self.encoder.begin_step()
         step = StepInFlight(self._next_step, PROMPT_LOGPROB_ROWS, self.encoder)
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
@@ -315,7 +317,7 @@ class Scheduler:
             is_drafting_off=self._drafting is not None and self._drafting.is_off(step),
             is_ahead=step.is_ahead,
             transfers=None if self._transfers is None else self._transfers.take(),
-            encodes=step.encodes(),
+            encodes=[] if self.encoder is None else self.encoder.end_step(),
         )
 
     def _transfer_step(self, step: StepInFlight) -> SchedulerOutput | None:

@@ -11,7 +11,7 @@ from compile_and_serve.runtime.messages import RequestOutput
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
-from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, ModelRunnerOutput
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
 
 
 @dataclass(slots=True)
@@ -88,17 +88,9 @@ class StepInFlight:
         """Where the next chunk of a prefill ends, unless prompt logprobs or the encoder are at their limit."""
         return min(request.cuts[0] if request.cuts else request.prefill_end, request.num_computed_tokens + budget)
 
-    def __post_init__(self) -> None:
-        if self.encoder is not None:
-            self.encoder.begin_step()
-
     def can_read(self, request: Request, start: int) -> bool:
         """Whether it may compute token `start` of the request's prompt: the encoder has a limit, too."""
         return self.encoder is None or self.encoder.has_room(request, start)
-
-    def encodes(self) -> list[EncodeItem]:
-        """What requests read of the encoder from this step on. Nothing is added to the step any more."""
-        return [] if self.encoder is None else self.encoder.end_step()
 
     def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
