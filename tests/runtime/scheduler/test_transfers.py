@@ -214,3 +214,48 @@ def test_a_request_ends_with_an_error_where_transfers_that_do_not_end_keep_all_b
     driver.sleep()
     assert run(driver, "again", [6] * 30) == 0
     assert not any(isinstance(one, Active) and one.is_load for one in driver.transfers.active.values())
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_only_what_is_known_to_be_computed_is_stored(is_known: bool) -> None:
+    driver = make_driver(depth=1)
+    driver.add(make_request("a", PROMPT))
+    driver.step()
+    if is_known:
+        driver.update()
+    driver.scheduler.abort(["a"])
+    transfers = driver.scheduler._transfers
+    assert transfers is not None
+    assert (transfers.take() is not None) == is_known
+
+
+def test_a_prefill_waits_where_blocks_that_were_promised_to_it_are_pinned() -> None:
+    driver = make_driver(WINDOW, budget=9, num_blocks=40)
+    driver.add(make_request("decodes", [1, 2, 3], max_tokens=20), make_request("long", PROMPT, max_tokens=2))
+    driver.step()
+    pool = driver.scheduler.manager.pool
+    kept = pool.free_queue.block_ids()[1:]
+    pool.pin(kept)
+    step = driver.scheduler.schedule()
+    assert step is not None
+    assert list(step.num_scheduled_tokens) == ["decodes"]
+    driver.in_flight.append((step, driver.runner.execute(step)))
+    pool.unpin(kept)
+    driver.update()
+    driver.run()
+    for name, prompt, max_tokens in (("decodes", [1, 2, 3], 20), ("long", PROMPT, 2)):
+        assert_as_alone(driver.answers[name], make_request(name, prompt, max_tokens=max_tokens), 128)
+
+
+def test_a_loaded_prefix_gives_way_before_a_request_is_preempted() -> None:
+    driver = make_driver(num_blocks=24, max_num_seqs=2)
+    run(driver, "a", PROMPT)
+    drop_what_is_cached(driver)
+    driver.transfers.store.chance = 0.0
+    driver.add(make_request("first", [1] * 15, max_tokens=24), make_request("loads", PROMPT, max_tokens=2))
+    driver.step()
+    driver.add(make_request("second", [2] * 15, max_tokens=24))
+    driver.step()
+    driver.run()
+    assert driver.transfers.num_ended["load finished"] == 1
+    assert driver.scheduler.stats().num_preemptions == 0
