@@ -10,6 +10,7 @@ from compile_and_serve.compiler.weights.adapter_sites import AdapterSite, adapte
 from compile_and_serve.compiler.weights.adapter_slots import LinearSite
 from compile_and_serve.compiler.weights.expert_slots import ExpertSite
 from compile_and_serve.custom_ops.lora.lora_add import unblocked
+from compile_and_serve.custom_ops.mesh import TENSOR
 from compile_and_serve.models.spec import ModelSpec
 from tests.models.test_registry import EXPERTS
 from tests.support.rewriting import rewrite
@@ -50,6 +51,6 @@ def test_ranks_pad_a_vocabulary_that_they_do_not_divide_but_adapters_are_not_pad
     parts = []
     for number in range(ranks):
         slot_a, slot_b = torch.zeros(rank, 64), torch.zeros(1, rank, 16)
-        head.fill(slot_a, slot_b, torch.randn(rank, 64), b_VR, number)
+        head.fill(slot_a, slot_b, torch.randn(rank, 64), b_VR, {TENSOR: number})
         parts.append(unblocked(slot_b)[:, :own].T)
     torch.testing.assert_close(torch.cat(parts)[:vocab_size], b_VR)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compile_and_serve.compiler.weights.expert_slots import ExpertSite
+from compile_and_serve.custom_ops.mesh import ORIGIN
 from compile_and_serve.custom_ops.moe import adapted_cuda_experts, triton_experts
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
@@ -28,7 +29,7 @@ def adapters_of(index: torch.Tensor, dtype: torch.dtype) -> tuple[ExpertAdapters
         for site, a, b, change in ((gate_up, a_gate_up, b_gate_up, changes[0]), (down, a_down, b_down, changes[1])):
             if slot == 0:  # all experts together: rows expert by expert, columns rank by rank
                 own_a, own_b = torch.randn(X * rank, site.in_features), torch.randn(site.out_features, rank * X) * 0.1
-                site.fill(a[slot], b[slot], own_a, own_b, 0)
+                site.fill(a[slot], b[slot], own_a, own_b, ORIGIN)
                 columns = own_b.view(-1, rank, X)
                 change += torch.stack([columns[:, :, e] @ own_a[e * rank : (e + 1) * rank] for e in range(X)])
                 continue
@@ -36,7 +37,7 @@ def adapters_of(index: torch.Tensor, dtype: torch.dtype) -> tuple[ExpertAdapters
                 rows = site.out_features // site.parts
                 first = rows * (site.parts - 1)  # up, not gate
                 own_a, own_b = torch.randn(rank, site.in_features), torch.randn(rows, rank) * 0.1
-                site.fill(a[slot], b[slot], own_a, own_b, 0, expert, first)
+                site.fill(a[slot], b[slot], own_a, own_b, ORIGIN, expert, first)
                 change[expert, first : first + rows] += own_b @ own_a
         deltas.append(changes)
     tensors = (tensor.to(dtype) for tensor in (a_gate_up, b_gate_up, a_down, b_down))

@@ -69,11 +69,12 @@ def test_the_thread_ends_with_its_owner_and_holds_no_result() -> None:
     assert thread is not None
     thread.submit(Value).result(10)
     thread.submit(lambda: None).result(10)  # type: ignore[arg-type, return-value]
-    gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is Value]
+    end = time.monotonic() + 10
+    while gc.collect() >= 0 and any(type(one) is Value for one in gc.get_objects()):  # the cancelled timer's thread may hold it a moment
+        assert time.monotonic() < end
+        time.sleep(0.01)
     del thread
     gc.collect()
-    end = time.monotonic() + 10
     while any(one.name == "short-lived" for one in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.01)
