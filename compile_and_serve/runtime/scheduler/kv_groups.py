@@ -90,7 +90,8 @@ class GroupBlocks(ABC):
 
     def num_new(self, request: Request, prefix: Prefix) -> int:
         """Free blocks that the request takes, or is promised, when it is admitted with that prefix."""
-        return self.num_blocks(len(request.token_ids)) - sum(not block.is_free for block in prefix.blocks[self.index])
+        # For speed: `is_free` would be a call for each block.
+        return self.num_blocks(len(request.token_ids)) - len([1 for block in prefix.blocks[self.index] if block.ref_count or block.pins])
 
     @abstractmethod
     def admit(self, request: Request, prefix: Prefix) -> None:
