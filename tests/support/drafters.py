@@ -84,7 +84,7 @@ def use_fake_graphs(
     made: list[GraphRunners] = []
 
     def graph_runners(
-        config: Any, spec: Any, plans: list[Any], backends: Any, drafter_backends: Any, device: Any, *, logs: bool
+        config: Any, spec: Any, plans: list[Any], backends: Any, drafter_backends: Any, *others: Any, logs: bool
     ) -> GraphRunners:
         stats, fake, sizes = GraphStats(), FakeDevice(), (1, 2, 4, 8)
         given: dict[str, Any] = {"mode": "full", "backends": [], "device": fake, "decode_head": begin_step, "stats": stats}

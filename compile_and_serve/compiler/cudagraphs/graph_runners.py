@@ -21,7 +21,8 @@ class GraphRunners:
 
     runners: one for each plan, with one stats object; the first runs the plan that any step may use. drafted: runs the plain plan's steps
     in which all sequences have the same number of draft tokens; None if there are no such steps. drafter: of the model that drafts; None
-    if there is none, or if it cannot be captured. has_draft_model: whether there is one.
+    if there is none, or if it cannot be captured. encoder: piecewise, of the model beside that encodes media; None if there is none, or if
+    it has no graphs. has_draft_model: whether there is one.
     """
 
     def __init__(
@@ -29,13 +30,16 @@ class GraphRunners:
         runners: Sequence[CudaGraphRunner],
         drafted: CudaGraphRunner | None = None,
         drafter: WorkGraphs | None = None,
+        encoder: CudaGraphRunner | None = None,
         *,
         has_draft_model: bool = False,
     ) -> None:
         self.runners = tuple(runners)
         self.drafted = drafted
         self.drafter = drafter
+        self.encoder = encoder
         self.has_draft_model = has_draft_model
+        self._in_pieces = self.runners if encoder is None else (*self.runners, encoder)
         self._all = (*self.runners, *(one for one in (drafted, drafter) if one is not None))
         self.stats: GraphStats = self.runners[0].stats
         self.sizes = self.runners[0].sizes
@@ -51,14 +55,19 @@ class GraphRunners:
         prompt_step: StepOf | None = None,
         drafted_step: StepOf | None = None,
         drafter_work: WorkOf | None = None,
+        encoder_step: StepOf | None = None,
     ) -> None:
-        """`CudaGraphRunner.bind` of each. drafted_step: as `decode_step`, with draft tokens. drafter_work: see `WorkGraphs.bind`."""
+        """`CudaGraphRunner.bind` of each. drafted_step: as `decode_step`, with draft tokens. drafter_work: see `WorkGraphs.bind`.
+        encoder_step: a made-up step of the encoder, for estimates.
+        """
         for runner in self.runners:
             runner.bind(decode_step, prompt_step)
         if self.drafted is not None:
             self.drafted.bind(drafted_step)
         if self.drafter is not None:
             self.drafter.bind(drafter_work)
+        if self.encoder is not None:
+            self.encoder.bind(None, encoder_step)
 
     def capture(self, count: int) -> None:
         """Capture up to `count` full graphs of each plan, the largest of all first, so that all fit into their memory."""
@@ -73,7 +82,7 @@ class GraphRunners:
 
     def capture_pieces_up_to(self, max_tokens: int | None) -> None:
         """`CudaGraphRunner.capture_pieces_up_to` of each."""
-        for runner in self.runners:
+        for runner in self._in_pieces:
             runner.capture_pieces_up_to(max_tokens)
 
     def next_piecewise_size(self) -> int | None:
@@ -81,9 +90,14 @@ class GraphRunners:
         sizes = (runner.next_piecewise_size() for runner in reversed(self.runners))
         return next((size for size in sizes if size is not None), None)
 
-    def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
-        """`CudaGraphRunner.estimate_bytes` of all: what a step frees is shared, graphs keep the rest for themselves."""
+    def estimate_bytes(self, max_tokens: int, largest_step: int, encoder_tokens: int = 0) -> int:
+        """`CudaGraphRunner.estimate_bytes` of all: what a step frees is shared, graphs keep the rest for themselves.
+
+        encoder_tokens: of the encoder's longest step, which takes no more than `largest_step`.
+        """
         estimates = [runner.estimate_parts(max_tokens, largest_step) for runner in self._all]
+        if self.encoder is not None:
+            estimates.append(self.encoder.estimate_parts(encoder_tokens, largest_step))
         self.stats.estimated_bytes = max(peak for peak, _ in estimates) + sum(kept for _, kept in estimates)
         return self.stats.estimated_bytes
 
@@ -94,7 +108,7 @@ class GraphRunners:
     @property
     def num_to_capture(self) -> int:
         """Captures still to come: full graphs, and sizes of piecewise graphs."""
-        piecewise = sum(runner.num_piecewise_waiting for runner in self.runners)
+        piecewise = sum(runner.num_piecewise_waiting for runner in self._in_pieces)
         return piecewise + sum(runner.num_waiting for runner in self._all)
 
     def report(self) -> dict[str, Any]:

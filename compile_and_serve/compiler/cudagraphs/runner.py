@@ -119,12 +119,14 @@ class CudaGraphRunner:
         device: GraphDevice,
         sizes: Sequence[int] | None = None,
         query_len: int = 1,
+        max_tokens: int | None = None,
         decode_head: DecodeHead | None = None,
         decode_tail: DecodeTail | None = None,
         stats: GraphStats | None = None,
     ) -> None:
         """backends: of the attention groups. sizes: numbers of sequences to capture. query_len: tokens of a sequence in a decode step.
-        decode_head, decode_tail: what a full graph does before the model runs, and with its outputs. stats: to count in.
+        max_tokens: of a piecewise graph; None: as many as pay. decode_head, decode_tail: what a full graph does before the model runs, and
+        with its outputs. stats: to count in.
         """
         self.model = model
         self.query_len = query_len
@@ -151,6 +153,8 @@ class CudaGraphRunner:
             reason = piecewise_unsupported_reason(model)
             if reason is None:
                 wanted = piecewise_sizes(max_num_seqs, sizes if mode == "piecewise" else None, max_piecewise_tokens(model))
+                if max_tokens is not None:
+                    wanted = tuple(sorted({min(size, max_tokens) for size in wanted}))
                 self._piecewise = PiecewiseGraphs(model, device, wanted)
             else:
                 logger.warning("no piecewise CUDA graphs: %s", reason)

@@ -32,14 +32,16 @@ def make_graph_runners(
     backends: Mapping[str, AttentionBackend],
     drafter_backends: Mapping[str, AttentionBackend] | None,
     device: torch.device,
+    encoder: StepModel | None,
+    encoder_tokens: int,
     *,
     logs: bool,
 ) -> GraphRunners | None:
     """The runners of a model's plans; None where CUDA graphs are off or the device has none.
 
     plans: for any step first, for steps without optional inputs last. backends: by attention group. drafter_backends: of the model that
-    drafts; None where there is none. logs: whether to log why steps with
-    draft tokens have no full graphs.
+    drafts; None where there is none. encoder: of media; None where there is none. encoder_tokens: of its longest step.
+    logs: whether to log why steps with draft tokens have no full graphs.
     """
     options = config.compile
     if not platform_of(device).replays_graphs or options.mode == "eager" or options.cudagraph_mode == "none":
@@ -69,7 +71,12 @@ def make_graph_runners(
             drafter = WorkGraphs(runners[-1].sizes, graphs, stats, "draft")
         elif logs:
             logger.info("The drafter runs without CUDA graphs: its attention of %s cannot be captured.", ", ".join(others))
-    return GraphRunners(runners, drafted, drafter, has_draft_model=drafter_backends is not None)
+    of_encoder = None
+    if encoder is not None and mode != "full":
+        of_encoder = CudaGraphRunner(
+            encoder, mode="piecewise", max_num_seqs=1, max_tokens=encoder_tokens, backends=(), device=graphs, stats=stats
+        )
+    return GraphRunners(runners, drafted, drafter, of_encoder, has_draft_model=drafter_backends is not None)
 
 
 def _drafted_runner(

@@ -114,7 +114,14 @@ class LoadedModel:
     def graph_runners(self, *, logs: bool) -> GraphRunners | None:
         """As `make_graph_runners`."""
         drafter_backends = None if self.drafter is None else self.drafter.backends
-        return make_graph_runners(self.config, self.spec, self.model.plans, self.backends, drafter_backends, self.device, logs=logs)
+        encoder = None if self.encoder is None else self.encoder.model
+        common = self.config, self.spec, self.model.plans, self.backends, drafter_backends, self.device
+        return make_graph_runners(*common, encoder, self.encoder_tokens, logs=logs)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Of the encoder's longest step."""
+        return 0 if self.encoder_info is None else self.encoder_info.max_tokens
 
     def new_runner(self, num_pages: int, graphs: GraphRunners | None) -> BaseRunner:
         """A runner with a cache of its own. graphs: to capture over its buffers; None: steps run without."""
@@ -122,7 +129,10 @@ class LoadedModel:
         common = self.config, self.spec, runners[0], self.backends, self.device, self.cache_dtype, num_pages
         limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1], "stages": self.stages}
         if self.encoder is not None and self.encoder_info is not None:
-            limits["encoder"] = MediaEncoder(self.encoder, self.spec, self.encoder_info, self.device)
+            of_encoder = None if graphs is None else graphs.encoder
+            limits["encoder"] = MediaEncoder(
+                self.encoder, of_encoder or PlainRunner(self.encoder.model), self.spec, self.encoder_info, self.device
+            )
         runner: BaseRunner
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
@@ -144,7 +154,15 @@ class LoadedModel:
         """Compile the Triton kernels of all steps; → how many. num_sharing: processes that share the cores. is_alone: there is one rank."""
         artifact = self.model.report.get("artifact_key")
         drafter = None if self.drafter is None else self.drafter.model.report.get("artifact_key")
-        kind = (self.facts["attention_backend"], self.cache_dtype, self.config.cache.block_size, self.max_model_len, drafter)
+        kind: tuple[Any, ...] = (
+            self.facts["attention_backend"],
+            self.cache_dtype,
+            self.config.cache.block_size,
+            self.max_model_len,
+            drafter,
+        )
+        if self.encoder is not None:
+            kind += (self.encoder.model.report.get("artifact_key"), self.encoder_tokens)
         with memory_for("compiling kernels", self.device, memory.LARGEST_STEP):
             return compile_kernels(
                 self.new_runner(1, None),  # nothing runs that a graph could be captured of
@@ -173,7 +191,7 @@ class LoadedModel:
             largest_step = platform.peak_bytes() - weights - self.row_bytes
             workspaces = (backend.pending_workspace_bytes for backend in backends)
             largest_step += max(workspaces, default=0)  # the backends share it
-            graph_bytes = 0 if graphs is None else graphs.estimate_bytes(tokens, largest_step)
+            graph_bytes = 0 if graphs is None else graphs.estimate_bytes(tokens, largest_step, self.encoder_tokens)
         if graphs is not None:
             graphs.bind(None)  # its buffers are the probe's
         del probe

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import TOKENS, TokenBatch
+from compile_and_serve.custom_ops.step import TOKENS, Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
@@ -56,11 +57,14 @@ def row_bytes(spec: ModelSpec, info: EncoderInfo) -> int:
 
 
 class MediaEncoder:
-    """state: the region [R, D] by name."""
+    """state: the region [R, D] by name. max_tokens: of a step."""
 
-    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, device: torch.device) -> None:
-        """spec: of the engine's model."""
-        self._side, self._info = side, info
+    def __init__(
+        self, side: SideModel, steps: PlainRunner | CudaGraphRunner, spec: ModelSpec, info: EncoderInfo, device: torch.device
+    ) -> None:
+        """steps: runs the side model. spec: of the engine's model."""
+        self._steps, self._info = steps, info
+        self.max_tokens = info.max_tokens
         self._platform = platform_of(device)
         self._output = side.spec.outputs[0].name
         ((name, placed),) = spec.row_group.layout(1, torch.float32).tensors.items()
@@ -72,17 +76,31 @@ class MediaEncoder:
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute the rows of items, without waiting for the device."""
         rows_T = np.concatenate([row_numbers(one.page_ids, one.length) for one in items])
-        outputs_TD = self._run([one.length for one in items], [{name: [array] for name, array in one.arrays.items()} for one in items])
+        step = self._step([one.length for one in items], [{name: [array] for name, array in one.arrays.items()} for one in items])
+        outputs_TD = self._steps.run(step).outputs[self._output][: len(rows_T)]  # without padding
         self._rows_RD.index_copy_(0, self._platform.upload(rows_T, through_pinned=True), outputs_TD.to(self._rows_RD.dtype))
 
     def run_largest(self) -> None:
-        """Run the largest step that there can be, on items of zeros, and keep nothing."""
-        count, rest = divmod(self._info.max_tokens, self._info.max_item_tokens)
-        lengths = [self._info.max_item_tokens] * count + [rest] * (rest > 0)
-        self._run(lengths, [{}] * len(lengths))
+        """`run_dummy` of the largest step that there can be."""
+        self.run_dummy(self.max_tokens)
 
-    def _run(self, lengths: Sequence[int], arrays: Sequence[Mapping[str, Sequence[StepArray]]]) -> torch.Tensor:
-        """[T, D]"""
+    def run_longest_item(self) -> None:
+        """`run_dummy` of one item of the greatest length."""
+        self.run_dummy(self._info.max_item_tokens)
+
+    def run_dummy(self, num_tokens: int) -> None:
+        """Run `dummy_step`, keep nothing, and wait for it."""
+        self._steps.run(self.dummy_step(num_tokens))
+        self._platform.synchronize()
+
+    def dummy_step(self, num_tokens: int) -> Step:
+        """A step of `num_tokens` tokens of items of zeros, as few as there can be."""
+        count, rest = divmod(num_tokens, self._info.max_item_tokens)
+        lengths = [self._info.max_item_tokens] * count + [rest] * (rest > 0)
+        return self._step(lengths, [{}] * len(lengths))
+
+    def _step(self, lengths: Sequence[int], arrays: Sequence[Mapping[str, Sequence[StepArray]]]) -> Step:
+        """The step of items of these lengths, padded to the tokens of its graphs."""
         counts = np.array(lengths, dtype=np.int64)
         num_tokens, num_seqs = int(counts.sum()), len(counts)
         buffers = self._buffers
@@ -98,11 +116,12 @@ class MediaEncoder:
             row_indices=np.arange(num_tokens),
             arrays=arrays,
         )
-        buffers.fill(batch, num_tokens, num_tokens)
-        buffers.upload()
         longest = int(counts.max())
-        step = buffers.step(
-            num_tokens,
+        size = self._steps.padded_size(num_tokens, num_seqs, longest) or num_tokens
+        buffers.fill(batch, size, num_tokens)
+        buffers.upload()
+        return buffers.step(
+            size,
             num_seqs,
             num_tokens,
             state={},
@@ -114,4 +133,3 @@ class MediaEncoder:
             max_seq_len=longest,
             uses_optional=True,
         )
-        return self._side.model(step)[self._output]

@@ -276,7 +276,8 @@ class ModelRunner(BaseRunner):
         self.sampler.compile_kernels(dtype)
 
     def bind(self, graphs: GraphRunners, prompt_step: StepOf) -> None:
-        graphs.bind(self.decode_step, prompt_step, self.drafted_step, self.drafter_work)
+        encoder_step = None if self.encoder is None else self.encoder.dummy_step
+        graphs.bind(self.decode_step, prompt_step, self.drafted_step, self.drafter_work, encoder_step)
 
     def page_memory(self) -> PageMemory:
         parts = super().page_memory().parts

@@ -44,6 +44,8 @@ class WarmUp:
         runner, graphs = self.runner, self._graphs
         run_dummy_step(runner, 1, 1)
         run_dummy_step(runner, min(8, runner.max_num_tokens), 1)
+        if runner.encoder is not None:
+            runner.encoder.run_longest_item()
         # A step of each range of token counts, so that linears measure which kernel is fastest. Ranges of decode steps come before
         # their graphs are captured. The others are run in idle moments, the smallest first, and their graphs are captured later still.
         unmeasured = self._of_any_rank(unmeasured_token_counts(runner.device, runner.max_num_tokens))
@@ -87,6 +89,10 @@ class WarmUp:
             if size <= self.runner.max_num_tokens:  # no step is longer
                 run_dummy_step(self.runner, size, 1)
                 return True
+        encoder = self.runner.encoder
+        if encoder is not None and graphs.encoder is not None and (size := graphs.encoder.next_piecewise_size()) is not None:
+            encoder.run_dummy(size)
+            return True
         return False
 
     def _of_any_rank(self, counts: tuple[int, ...]) -> list[int]:
@@ -100,6 +106,9 @@ class WarmUp:
         not a step of decodes alone, which would count as asking for its graph.
         """
         run_dummy_step(self.runner, num_tokens, max(1, min(num_tokens - 1, self.runner.batch.num_slots)))
+        encoder = self.runner.encoder
+        if encoder is not None and num_tokens <= encoder.max_tokens:
+            encoder.run_dummy(num_tokens)
 
 
 def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:
@@ -116,6 +125,8 @@ def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: i
             run_dummy_step(runner, many, seqs)
             if tokens >= MIN_MIXED_TOKENS:
                 run_mixed_step(runner, many)
+            if runner.encoder is not None:
+                runner.encoder.run_largest()
         run_dummy_step(runner, min(8, tokens), 1)
         for count in token_ranges(seqs):
             run_dummy_step(runner, count, count)
