@@ -11,22 +11,29 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.state.metadata import StepLengths
 
 
 def append_tokens(
-    history_RW: torch.Tensor, slots_L: torch.Tensor, rows_L: torch.Tensor, positions_T: torch.Tensor, tokens_L: torch.Tensor
+    history_RW: torch.Tensor,
+    slots_L: torch.Tensor,
+    sequences_L: torch.Tensor,
+    rows_L: torch.Tensor,
+    lengths: StepLengths,
+    tokens_L: torch.Tensor,
 ) -> None:
-    """history[slot, positions[row] + 1] = token: what was sampled at a step's rows. Equal places hold any of their tokens afterwards.
+    """history[slot, place + 1] = token: what was sampled at a step's rows. place: of the row's token in its sequence, by `lengths`. Equal
+    places hold any of their tokens afterwards.
 
-    history_RW: int32, contiguous. All others are int64; positions are less than W - 1.
+    history_RW: int32, contiguous. All others are int64; sequences: of each row, in the order of `lengths`. Places are less than W - 1.
     """
     if platform_of(history_RW.device).runs_triton_kernels:
         from compile_and_serve.custom_ops.sampling import triton_ngram_drafts
 
-        triton_ngram_drafts.append_tokens(history_RW, slots_L, rows_L, positions_T, tokens_L)
+        triton_ngram_drafts.append_tokens(history_RW, slots_L, sequences_L, rows_L, lengths.query_start_loc, lengths.seq_lens, tokens_L)
         return
-    places_L = slots_L * history_RW.shape[1] + positions_T[rows_L] + 1
-    history_RW.view(-1).index_copy_(0, places_L, tokens_L.to(torch.int32))
+    places_L = rows_L + (lengths.seq_lens - lengths.query_start_loc[1:])[sequences_L]
+    history_RW.view(-1).index_copy_(0, slots_L * history_RW.shape[1] + places_L + 1, tokens_L.to(torch.int32))
 
 
 def find_drafts(

@@ -14,14 +14,18 @@ _ROWS = 128  # tokens to append per program
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _append_kernel(history_ptr, slots_ptr, rows_ptr, positions_ptr, tokens_ptr, num_tokens, width, ROWS: tl.constexpr):
+def _append_kernel(
+    history_ptr, slots_ptr, sequences_ptr, rows_ptr, starts_ptr, lengths_ptr, tokens_ptr, num_tokens, width, ROWS: tl.constexpr
+):
     index_T = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok_T = index_T < num_tokens
     slot_T = tl.load(slots_ptr + index_T, mask=ok_T, other=0)
     row_T = tl.load(rows_ptr + index_T, mask=ok_T, other=0)
-    position_T = tl.load(positions_ptr + row_T, mask=ok_T, other=0)
+    sequence_T = tl.load(sequences_ptr + index_T, mask=ok_T, other=0)
+    behind_T = tl.load(starts_ptr + sequence_T + 1, mask=ok_T, other=0) - row_T  # tokens from this one to the sequence's last
+    place_T = tl.load(lengths_ptr + sequence_T, mask=ok_T, other=0) - behind_T
     token_T = tl.load(tokens_ptr + index_T, mask=ok_T, other=0)
-    tl.store(history_ptr + slot_T * width + position_T + 1, token_T.to(tl.int32), mask=ok_T)
+    tl.store(history_ptr + slot_T * width + place_T + 1, token_T.to(tl.int32), mask=ok_T)
 
 
 @triton.jit
@@ -72,17 +76,25 @@ def _draft_kernel(
 
 
 def append_tokens(
-    history_RW: torch.Tensor, slots_L: torch.Tensor, rows_L: torch.Tensor, positions_T: torch.Tensor, tokens_L: torch.Tensor
+    history_RW: torch.Tensor,
+    slots_L: torch.Tensor,
+    sequences_L: torch.Tensor,
+    rows_L: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tokens_L: torch.Tensor,
 ) -> None:
-    """See `ngram_drafts.append_tokens`."""
+    """int32: query_start_loc, seq_lens. See `ngram_drafts.append_tokens`."""
     num_tokens = tokens_L.shape[0]
     launch(
         _append_kernel,
         (cdiv(num_tokens, _ROWS),),
         history_RW,
         slots_L,
+        sequences_L,
         rows_L,
-        positions_T,
+        query_start_loc,
+        seq_lens,
         tokens_L,
         num_tokens,
         history_RW.shape[1],

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.sampling.ngram_drafts import append_tokens, find_drafts
-from compile_and_serve.custom_ops.step import LOGITS_INDICES, POSITIONS
+from compile_and_serve.custom_ops.step import LOGITS_INDICES
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, TargetStep
 
 
@@ -24,7 +24,8 @@ class NgramDrafts(DeviceDrafts):
         width = setup.max_len + self._num_drafts + 1
         self._history_RW = torch.zeros(batch.num_slots + 1, width, dtype=torch.int32, device=device)
         self._rows_version = -1
-        self._row_slots = torch.zeros(1, dtype=torch.int64, device=device)  # of each sampled row of the layout with this version
+        # Of each sampled row of the layout with this version: its batch slot, and its sequence's place in the step. int64 [2, L]
+        self._rows = torch.zeros(2, 1, dtype=torch.int64, device=device)
 
     def add(self, slot: int, token_ids: np.ndarray) -> None:
         """See `DeviceDrafts.add`."""
@@ -33,23 +34,23 @@ class NgramDrafts(DeviceDrafts):
     def follow(self, target: TargetStep, *, keeps_state_only: bool = False) -> None:
         """Append the sampled tokens. Arguments: `DeviceDrafts.follow`."""
         step, layout, sampled = target.step, target.layout, target.sampled
+        lengths = next(iter(step.metadata.values()))
         if layout is None:  # a warm-up
             self._ask([], [], 1)
             self._make_drafts(1, self._num_drafts, 0, is_ahead=False)
             row = torch.zeros(1, dtype=torch.int64, device=self.drafts.device)
-            append_tokens(self._history_RW, row + self._batch.num_slots, row, row, row)
+            append_tokens(self._history_RW, row + self._batch.num_slots, row, row, lengths, row)
             return
         if sampled is None:
             return
         if self._rows_version != layout.version:
             counts = layout.sampled_counts or [1] * len(layout.sampled_ids)
-            self._row_slots = self._upload(np.repeat(layout.sampled_slots, counts), through_pinned=True)
+            places = {slot: place for place, slot in enumerate(layout.slots_S.tolist())}
+            sequences = [places[slot] for slot in layout.sampled_slots.tolist()]
+            self._rows = self._upload(np.repeat(np.stack((layout.sampled_slots, sequences)), counts, axis=1), through_pinned=True)
             self._rows_version = layout.version
-        positions_T = step.inputs[POSITIONS.name]
-        if positions_T.dim() > 1:
-            positions_T = positions_T[0]
         rows_L = step.inputs[LOGITS_INDICES.name][: sampled.shape[0]]
-        append_tokens(self._history_RW, self._row_slots, rows_L, positions_T, sampled)
+        append_tokens(self._history_RW, self._rows[0], self._rows[1], rows_L, lengths, sampled)
 
     def _make_drafts(self, num_seqs: int, num_drafts: int, size: int, *, is_ahead: bool) -> None:
         asked = self._asked.device

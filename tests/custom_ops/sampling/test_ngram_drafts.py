@@ -8,6 +8,7 @@ import torch
 
 from compile_and_serve.custom_ops.platform import CpuPlatform
 from compile_and_serve.custom_ops.sampling.ngram_drafts import append_tokens, find_drafts
+from compile_and_serve.custom_ops.state.metadata import StepLengths
 from compile_and_serve.runtime.drafting.ngram import NgramDrafter
 
 SLOTS, K = 9, 6
@@ -47,9 +48,18 @@ def test_drafts_are_those_of_token_histories(width: int, lengths: tuple[int, int
 
 
 def test_tokens_are_appended_to_their_histories() -> None:
+    """Two sequences: three tokens, two of them sampled, and one token. What a model calls positions does not matter."""
     history_RW = torch.zeros(3, 8, dtype=torch.int32)
-    slots_L, rows_L, tokens_L = torch.tensor([2, 0, 2]), torch.tensor([0, 3, 1]), torch.tensor([5, 6, 7])
-    append_tokens(history_RW, slots_L, rows_L, torch.tensor([6, 1, 9, 4]), tokens_L)
+    lengths = StepLengths(
+        query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
+        seq_lens=torch.tensor([7, 5], dtype=torch.int32),
+        num_seqs=2,
+        num_tokens=4,
+        max_query_len=3,
+        max_seq_len=7,
+    )
+    slots_L, sequences_L, rows_L = torch.tensor([2, 0, 2]), torch.tensor([0, 1, 0]), torch.tensor([2, 3, 0])
+    append_tokens(history_RW, slots_L, sequences_L, rows_L, lengths, torch.tensor([5, 6, 7]))
     expected = torch.zeros(3, 8, dtype=torch.int32)
-    expected[2, 7], expected[0, 5], expected[2, 2] = 5, 6, 7
+    expected[2, 7], expected[0, 5], expected[2, 5] = 5, 6, 7
     assert torch.equal(history_RW, expected)
