@@ -217,7 +217,7 @@ class SchedulerConfig:
 class ParallelConfig:
     """Replicas, and where ranks run. (`CompileConfig.mesh` has the ranks that share a model.)
 
-    data_parallel_rank: this replica's index.
+    data_parallel_rank: this replica's index. num_servers: servers like this one, itself included, that share the host.
     device_index: CUDA device of a replica with a single rank, as its process numbers them; None is the current device.
     executor: None is "mp" for several ranks; a single rank then runs in the engine's process.
     """
@@ -229,6 +229,7 @@ class ParallelConfig:
         checks=(at_least(1),),
     )
     data_parallel_rank: int = 0
+    num_servers: int = 1
     device_index: int | None = None
     executor: Literal["mp", "ray"] | None = _parallel_option(
         None, "How ranks are started. mp: as child processes; ray: on a Ray cluster. By default mp.", name="distributed_executor_backend"
@@ -321,8 +322,8 @@ class EngineConfig:
 
     @property
     def num_processes(self) -> int:
-        """Number of ranks of all replicas. On a single host they share its cores and memory."""
-        return self.mesh.size * self.parallel.data_parallel_size
+        """Number of ranks of all replicas and servers. On a single host they share its cores and memory."""
+        return self.mesh.size * self.parallel.data_parallel_size * self.parallel.num_servers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

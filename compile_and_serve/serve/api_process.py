@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -31,6 +30,7 @@ from compile_and_serve.serve.http.middleware import body_too_large
 from compile_and_serve.serve.http.responses import until_disconnect
 from compile_and_serve.serve.observe.metrics import MetricFamily
 from compile_and_serve.serve.processes.api_bootstrap import ApiBootstrap
+from compile_and_serve.serve.processes.reports import report
 from compile_and_serve.serve.processes.siblings import Answer, SharedState, Siblings
 from compile_and_serve.serve.server import _begin, _finish, _loop_factory, _read_files, _uvicorn_config, _wait_any
 from compile_and_serve.serve.settings import ServerSettings
@@ -184,12 +184,6 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
 
     set_sleeping = context.engine.set_sleeping
     return {one.__name__: one for one in (set_sleeping, set_adapter, state, metrics, load, engine_died, stop_serving)}
-
-
-def report(problem: str | None) -> None:
-    """Tell the process that started this one that it serves, or why it cannot: one line of JSON, the only one on standard output."""
-    os.write(1, msgspec.json.encode(problem) + b"\n")
-    os.dup2(2, 1)
 
 
 def forwarded_prefixes(settings: ServerSettings) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ def parse_repetition_detection(given: str) -> RepetitionDetectionParams:
 
 
 _server_option, _connection_option = partial(option, panel="Server"), partial(option, panel="Connections")
+_replica_option = partial(option, panel="Ranks and replicas")
 _log_option = partial(option, panel="Logs and traces")
 
 
@@ -252,6 +253,24 @@ class ServerSettings:
     api_server_count: int = _connection_option(
         1, "API processes that share the port, for more streams than one core can write. They share one engine."
     )
+    has_supervisor: bool = _replica_option(
+        False,
+        "Run a server for each replica, on the ports from --port on, for a load balancer of your own. A supervisor starts a replica again "
+        "that has ended or does not answer, while the others serve.",
+        flags=("--data-parallel-multi-port-external-lb", "-dpm"),
+    )
+    supervisor_port: int = _replica_option(
+        9256, "Port of that supervisor's /health, /health/liveness and /health/readiness.", flags=("--data-parallel-supervisor-port",)
+    )
+    probe_interval: float = _replica_option(
+        5.0, "How often the supervisor asks each replica for /health.", flags=("--dp-supervisor-probe-interval-s",), metavar="SECONDS"
+    )
+    probe_timeout: float = _replica_option(
+        5.0, "How long it waits for an answer.", flags=("--dp-supervisor-probe-timeout-s",), metavar="SECONDS"
+    )
+    probe_failures: int = _replica_option(
+        3, "A replica that has failed so many times in a row is started again.", flags=("--dp-supervisor-probe-failure-threshold",)
+    )
     uds: Path | None = _connection_option(None, "Listen on this Unix socket, which only your user can open, instead of --host and --port.")
     tls: TlsSettings | None = None
     request_timeout: float | None = _connection_option(
@@ -306,6 +325,10 @@ class ServerSettings:
             raise ValueError("api_keys must not contain an empty key.")
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:
             raise ValueError(f"api_server_count must be in [1, {MAX_API_SERVERS}], got {self.api_server_count}.")
+        if not 0 < self.supervisor_port <= 65535:
+            raise ValueError(f"supervisor_port must be in [1, 65535], got {self.supervisor_port}.")
+        if not (self.probe_interval > 0 and self.probe_timeout > 0 and self.probe_failures > 0):
+            raise ValueError("probe_interval, probe_timeout and probe_failures must be above 0.")
         if not all(self.admin_keys):
             raise ValueError("admin_keys must not contain an empty key.")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:

@@ -101,6 +101,10 @@ def serve_command(
         logger.warning("%s", sentence)
     with graphs, StageLog() if settings.log_format == "json" else StageDisplay() as stages:
 
+        def on_all_ready(urls: list[str]) -> None:
+            stages.close()
+            logger.info("Serving %s on %s", settings.served_model_names[0], ", ".join(urls))
+
         def on_ready(url: str, info: EngineInfo) -> None:
             stages.close()
             freeze_heap()
@@ -121,6 +125,11 @@ def serve_command(
                 how = " (the browser's password prompt takes the API key)" if settings.api_keys else ""
                 error_console().print(f"[dim]compiled graphs: {url}/graphs{how}[/dim]")
 
-        status = run(engine_config, settings, on_stage=stages, on_ready=on_ready)
+        if settings.has_supervisor:
+            from compile_and_serve.serve.supervisor.supervisor import supervise
+
+            status = supervise(engine_config, settings, on_stage=stages, on_ready=on_all_ready)
+        else:
+            status = run(engine_config, settings, on_stage=stages, on_ready=on_ready)
     if status:
         raise typer.Exit(status)

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from compile_and_serve.runtime.child_process import boot_input, describe_exit, private_folder
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.connection import EngineDeadError
@@ -26,6 +24,7 @@ from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.serve.http.listener import ServerStartError, open_socket
 from compile_and_serve.serve.observe.throughput import ThroughputLog, TokenCounts
 from compile_and_serve.serve.processes.api_bootstrap import BOOT_CODE, ApiBootstrap
+from compile_and_serve.serve.processes.reports import wait_for_report
 from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -152,7 +151,7 @@ class _Process:
         self._ready.add_done_callback(self._report_restart)
 
     async def ready(self) -> None:
-        """Return once it serves; see `api_process.report`. Raises `ServerStartError` with its sentence."""
+        """Return once it serves; see `wait_for_report`. Raises `ServerStartError` with its sentence."""
         await self._ready
 
     def kill_unless_ready(self) -> None:
@@ -175,12 +174,7 @@ class _Process:
 
     async def _wait_ready(self) -> None:
         assert self._child is not None
-        assert self._child.stdout is not None
-        if not (line := await self._child.stdout.readline()):
-            how = describe_exit(await self._child.wait())
-            raise ServerStartError(f"The API processes did not start: process {self.bootstrap.process} {how}.")
-        if (problem := msgspec.json.decode(line, type=str | None)) is not None:
-            raise ServerStartError(problem)
+        await wait_for_report(self._child, f"The API processes did not start: process {self.bootstrap.process}")
 
     def _report_restart(self, ready: asyncio.Task[None]) -> None:
         if not ready.cancelled() and ready.exception() is None:

@@ -123,13 +123,9 @@ DECISIONS: Mapping[str, Decision] = {
     **_ignored(_ONE_HOST, "--master-addr --master-port --data-parallel-address --data-parallel-rpc-port"),
     **_refused("set CUDA_VISIBLE_DEVICES", "--device-ids"),
     **_refused(_LOAD_BALANCING, "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local"),
-    **_refused(_LOAD_BALANCING, "--data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-multi-port-external-lb"),
+    **_refused(_LOAD_BALANCING, "--data-parallel-hybrid-lb --data-parallel-external-lb"),
     **_refused("replicas are child processes", "--data-parallel-backend"),
-    **_ignored(
-        _LOAD_BALANCING,
-        "--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
-        "--dp-supervisor-probe-failure-threshold --dp-sync-interval --disable-nccl-for-dp-synchronization",
-    ),
+    **_ignored(_LOAD_BALANCING, "--dp-sync-interval --disable-nccl-for-dp-synchronization"),
     **_ignored(
         _EXPERTS,
         "--enable-expert-parallel --enable-ep-weight-filter --all2all-backend --enable-eplb --eplb-config --expert-placement-strategy",
