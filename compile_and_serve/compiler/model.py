@@ -17,7 +17,7 @@ from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform, checkpoint_specs
-from compile_and_serve.custom_ops.mesh import AlongAxis
+from compile_and_serve.custom_ops.mesh import AlongAxis, ColwiseParts
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import Step, StepInput, StepOutput, running
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
@@ -61,7 +61,7 @@ class ModelSource(Protocol):
     def buffers(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
-    def tp_plan(self) -> Mapping[str, str | AlongAxis]: ...
+    def tp_plan(self) -> Mapping[str, str | AlongAxis | ColwiseParts]: ...
 
     @property
     def quantized_weights(self) -> Mapping[str, StoredWeight]: ...

@@ -20,6 +20,7 @@ NAMESPACE = "cas"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 # The weight functions of compiler/passes/tensor_parallel.py, for `Sharding.weights`.
 ROWS, COLUMNS, ON_FIRST_RANK = "shard_rows", "shard_columns", "on_first_rank"
+SHARE_OF_PARTS = "shard_parts"
 EXPERT_ROWS, EXPERT_COLUMNS = "shard_expert_rows", "shard_expert_columns"
 
 
@@ -36,8 +37,11 @@ class Sharding:
 
     inputs: the arguments that ranks have shares of, with the sharded dimension: all of them, or the op runs whole on every rank.
     output: the dimension along which the result is sharded; None: the result is the sum over the ranks' results.
-    weights: parameters that are sharded with the inputs, each with a weight function that selects a rank's share.
-    state: tensors of the step's state with the dimension that is as long as the sharded dimension of an input: `{"cache": (2, "k")}`.
+        The result's dimension has the parts of the first of them.
+    weights: parameters that are sharded with the inputs, each with a weight function that selects a rank's share. With SHARE_OF_PARTS
+        its rows are sharded like the first input, and it may be computed from a parameter element by element.
+    state: tensors of the step's state with the dimension that has an entry for each, or for every few, of the sharded dimension of an
+        input: `{"cache": (2, "k")}`.
     shared_inputs: inputs whose units (heads) several ranks may share, if there are fewer units than ranks.
     must_shard: whole inputs are an error, because a rank's state has only its own heads.
     style, units: of an op without `inputs`. The op is sharded if the model's tp_plan has this style for the module of its first weight,

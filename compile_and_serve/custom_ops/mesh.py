@@ -31,6 +31,23 @@ class AlongAxis(NamedTuple):
     axis: Axis
 
 
+class ColwisePart(NamedTuple):
+    """Rows of a weight that lie behind one another: how many, and in how many units, such as heads, ranks share them.
+
+    shared_by_ranks: several ranks may have the same unit, if there are fewer units than ranks.
+    """
+
+    rows: int
+    units: int
+    shared_by_ranks: bool = False
+
+
+class ColwiseParts(NamedTuple):
+    """How a linear is sharded over the tensor axis that computes several things at once: each part by its outputs."""
+
+    parts: tuple[ColwisePart, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
     """Sizes of the axes, each at least 1."""

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.mesh import AlongAxis, ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import recurrent_group
 from compile_and_serve.custom_ops.state.kind import LayerState
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError
 from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
-from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
+from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle, full_attention
 
 LayerKind = Literal["attention", "recurrent", "both", "neither"]
 
@@ -118,7 +119,7 @@ class RecurrentForCausalLM(HybridForCausalLM):
         return super().forward(input_ids, positions, [], recurrent_states, logits_indices)
 
 
-class HybridAttention(nn.Module):
+class HybridAttention(ShardedModule):
     """Llama's attention with another scale, without RoPE where cos is None. key_scale: a factor of the keys."""
 
     def __init__(self, config: DecoderConfig, scale: float | None = None, key_scale: float = 1.0) -> None:
@@ -130,6 +131,9 @@ class HybridAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
     def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor | None, sin_TE: torch.Tensor | None, kv_cache: torch.Tensor) -> torch.Tensor:
         q_THE, k_TKE, v_TKE = (part(x_TD).view(x_TD.shape[0], -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
@@ -162,7 +166,8 @@ def hybrid_spec(
 ) -> ModelSpec:
     """The spec of a hybrid model. make_layer: makes the layer of a number. state: of each recurrent layer.
 
-    names: parts of our parameters' names → what checkpoints have in their place, applied in order.
+    names: parts of our parameters' names → what checkpoints have in their place, applied in order. tp_plan: of what is no
+    `ShardedModule`; these have plans of their own.
     """
     decoder = hybrid.decoder
     groups = []
@@ -174,6 +179,12 @@ def hybrid_spec(
         groups.append(recurrent_group([state] * hybrid.num_states))
     make = partial(HybridForCausalLM if hybrid.num_caches else RecurrentForCausalLM, hybrid, make_layer)
     spec = decoder_spec(make, decoder, config, dtype, state=groups, tp_plan=tp_plan)
+    plan: dict[str, ShardStyle | AlongAxis | ColwiseParts] = {
+        f"{name}.{linear}": style
+        for name, part in spec.module.named_modules()
+        if isinstance(part, ShardedModule)
+        for linear, style in part.tp_plan().items()
+    }
     renamed: dict[str, str | None] = {}
     for ours, _ in spec.module.named_parameters():
         theirs = ours
@@ -181,4 +192,4 @@ def hybrid_spec(
             theirs = theirs.replace(part, other)
         if theirs != ours:
             renamed[theirs] = ours
-    return replace(spec, weight_map={**spec.weight_map, **renamed})
+    return replace(spec, weight_map={**spec.weight_map, **renamed}, tp_plan=plan | dict(spec.tp_plan))

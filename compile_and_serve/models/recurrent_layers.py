@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compile_and_serve.custom_ops.mesh import ColwisePart, ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import ConvolutionState, JoinedState, LinearAttentionState, StatePart
 from compile_and_serve.custom_ops.recurrent.linear_attention import linear_attention
 from compile_and_serve.custom_ops.recurrent.short_convolution import short_convolution
 from compile_and_serve.custom_ops.state.kind import LayerState
 from compile_and_serve.models.config import ModelConfigError, positive_int
+from compile_and_serve.models.spec import ShardedModule, ShardStyle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +62,23 @@ class DeltaNetConfig:
     def values_size(self) -> int:
         return self.num_heads * self.value_dim
 
+    @property
+    def convolved_parts(self) -> tuple[ColwisePart, ...]:
+        """Queries, keys and values: what ranks share of the convolution."""
+        keys = ColwisePart(self.keys_size, self.num_key_heads, shared_by_ranks=True)
+        return keys, keys, ColwisePart(self.values_size, self.num_heads)
+
     def state(self, dtype: torch.dtype) -> LayerState:
         """What a layer keeps. dtype: of the model."""
-        convolution = ConvolutionState(channels=2 * self.keys_size + self.values_size, width=self.width, dtype=dtype)
+        channels = 2 * self.keys_size + self.values_size
+        convolution = ConvolutionState(channels=channels, width=self.width, dtype=dtype, parts=self.convolved_parts)
         memory = LinearAttentionState(
-            num_heads=self.num_heads, num_key_heads=self.num_key_heads, key_dim=self.key_dim, value_dim=self.value_dim, dtype=dtype
+            num_heads=self.num_heads,
+            num_key_heads=self.num_key_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            dtype=dtype,
+            is_sharded=True,
         )
         return JoinedState(parts=(convolution, memory))
 
@@ -98,7 +112,7 @@ def unit_length(x_TGK: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6) * scale).to(x_TGK.dtype)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(ShardedModule):
     """Gated DeltaNet (arXiv:2412.06464). [T, D] → [T, D]. Subclasses make the projections, and `project` from the input."""
 
     def __init__(self, config: DeltaNetConfig) -> None:
@@ -137,6 +151,16 @@ class SplitProjectionDeltaNet(GatedDeltaNet):
         self.in_proj_b = nn.Linear(config.hidden_size, config.num_heads, bias=False)
         self.in_proj_a = nn.Linear(config.hidden_size, config.num_heads, bias=False)
 
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        values = ColwiseParts((ColwisePart(self.config.values_size, self.config.num_heads),))
+        return {
+            "in_proj_qkv": ColwiseParts(self.config.convolved_parts),
+            "in_proj_z": values,
+            "in_proj_b": "colwise",
+            "in_proj_a": "colwise",
+            "out_proj": "rowwise",
+        }
+
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.in_proj_qkv(x_TD), self.in_proj_z(x_TD), self.in_proj_b(x_TD), self.in_proj_a(x_TD)
 
@@ -148,6 +172,9 @@ class GroupedProjectionDeltaNet(GatedDeltaNet):
         super().__init__(config)
         self.in_proj_qkvz = nn.Linear(config.hidden_size, 2 * config.keys_size + 2 * config.values_size, bias=False)
         self.in_proj_ba = nn.Linear(config.hidden_size, 2 * config.num_heads, bias=False)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        return {"in_proj_qkvz": "colwise", "in_proj_ba": "colwise", "out_proj": "rowwise"}
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         config, num_tokens = self.config, x_TD.shape[0]
@@ -193,11 +220,24 @@ class Mamba2Config:
     def groups_size(self) -> int:
         return self.num_groups * self.state_size
 
+    @property
+    def convolved_parts(self) -> tuple[ColwisePart, ...]:
+        """x, B and C: what ranks share of the convolution. A group of the norm stays on one rank, if there are several."""
+        units = self.norm_groups if self.norm_groups > 1 else self.num_heads
+        groups = ColwisePart(self.groups_size, self.num_groups, shared_by_ranks=True)
+        return ColwisePart(self.inner_size, units), groups, groups
+
     def state(self, dtype: torch.dtype) -> LayerState:
         """What a layer keeps. dtype: of the model."""
-        convolution = ConvolutionState(channels=self.inner_size + 2 * self.groups_size, width=self.width, dtype=dtype)
+        channels = self.inner_size + 2 * self.groups_size
+        convolution = ConvolutionState(channels=channels, width=self.width, dtype=dtype, parts=self.convolved_parts)
         memory = LinearAttentionState(
-            num_heads=self.num_heads, num_key_heads=self.num_groups, key_dim=self.state_size, value_dim=self.head_dim, dtype=dtype
+            num_heads=self.num_heads,
+            num_key_heads=self.num_groups,
+            key_dim=self.state_size,
+            value_dim=self.head_dim,
+            dtype=dtype,
+            is_sharded=True,
         )
         return JoinedState(parts=(convolution, memory))
 
@@ -215,17 +255,20 @@ class GatedGroupNorm(nn.Module):
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.inner_size))
-        self.groups, self.eps, self.gates_first = config.norm_groups, config.eps, config.gates_first
+        self.group_size = config.inner_size // config.norm_groups if config.norm_groups > 1 else None
+        self.eps, self.gates_first = config.eps, config.gates_first
 
     def forward(self, x_TI: torch.Tensor, gate_TI: torch.Tensor) -> torch.Tensor:
         gate = F.silu(gate_TI.float())
-        wide = (x_TI * gate if self.gates_first else x_TI).unflatten(-1, (self.groups, -1))
+        wide = x_TI * gate if self.gates_first else x_TI
+        if self.group_size is not None:
+            wide = wide.unflatten(-1, (-1, self.group_size))
         normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).flatten(1)
         normed = self.weight * normed
         return (normed if self.gates_first else normed * gate).to(gate_TI.dtype)
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(ShardedModule):
     """Mamba-2 (arXiv:2405.21060). [T, D] → [T, D]
 
     multipliers: of the five parts of the projection: gate, x, B, C and dt (Falcon-H1).
@@ -242,6 +285,11 @@ class Mamba2Mixer(nn.Module):
         self.D = nn.Parameter(torch.empty(config.num_heads))
         self.norm = GatedGroupNorm(config) if config.norm_groups else None
         self.out_proj = nn.Linear(config.inner_size, config.hidden_size, bias=config.has_bias)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        x, b, c = self.config.convolved_parts
+        parts = (x, x, b, c, ColwisePart(self.config.num_heads, x.units))
+        return {"in_proj": ColwiseParts(parts), "out_proj": "rowwise"}
 
     def forward(self, x_TD: torch.Tensor, state: Sequence[StatePart]) -> torch.Tensor:
         config = self.config
@@ -265,7 +313,12 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj((out_TI * F.silu(gate.float())).to(gate.dtype))
 
 
-class GatedShortConvolution(nn.Module):
+def convolved_channels(channels: int) -> tuple[ColwisePart, ...]:
+    """What ranks share of a convolution over channels without heads: blocks of 16 to 128 of them, at least 8 where there are as many."""
+    return (ColwisePart(channels, channels // max(math.gcd(16, channels), math.gcd(128, channels // 8))),)
+
+
+class GatedShortConvolution(ShardedModule):
     """out(c · conv(b · x)) of three projections b, c, x (LFM2). [T, D] → [T, D]"""
 
     def __init__(self, hidden_size: int, width: int, *, bias: bool) -> None:
@@ -273,6 +326,10 @@ class GatedShortConvolution(nn.Module):
         self.conv = causal_conv1d(hidden_size, width, bias=bias)
         self.in_proj = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        [part] = convolved_channels(self.out_proj.out_features)
+        return {"in_proj": ColwiseParts((part,) * 3), "out_proj": "rowwise"}
 
     def forward(self, x_TD: torch.Tensor, state: StatePart) -> torch.Tensor:
         b_TD, c_TD, y_TD = self.in_proj(x_TD).chunk(3, dim=-1)

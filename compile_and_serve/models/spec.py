@@ -9,17 +9,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.mesh import AlongAxis
+from compile_and_serve.custom_ops.mesh import AlongAxis, ColwiseParts
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec
 from compile_and_serve.custom_ops.step import DECODER_INPUTS, LOGITS, StepInput, StepOutput
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.stored_weight import TensorPart as TensorPart
 
-# How a module's weight [out, in] is cut over the ranks of the tensor axis (`AlongAxis` names another axis): by its outputs; by its inputs;
+# How a module's weight [out, in] is cut over the ranks of the tensor axis (`AlongAxis` names another axis, `ColwiseParts` says what several
+# outputs in one are): by its outputs; by its inputs;
 # by the tokens of an embedding or of an output head; "experts": each expert's intermediate features, of the stacked weights of experts;
 # "replicated": not at all.
 ShardStyle = Literal["colwise", "rowwise", "vocab", "experts", "replicated"]
+
+
+class ShardedModule(nn.Module):
+    """A module that says itself how its linears are sharded."""
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        """By the linears' names in the module."""
+        raise NotImplementedError
 
 
 def full_attention(layers: Iterable[KVCacheSpec]) -> StateGroup:
@@ -76,7 +85,7 @@ class ModelSpec:
     max_model_len: int
     weight_map: Mapping[str, str | None] = field(default_factory=dict)
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
-    tp_plan: Mapping[str, ShardStyle | AlongAxis] = field(default_factory=dict)
+    tp_plan: Mapping[str, ShardStyle | AlongAxis | ColwiseParts] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     inputs: tuple[StepInput, ...] = DECODER_INPUTS

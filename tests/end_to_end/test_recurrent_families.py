@@ -122,7 +122,7 @@ def test_compiled(architecture: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", QUICK)
 def test_two_ranks(architecture: str, tmp_path: Path) -> None:
-    """Attention is sharded; every rank computes the recurrent layers whole."""
+    """Ranks share the heads of attention and of recurrent layers, and a convolution's channels."""
     model = write_recurrent(tmp_path / "model", architecture)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)

@@ -40,6 +40,7 @@ from compile_and_serve.compiler.weights.adapter_slots import is_sharded, slot_we
 from compile_and_serve.compiler.weights.embedding_slots import embedding_slots
 from compile_and_serve.compiler.weights.expert_slots import expert_slots
 from compile_and_serve.compiler.weights.transforms import expression_spec
+from compile_and_serve.custom_ops.library import ROWS, SHARE_OF_PARTS
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS
 from compile_and_serve.custom_ops.lora.lora_add import LORA_ADD
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
@@ -66,7 +67,7 @@ class ApplyLora(BasePass):
     """num_slots: adapters on the device at once. rank: the largest rank of an adapter. has_experts: experts take adapters, too."""
 
     name = "apply_lora"
-    version = 3
+    version = 4
     required = True  # without it, adapters would silently do nothing
     for_optional = True
 
@@ -207,7 +208,7 @@ def _parts(node: Node, ctx: PassContext) -> list[tuple[str, int, int, Expression
 
 def _whole_rows(expression: Expression, ctx: PassContext) -> int:
     """Rows of a weight before it was sharded: ranks that do not divide a vocabulary pad it."""
-    whole = expression[1] if is_sharded(expression, "shard_rows") else expression
+    whole = expression[1] if is_sharded(expression, ROWS) or is_sharded(expression, SHARE_OF_PARTS) else expression
     return expression_spec(whole, ctx.weights.sources, ctx.device).shape[0]
 
 

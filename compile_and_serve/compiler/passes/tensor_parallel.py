@@ -2,9 +2,12 @@
 
     colwise   F.linear(x, W)       →  F.linear(x, rows of W)                                   the output is a shard
     rowwise   F.linear(shard, W)   →  all_reduce(F.linear(shard, columns of W))
+              with `ColwiseParts`, for example queries, keys and values of one linear, a share of each part
     vocab     F.embedding(ids, W)  →  all_reduce(the rows that this rank has, zero for the others)
               F.linear(x, W)       →  all_gather(F.linear(x, rows of W))
     an op of ours                  →  as its `Sharding` says, for example the ranks' heads of attention
+    shard + W (any such op)        →  shard + rows of W
+    mean over a sharded dimension  →  all_reduce(mean of the shard) / ranks
 
 The graph is the same for every rank. A rank's rows and columns are selected when its weights are loaded (Megatron-LM's scheme,
 arXiv:1909.08053). The plan is the model's `tp_plan`; a linear or embedding that is "replicated" or not named stays whole on every rank.
@@ -21,8 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from compile_and_serve.compiler.capture.capture import example_state
 from compile_and_serve.compiler.compat import node_source_line
-from compile_and_serve.compiler.passes.shard_placement import HEAD_VIEWS, sharded_dimension, sharding_of
+from compile_and_serve.compiler.passes import shard_functions as shard_functions  # registers them
+from compile_and_serve.compiler.passes.shard_placement import (
+    HEAD_VIEWS,
+    Part,
+    Placement,
+    is_mean_over_shards,
+    is_norm_over_shards,
+    placement_of,
+    sharding_of,
+    whole_operands,
+)
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -30,7 +44,9 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassError,
     PassResult,
     SkipReason,
+    arguments,
     is_call,
+    is_split_point,
     op_arguments,
     set_example_value,
     tensor_of,
@@ -38,79 +54,49 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 from compile_and_serve.compiler.weights.transforms import depends_on_rank
 from compile_and_serve.custom_ops.collectives.collectives import ALL_GATHER, ALL_REDUCE
-from compile_and_serve.custom_ops.library import COLUMNS, EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, ROWS, Sharding
-from compile_and_serve.custom_ops.mesh import TENSOR, AlongAxis
-from compile_and_serve.custom_ops.weight_functions import weight_function
+from compile_and_serve.custom_ops.library import COLUMNS, ON_FIRST_RANK, ROWS, SHARE_OF_PARTS, Sharding
+from compile_and_serve.custom_ops.mesh import TENSOR, AlongAxis, ColwiseParts
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.kind import COLUMNS as STATE_COLUMNS
 
 LARGEST_SIZE = 64  # in proposals of error messages
 
 
-@weight_function(ROWS, axis=TENSOR, selects="rows")
-def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> torch.Tensor:
-    """A rank's part of `parts` equal parts along dimension 0. size / parts consecutive ranks have the same part.
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A part of a site's sharded dimension. units: its number of indivisible units: heads, or single rows or columns.
 
-    If `parts` does not divide the rows, the last parts are padded with zeros. [O, …] → [ceil(O / parts), …]
-    """
-    rows, part = -(-weight.shape[0] // parts), rank * parts // size
-    shard = weight[part * rows : (part + 1) * rows]
-    missing = rows - shard.shape[0]
-    return F.pad(shard, (0, 0) * (weight.dim() - 1) + (0, missing)) if missing else shard
-
-
-@weight_function(COLUMNS, axis=TENSOR, selects="columns")
-def shard_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
-    """A rank's part along dimension 1. [O, I] → [O, I / size]"""
-    columns = weight.shape[1] // size
-    return weight[:, rank * columns : (rank + 1) * columns]
-
-
-@weight_function(EXPERT_ROWS, axis=TENSOR, selects="rows")
-def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
-    """A rank's features of every expert's gate and up: [X, 2F, …] → [X, 2F / size, …]"""
-    halves = weight.unflatten(1, (2, -1))
-    rows = halves.shape[2] // size
-    return halves[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
-
-
-@weight_function(EXPERT_COLUMNS, axis=TENSOR, selects="columns")
-def shard_expert_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
-    """A rank's features of every expert's down: [X, D, F] → [X, D, F / size]"""
-    columns = weight.shape[2] // size
-    return weight[:, :, rank * columns : (rank + 1) * columns]
-
-
-@weight_function("first_row", axis=TENSOR)
-def first_row(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
-    """The first row of a rank's part of `shard_rows(weight, size, size)`. → int64 [1]"""
-    return torch.full((1,), rank * -(-weight.shape[0] // size), dtype=torch.int64, device=weight.device)
-
-
-@weight_function(ON_FIRST_RANK, axis=TENSOR)
-def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
-    """The bias on rank 0, zeros on other ranks, so that the sum over ranks is the bias."""
-    return bias if rank == 0 else torch.zeros_like(bias)
-
-
-@dataclass(slots=True)
-class _Site:
-    """A linear, an embedding or an op of ours that the plan shards, and its weight, of an op of ours the first.
-
-    units: number of indivisible units of the sharded dimension: heads, or single rows or columns.
     shared_by_ranks: several ranks may have the same unit (a key/value head).
     """
 
-    node: Node
-    weight: Node
-    style: str
+    length: int
     units: int
     unit_name: str
     shared_by_ranks: bool = False
 
-    def parts(self, size: int) -> int | None:
-        """Number of different shards over `size` ranks; None if it cannot be sharded."""
-        if self.style == "vocab" or self.units % size == 0:
-            return size
-        return self.units if self.shared_by_ranks and size % self.units == 0 else None
+    def over(self, size: int) -> Part | None:
+        """Shared by `size` ranks; None if it cannot be."""
+        if self.units % size == 0:
+            return Part(self.length, size)
+        return Part(self.length, self.units) if self.shared_by_ranks and size % self.units == 0 else None
+
+
+@dataclass(slots=True)
+class _Site:
+    """A linear, an embedding or an op of ours that the plan shards, and its weight, of an op of ours the first."""
+
+    node: Node
+    weight: Node
+    style: str
+    shares: tuple[_Share, ...]
+
+    def misfit(self, size: int) -> _Share | None:
+        """A part that `size` ranks cannot share."""
+        return None if self.style == "vocab" else next((share for share in self.shares if share.over(size) is None), None)
+
+    def parts(self, size: int) -> tuple[Part, ...]:
+        """The parts of the sharded dimension, over `size` ranks."""
+        return tuple(part for share in self.shares if (part := share.over(size)) is not None)
 
 
 class TensorParallel(BasePass):
@@ -126,6 +112,7 @@ class TensorParallel(BasePass):
         if sites:
             _shard_weights(gm, sites, ctx)
             _rewrite(gm, sites, ctx)
+            _check_state(gm, ctx)
         elif near_misses and not ctx.tp_plan:
             raise PassError(_whole_attention("any layer"))
         return PassResult(matched=len(sites), near_misses=tuple(near_misses))
@@ -166,23 +153,34 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
     return sites, near_misses
 
 
-def _site(node: Node, weight: Node, style: str, shared_by_ranks: bool) -> _Site:
+def _site(node: Node, weight: Node, style: str | ColwiseParts, shared_by_ranks: bool) -> _Site:
     possible: tuple[str | None, ...] = ("colwise", "rowwise", "vocab")
     sharding = sharding_of(node)
     if is_call(node, F.embedding) or sharding is not None:
         possible = ("vocab",) if sharding is None else (sharding.style,)
+    if isinstance(style, ColwiseParts):
+        return _parts_site(node, weight, style)
     if style not in possible:
         raise PassError(f"{weight_of(weight)} is {style!r} in the model's tp_plan: expected {' or '.join(map(repr, possible))}.")
     if sharding is not None:
         dimension, unit_name = sharding.units
-        return _Site(node=node, weight=weight, style=style, units=tensor_of(weight).shape[dimension], unit_name=unit_name)
+        length = tensor_of(weight).shape[dimension]
+        return _Site(node=node, weight=weight, style=style, shares=(_Share(length, length, unit_name),))
     rows, columns = tensor_of(weight).shape
     if style == "rowwise":
-        return _Site(node=node, weight=weight, style=style, units=columns, unit_name="columns")
+        return _Site(node=node, weight=weight, style=style, shares=(_Share(columns, columns, "columns"),))
     head_dim = _head_dim(node) if style == "colwise" else None
     if head_dim is None:
-        return _Site(node=node, weight=weight, style=style, units=rows, unit_name="rows")
-    return _Site(node=node, weight=weight, style=style, units=rows // head_dim, unit_name="heads", shared_by_ranks=shared_by_ranks)
+        return _Site(node=node, weight=weight, style=style, shares=(_Share(rows, rows, "rows"),))
+    return _Site(node=node, weight=weight, style=style, shares=(_Share(rows, rows // head_dim, "heads", shared_by_ranks),))
+
+
+def _parts_site(node: Node, weight: Node, style: ColwiseParts) -> _Site:
+    rows = sum(part.rows for part in style.parts)
+    if not is_call(node, F.linear) or rows != tensor_of(weight).shape[0]:
+        raise PassError(f"{weight_of(weight)} has {tensor_of(weight).shape[0]} rows, but {rows} in parts in the model's tp_plan.")
+    shares = tuple(_Share(part.rows, part.units, "heads", part.shared_by_ranks) for part in style.parts)
+    return _Site(node=node, weight=weight, style="colwise", shares=shares)
 
 
 def _head_dim(linear: Node) -> int | None:
@@ -207,13 +205,15 @@ def _keys_and_values(gm: GraphModule) -> set[Node]:
 
 
 def _check_sizes(sites: Sequence[_Site], size: int) -> None:
-    misfit = next((site for site in sites if site.parts(size) is None), None)
+    misfit = next((site for site in sites if site.misfit(size) is not None), None)
     if misfit is None:
         return
-    fitting = [n for n in range(1, LARGEST_SIZE + 1) if all(site.parts(n) is not None for site in sites)]
+    share = misfit.misfit(size)
+    assert share is not None
+    fitting = [n for n in range(1, LARGEST_SIZE + 1) if all(site.misfit(n) is None for site in sites)]
     raise PassError(
-        f"{weight_of(misfit.weight)} cannot be shared by {size} tensor-parallel ranks: it has {misfit.units} "
-        f"{misfit.unit_name}, which {size} does not divide; sizes that fit this model: {', '.join(map(str, fitting))}."
+        f"{weight_of(misfit.weight)} cannot be shared by {size} tensor-parallel ranks: it has {share.units} "
+        f"{share.unit_name}, which {size} does not divide; sizes that fit this model: {', '.join(map(str, fitting))}."
     )
 
 
@@ -232,7 +232,7 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
             continue
         if site.style == "vocab":  # before the weight is sharded
             ctx.derived_weight(gm, _first_row_name(site), "first_row", site.weight, size)
-        ctx.replace_weight(site.weight, ROWS, site.parts(size) or size, size)
+        _shard_rows(site.weight, site, ctx)
     for node, site in sites.items():
         bias = _bias_of(node) if is_call(node, F.linear) else None
         if bias is None:
@@ -242,40 +242,152 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
         if site.style == "rowwise":
             ctx.replace_weight(bias, ON_FIRST_RANK)
         else:
-            ctx.replace_weight(bias, ROWS, site.parts(size) or size, size)
+            _shard_rows(bias, site, ctx)
+
+
+def _shard_rows(weight: Node, site: _Site, ctx: PassContext) -> None:
+    size = ctx.mesh.tensor
+    _replace_by_rows(weight, (Part(0, size),) if site.style == "vocab" else site.parts(size), ctx)
+
+
+def _replace_by_rows(weight: Node, parts: Sequence[Part], ctx: PassContext) -> None:
+    if len(parts) == 1:
+        ctx.replace_weight(weight, ROWS, parts[0].shares, ctx.mesh.tensor)
+    else:
+        ctx.replace_weight(weight, SHARE_OF_PARTS, *_constants(parts, ctx))
+
+
+def _constants(parts: Sequence[Part], ctx: PassContext) -> tuple[int, ...]:
+    """Of `shard_parts`."""
+    return ctx.mesh.tensor, *(number for part in parts for number in part)
 
 
 def _first_row_name(site: _Site) -> str:
     return f"{weight_of(site.weight)}.first_row"
 
 
+def _check_state(gm: GraphModule, ctx: PassContext) -> None:
+    """Check that ops keep of each layer what its `LayerState.of_rank` gives a rank."""
+    of_rank: dict[str, Mapping[str, torch.Tensor]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        group = node.meta.get("declaration")
+        if isinstance(group, StateGroup):
+            name = node.meta["input"]
+            if group.name not in of_rank:
+                of_rank[group.name] = example_state(group.of_rank(ctx.mesh), ctx.dtype)
+            declared = of_rank[group.name][name].shape
+            is_columns = name.endswith(STATE_COLUMNS)
+            if tensor_of(node).shape[1 - is_columns :] != declared[1 - is_columns :]:
+                raise PassError(
+                    f"A rank keeps {list(declared)} of {name}, but the model's tp_plan gives its op {list(tensor_of(node).shape)}: "
+                    "this model runs with a tensor parallel size of 1."
+                )
+
+
+_Placements = dict[Node, Placement | tuple[Placement, ...]]  # of the values that differ between ranks
+
+
 def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> None:
     """Go through the graph in order: propagate the shards' shapes, and insert collectives after sites with partial values."""
-    dimensions: dict[Node, int] = {}  # sharded dimension of the values that differ between ranks
+    placements: _Placements = {}
+    done: set[Node] = set()
     for node in list(gm.graph.nodes):
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            if any(value in dimensions for value in node.all_input_nodes):
+            if any(value in placements for value in node.all_input_nodes):
                 raise PassError("The model's result would be a shard: its last linear needs 'vocab' or 'rowwise' in the tp_plan.")
             return
         sharding = sharding_of(node)
         if node in sites and sharding is None:
-            _rewrite_site(gm, sites[node], dimensions, ctx)
-            continue
-        dimension, before = sharded_dimension(node, dimensions), node.meta["example_value"]
-        is_sharded = node in sites or any(value in dimensions for value in node.all_input_nodes)
-        if sharding is not None and is_sharded:
-            dimension = sharding.output
-            _shard_operands(node, sharding, ctx)
-        elif sharding is not None and sharding.must_shard:
-            raise PassError(_whole_attention(node_source_line(node)))
+            _rewrite_site(gm, sites[node], placements, ctx)
+        elif is_mean_over_shards(node, placements):
+            _recompute(node, ctx)
+            _average_over_ranks(gm, node, ctx)
+        elif is_norm_over_shards(node, placements):
+            _normalize_shards(gm, node, placements, done, ctx)
+        else:
+            _rewrite_op(gm, node, sharding, placements, done, ctx, is_site=node in sites)
+        done.add(node)
+
+
+def _rewrite_op(
+    gm: GraphModule, node: Node, sharding: Sharding | None, placements: _Placements, done: set[Node], ctx: PassContext, *, is_site: bool
+) -> None:
+    is_sharded = is_site or any(value in placements for value in node.all_input_nodes)
+    for operand, wanted in whole_operands(node, placements):
+        _shard_parameter(operand, wanted, placements, done, ctx)
+    placement, before = placement_of(node, placements), node.meta["example_value"]
+    if sharding is not None and is_sharded:
+        _shard_operands(node, sharding, placements, done, ctx)
+    elif sharding is not None and sharding.must_shard:
+        raise PassError(_whole_attention(node_source_line(node)))
+    _recompute(node, ctx)
+    if placement is not None:
+        _check_others_kept(node, before, placement)
+        placements[node] = placement
+        if is_split_point(node) and isinstance(placement, Placement) and len(placement.parts) > 1:
+            node.meta["shares"] = SHARE_OF_PARTS, _constants(placement.parts, ctx)
+    elif sharding is not None and is_sharded:
+        _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
+
+
+def _average_over_ranks(gm: GraphModule, node: Node, ctx: PassContext) -> Node:
+    """The mean of equal shares is the mean of their means."""
+    whole = _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
+    return _insert_after(gm, whole, torch.mul, (1 / ctx.mesh.tensor,), ctx)
+
+
+def _normalize_shards(gm: GraphModule, node: Node, placements: _Placements, done: set[Node], ctx: PassContext) -> None:
+    """rms_norm(x, [D], weight, eps) → weight · x · rsqrt(mean of x² over all ranks + eps), in float32."""
+    x, _, weight, eps = (*arguments(node), None, None)[:4]
+    placement = placements[x]
+    assert isinstance(placement, Placement)
+    dtype = tensor_of(node).dtype
+    with gm.graph.inserting_before(node):
+        wide = x if dtype == torch.float32 else ctx.call(gm, torch.Tensor.to, x, torch.float32, origin=node)
+        mean = ctx.call(gm, torch.mean, ctx.call(gm, torch.square, wide, origin=node), -1, True, origin=node)
+        whole = ctx.call(gm, ALL_REDUCE, mean, TENSOR, origin=node)
+        variance = ctx.call(gm, torch.mul, whole, 1 / ctx.mesh.tensor, origin=node)
+        variance = ctx.call(gm, torch.add, variance, torch.finfo(dtype).eps if eps is None else eps, origin=node)
+        normed = ctx.call(gm, torch.mul, wide, ctx.call(gm, torch.rsqrt, variance, origin=node), origin=node)
+        if weight is not None:
+            if weight not in placements and not _shard_parameter(weight, Placement(0, placement.parts), placements, done, ctx):
+                raise PassError(
+                    f"Tensor parallelism cannot shard the weight of {node_source_line(node)}: it is not a parameter of its own."
+                )
+            normed = ctx.call(gm, torch.mul, normed, weight, origin=node)
+        if dtype != torch.float32:
+            normed = ctx.call(gm, torch.Tensor.to, normed, dtype, origin=node)
+    node.replace_all_uses_with(normed)
+    gm.graph.erase_node(node)
+    placements[normed] = placement
+
+
+def _shard_parameter(operand: Node, wanted: Placement, placements: _Placements, done: set[Node], ctx: PassContext) -> bool:
+    """Shard the rows of the parameter that `operand` is computed from, so that it has the placement. → whether that was possible"""
+    chain = [operand]
+    while weight_of(chain[-1]) is None:
+        sources = chain[-1].all_input_nodes
+        if len(sources) != 1:
+            return False
+        chain.append(sources[0])
+    parameter = chain[-1]
+    if depends_on_rank(ctx.weights[parameter.meta["weight"]].expression):
+        return False
+    found: _Placements = {parameter: Placement(0, wanted.parts)}
+    for node in reversed(chain[:-1]):
+        placement = placement_of(node, found)
+        if placement is None:
+            return False
+        found[node] = placement
+    if found[operand] != wanted or any(user in done and user not in chain for node in chain for user in node.users):
+        return False
+    _replace_by_rows(parameter, wanted.parts, ctx)
+    for node in reversed(chain[:-1]):
         _recompute(node, ctx)
-        if dimension is not None:
-            _check_others_kept(node, before, dimension)
-            dimensions[node] = dimension
-        elif sharding is not None and is_sharded:
-            _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
+    placements.update(found)
+    return True
 
 
 def _whole_attention(place: str) -> str:
@@ -285,12 +397,13 @@ def _whole_attention(place: str) -> str:
     )
 
 
-def _check_others_kept(node: Node, before: Any, dimension: int) -> None:
+def _check_others_kept(node: Node, before: Any, placement: Placement | tuple[Placement, ...]) -> None:
     """Check that only the sharded dimension is smaller: `view(T, heads, -1)` would shard the heads' size instead of their number."""
     if not isinstance(before, torch.Tensor):
         return
-    sizes = zip(map(str, before.shape), map(str, tensor_of(node).shape), strict=True)
-    if any(old != new for i, (old, new) in enumerate(sizes) if i != dimension % before.dim()):
+    assert isinstance(placement, Placement)
+    expected = [placement.local if i == placement.dimension else size for i, size in enumerate(before.shape)]
+    if [str(size) for size in expected] != [str(size) for size in tensor_of(node).shape]:
         raise PassError(f"{node_source_line(node)} does not run on a shard: should a constant size be -1, or is -1 at the wrong position?")
 
 
@@ -302,28 +415,29 @@ def _recompute(node: Node, ctx: PassContext) -> None:
         raise PassError(f"{node_source_line(node)} does not run on a shard ({reason}): should a constant size be -1?") from error
 
 
-def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx: PassContext) -> None:
+def _rewrite_site(gm: GraphModule, site: _Site, placements: _Placements, ctx: PassContext) -> None:
     node, size = site.node, ctx.mesh.tensor
     if is_call(node, F.embedding):
         _look_up_own_rows(gm, site, ctx)
         return
     x = node.args[0]
     assert isinstance(x, Node)
-    is_cut = dimensions.get(x) == tensor_of(x).dim() - 1
+    placement = placements.get(x)
+    is_cut = isinstance(placement, Placement) and placement.dimension == tensor_of(x).dim() - 1
     if is_cut != (site.style == "rowwise"):
         what = "a shard, but only 'rowwise' takes a shard" if is_cut else "whole, but 'rowwise' takes a shard"
         raise PassError(f"{weight_of(site.weight)} is {site.style!r} in the model's tp_plan, and its input is {what}.")
     whole_columns = tensor_of(node).shape[-1]
     _recompute(node, ctx)
     if site.style == "colwise":
-        dimensions[node] = tensor_of(node).dim() - 1
+        placements[node] = Placement(tensor_of(node).dim() - 1, site.parts(size))
     elif site.style == "rowwise":
         _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
     else:
         _insert_after(gm, node, ALL_GATHER, (size, whole_columns, TENSOR), ctx)
 
 
-def _insert_after(gm: GraphModule, node: Node, op: Any, constants: tuple[int | str, ...], ctx: PassContext) -> Node:
+def _insert_after(gm: GraphModule, node: Node, op: Any, constants: tuple[int | float | str, ...], ctx: PassContext) -> Node:
     users = list(node.users)
     with gm.graph.inserting_after(node):
         whole = ctx.call(gm, op, node, *constants, origin=node)
@@ -353,7 +467,7 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
         user.replace_input_with(node, whole)
 
 
-def _shard_operands(node: Node, sharding: Sharding, ctx: PassContext) -> None:
+def _shard_operands(node: Node, sharding: Sharding, placements: _Placements, done: set[Node], ctx: PassContext) -> None:
     """Give each rank its share of an op's weights and state."""
     size, operands = ctx.mesh.tensor, op_arguments(node)
     constants = {ROWS: (size, size), ON_FIRST_RANK: ()}
@@ -361,13 +475,31 @@ def _shard_operands(node: Node, sharding: Sharding, ctx: PassContext) -> None:
         weight = operands[name]
         if weight is None:
             continue
+        if function == SHARE_OF_PARTS:
+            like = placements[operands[next(iter(sharding.inputs))]]
+            assert isinstance(like, Placement)
+            if weight not in placements and not _shard_parameter(weight, Placement(0, like.parts), placements, done, ctx):
+                raise PassError(f"Tensor parallelism cannot shard the {name} of {node_source_line(node)} by its rows.")
+            continue
         parameter = weight_of(weight)
         if parameter is None:
             raise PassError(f"Tensor parallelism cannot shard the {name} of {node_source_line(node)}: it is computed, not a parameter.")
         if not depends_on_rank(ctx.weights[parameter].expression):
             ctx.replace_weight(weight, function, *constants.get(function, (size,)))
     for name, (dimension, source) in sharding.state.items():
-        shape = list(tensor_of(operands[name]).shape)
-        shape[dimension] = tensor_of(operands[source]).shape[sharding.inputs[source]]
-        with ctx.fake_mode:
-            operands[name].meta["example_value"] = torch.empty(shape, dtype=tensor_of(operands[name]).dtype, device="meta")
+        placement = placements[operands[source]]
+        assert isinstance(placement, Placement)
+        _shard_state(operands[name], dimension, placement.parts, ctx)
+
+
+def _shard_state(tensor: Node, dimension: int, parts: Sequence[Part], ctx: PassContext) -> None:
+    shape = list(tensor_of(tensor).shape)
+    together = sum(part.length for part in parts) // shape[dimension]  # of the input's entries, for one of the state
+    if any(part.local % together for part in parts):
+        raise PassError(f"Tensor parallelism cannot share {tensor.meta['input']}: it keeps {together} channels together.")
+    shares = [Part(part.length // together, part.shares) for part in parts]
+    shape[dimension] = sum(part.local for part in shares)
+    if len(shares) > 1:
+        tensor.meta["shares"] = SHARE_OF_PARTS, _constants(shares, ctx)
+    with ctx.fake_mode:
+        tensor.meta["example_value"] = torch.empty(shape, dtype=tensor_of(tensor).dtype, device="meta")

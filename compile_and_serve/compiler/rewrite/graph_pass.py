@@ -16,7 +16,7 @@ from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
 from compile_and_serve.compiler.weights.transforms import WeightTable, evaluate_spec, expression_spec
 from compile_and_serve.custom_ops.library import OpKind, op_info
-from compile_and_serve.custom_ops.mesh import SINGLE_RANK, AlongAxis, Mesh
+from compile_and_serve.custom_ops.mesh import SINGLE_RANK, AlongAxis, ColwiseParts, Mesh
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput
 from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec
@@ -90,7 +90,7 @@ class PassContext:
     kernels: frozenset[str] = frozenset()
     tuner: FusionTuner | None = None
     mesh: Mesh = SINGLE_RANK
-    tp_plan: Mapping[str, str | AlongAxis] = field(default_factory=dict)
+    tp_plan: Mapping[str, str | AlongAxis | ColwiseParts] = field(default_factory=dict)
     declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat

@@ -234,9 +234,16 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, mesh: Me
             length = node.meta["example_value"].shape[declared.symbolic_dim]
             inputs[str(length)] = step.inputs[name].shape[declared.symbolic_dim]
     local = {name: placeholders[name].meta["example_value"].shape for name in step.state if name in placeholders}
+    in_parts = {name: placeholders[name].meta["shares"] for name in local if "shares" in placeholders[name].meta}
     ranks = []
     for coordinates in map(mesh.coordinates, range(mesh.size)):
-        state = {name: _share(step.state[name], shape, coordinates[TENSOR], mesh.tensor).clone() for name, shape in local.items()}
+        state = {}
+        for name, shape in local.items():
+            if name in in_parts:
+                function, constants = in_parts[name]
+                state[name] = evaluate_expression((function, name, *constants), {name: step.state[name]}, coordinates)
+            else:
+                state[name] = _share(step.state[name], shape, coordinates[TENSOR], mesh.tensor).clone()
         ranks.append(_Rank(coordinates=coordinates, weights=weights, inputs=inputs | state))
     sharing = [ranks[member] for member in mesh.groups(TENSOR)[0]]  # the others repeat what these have
     orders = key_orders(gm)
@@ -268,7 +275,7 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, mesh: Me
             for rank, value in zip(ranks, wholes, strict=True):
                 rank.values[node] = value
             if is_split_point(node):
-                outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in sharing], dim=1)))
+                outcome.sites.append((node, _joined(node, sharing)))
             for read in node.all_input_nodes:
                 if last_user[read] is node:
                     for rank in ranks:
@@ -277,6 +284,9 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, mesh: Me
         for name, order in orders.items():
             _reorder_keys(rank.inputs[name], [order.index(i) for i in range(len(order))])
     for name, shape in local.items():
+        if name in in_parts:  # columns, which no step changes
+            outcome.state[name] = step.state[name]
+            continue
         dim = _sharded_dim(step.state[name], shape)
         if dim is None:
             outcome.state[name] = _with_changes(step.state[name], [rank.inputs[name] for rank in ranks])
@@ -331,6 +341,19 @@ def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> S
         token_ids=torch.randint(0, MAX_TOKEN_ID, (num_tokens,), generator=generator("token_ids")).numpy(),
         row_indices=np.array([0, num_tokens // 2, num_tokens - 1]),
     )
+
+
+def _joined(node: Node, ranks: Sequence[_Rank]) -> torch.Tensor:
+    """A split op's output on all ranks, [T, …], as one rank would have it."""
+    of_ranks = [rank.values[node].flatten(1) for rank in ranks]
+    if "shares" not in node.meta:
+        return torch.cat(of_ranks, dim=1)
+    function, (size, *parts) = node.meta["shares"]
+    columns = torch.arange(sum(parts[::2]))
+    whole = of_ranks[0].new_empty(len(of_ranks[0]), len(columns))
+    for rank, value in zip(ranks, of_ranks, strict=True):
+        whole[:, evaluate_expression((function, "columns", size, *parts), {"columns": columns}, rank.coordinates)] = value
+    return whole
 
 
 def _with_changes(before: torch.Tensor, of_ranks: Sequence[torch.Tensor]) -> torch.Tensor:

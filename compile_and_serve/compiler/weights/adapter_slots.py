@@ -17,13 +17,13 @@ from typing import Any, TypeGuard
 import torch
 
 from compile_and_serve.compiler.weights.transforms import WeightTransform, evaluate
+from compile_and_serve.custom_ops.library import COLUMNS as SHARE_OF_COLUMNS
+from compile_and_serve.custom_ops.library import ROWS, SHARE_OF_PARTS
 from compile_and_serve.custom_ops.lora.limits import COLUMNS
 from compile_and_serve.custom_ops.mesh import Coordinates
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 
 A, B = ".lora_a", ".lora_b"
-_OF_PART = 4  # constants of B for each merged linear
-
 
 ROPE_ROWS = "adapter_rope_rows"  # B of queries, keys and values whose rows `fuse_rope_attention` permutes
 
@@ -60,11 +60,12 @@ def slot_weights(
     num_slots: int, rank: int, in_features: int, parts: Sequence[tuple[str, int, int, Expression]], dtype: torch.dtype
 ) -> SlotWeights:
     """parts: of each merged linear its module, its output features here and of all ranks together, and its weight's expression."""
-    columns = {base[-1] if is_sharded(base, "shard_columns") else 0 for *_, base in parts}
+    columns = {base[-1] if is_sharded(base, SHARE_OF_COLUMNS) else 0 for *_, base in parts}
     assert len(columns) == 1, "linears that were merged are sharded alike"
     constants: list[int] = []
     for _, out_features, whole, base in parts:
-        constants += [out_features, whole, *(base[-2:] if is_sharded(base, "shard_rows") else (0, 0))]
+        share = base[2:] if is_sharded(base, ROWS) or is_sharded(base, SHARE_OF_PARTS) else ()
+        constants += [out_features, whole, len(share), *share]
     name = "+".join(module for module, *_ in parts)
     return SlotWeights(
         a=name + A,
@@ -84,8 +85,8 @@ class LinearSite:
 
     module: its name. in_features, out_features: of the whole linear. a, b: names of the model's weights. first_row: of its A in a slot.
     columns: of its B in a slot. order: (head_dim, num_rows, num_pairs, interleaved) of `rope_rows`, if the linear's rows are permuted by
-    it. shards: ranks that share the input features, the number of different parts of the output features, and
-    ranks that share these; 0: not sharded.
+    it. ranks_of_inputs: that share the input features; 0: not sharded. share_of_outputs: what `shard_rows`, or `shard_parts` if there are
+    more than two, says about the output features; (): not sharded.
     """
 
     module: str
@@ -95,16 +96,17 @@ class LinearSite:
     b: str
     first_row: int
     columns: slice
-    shards: tuple[int, int, int]
+    ranks_of_inputs: int
+    share_of_outputs: tuple[int, ...]
     order: tuple[int, ...] = ()
 
     def fill(self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, coordinates: Coordinates) -> None:
         """Copy a rank's share of an adapter's A [R, I] and B [O, R] into a slot of the two weights."""
-        by_columns, parts, by_rows = self.shards
-        if by_columns:
-            a_RI = evaluate(("shard_columns", "a", by_columns), {"a": a_RI}, coordinates)
-        if by_rows:
-            b_OR = evaluate(("shard_rows", "b", parts, by_rows), {"b": b_OR}, coordinates)
+        if self.ranks_of_inputs:
+            a_RI = evaluate((SHARE_OF_COLUMNS, "a", self.ranks_of_inputs), {"a": a_RI}, coordinates)
+        if self.share_of_outputs:
+            function = ROWS if len(self.share_of_outputs) == 2 else SHARE_OF_PARTS
+            b_OR = evaluate((function, "b", *self.share_of_outputs), {"b": b_OR}, coordinates)
         if self.order and self.columns.stop <= self.order[1]:
             b_OR = evaluate(("rope_rows", "b", self.order[0], len(b_OR), *self.order[2:]), {"b": b_OR}, coordinates)
         slot_a[self.first_row : self.first_row + len(a_RI)].copy_(a_RI)
@@ -136,9 +138,10 @@ def linear_sites(transforms: Sequence[WeightTransform]) -> list[LinearSite]:
         order: tuple[int, ...] = ()
         if of_b[0] == ROPE_ROWS:
             of_b, order = of_b[1], of_b[2:]
-        rank, constants, begin = of_b[2], of_b[4:], 0
+        rank, constants, begin = of_b[2], list(of_b[4:-1]), 0
         for part, module in enumerate(name.split("+")):
-            columns, whole, parts, by_rows = constants[_OF_PART * part : _OF_PART * (part + 1)]
+            columns, whole, count, *constants = constants
+            share, constants = constants[:count], constants[count:]
             sites.append(
                 LinearSite(
                     module=module,
@@ -148,7 +151,8 @@ def linear_sites(transforms: Sequence[WeightTransform]) -> list[LinearSite]:
                     b=name + B,
                     first_row=part * rank,
                     columns=slice(begin, begin + columns),
-                    shards=(of_a[4], parts, by_rows),
+                    ranks_of_inputs=of_a[4],
+                    share_of_outputs=tuple(share),
                     order=order,
                 )
             )

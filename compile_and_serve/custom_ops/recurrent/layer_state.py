@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from compile_and_serve.custom_ops.mesh import ColwisePart, Mesh
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import LayerState, StateTensor
 from compile_and_serve.custom_ops.state.recurrent import Recurrent
@@ -31,15 +32,28 @@ _CHANNELS = 128  # of a convolution that lie in one page
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionState(LayerState):
-    """A short convolution's last inputs, [R, ≤128] per block of channels. dtype: of the inputs."""
+    """A short convolution's last inputs, [R, ≤128] per block of channels. dtype: of the inputs.
+
+    parts: how ranks share the channels. A block lies within a unit of a part. None: every rank keeps them whole.
+    """
 
     channels: int
     width: int
     dtype: torch.dtype
+    parts: tuple[ColwisePart, ...] | None = None
 
     def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        block = math.gcd(self.channels, _CHANNELS)
+        block = math.gcd(self.channels, _CHANNELS, *(part.rows // part.units for part in self.parts or ()))
         return (StateTensor(shape=(self.channels // block, ROLLBACK_TOKENS + self.width - 1, block), dtype=self.dtype),)
+
+    def of_rank(self, mesh: Mesh) -> ConvolutionState:
+        if self.parts is None:
+            return self
+        parts = tuple(
+            ColwisePart(max(1, part.units // mesh.tensor) * part.rows // part.units, max(1, part.units // mesh.tensor))
+            for part in self.parts
+        )
+        return replace(self, channels=sum(part.rows for part in parts), parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +61,7 @@ class LinearAttentionState(LayerState):
     """The state of linear attention: checkpoint (H, K, V), keys (G, R, K), values (H, R + 1, V), decays (H, R, 1 or K).
 
     The token at position p has the entry p % R. Row R of the values is the checkpoint's position, in every column. A checkpoint at
-    position 0 is zero, whatever lies there. dtype: of the keys. Values and decays are in float32.
+    position 0 is zero, whatever lies there. dtype: of the keys. Values and decays are in float32. is_sharded: ranks share the heads.
     """
 
     num_heads: int
@@ -56,6 +70,7 @@ class LinearAttentionState(LayerState):
     value_dim: int
     dtype: torch.dtype
     decay_per_channel: bool = False
+    is_sharded: bool = False
 
     def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         decays = self.key_dim if self.decay_per_channel else 1
@@ -66,6 +81,13 @@ class LinearAttentionState(LayerState):
             StateTensor(shape=(self.num_heads, RING_TOKENS, decays), dtype=torch.float32),
         )
 
+    def of_rank(self, mesh: Mesh) -> LinearAttentionState:
+        """One rank's share of the heads, or one key head that several ranks keep."""
+        if not self.is_sharded:
+            return self
+        heads, key_heads = (max(1, count // mesh.tensor) for count in (self.num_heads, self.num_key_heads))
+        return replace(self, num_heads=heads, num_key_heads=key_heads)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedState(LayerState):
@@ -75,6 +97,9 @@ class JoinedState(LayerState):
 
     def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return tuple([one for part in self.parts for one in part.tensors(tokens_per_page, cache_dtype)])
+
+    def of_rank(self, mesh: Mesh) -> JoinedState:
+        return replace(self, parts=tuple(part.of_rank(mesh) for part in self.parts))
 
 
 def recurrent_group(layers: Sequence[LayerState]) -> StateGroup:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import OpKind, Sharding, define
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, StatePart, checkpoint_after, checkpoint_before
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, gather_slot, scatter_slot
@@ -129,6 +129,11 @@ LINEAR_ATTENTION = define(
     version=1,
     fake=lambda q, k, v, *_: torch.empty(v.shape, dtype=v.dtype, device=v.device),
     reference=_reference,
+    sharding=Sharding(
+        inputs={"v": 1, "q": 1, "k": 1, "log_decay": 1, "beta": 1},
+        output=1,
+        state={f"{name}_columns": (0, "k" if name == "keys" else "v") for name in ("checkpoint", "keys", "values", "decays")},
+    ),
     CompositeExplicitAutograd=_linear_attention,
 )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import SHARE_OF_PARTS, OpKind, Sharding, define
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, StatePart
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, gather_slot, scatter_slot
@@ -90,6 +90,7 @@ SHORT_CONVOLUTION = define(
     version=1,
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     reference=_reference,
+    sharding=Sharding(inputs={"x": 1}, output=1, weights={"weight": SHARE_OF_PARTS, "bias": SHARE_OF_PARTS}, state={"columns": (0, "x")}),
     CompositeExplicitAutograd=_short_convolution,
 )
 

@@ -17,7 +17,7 @@ from compile_and_serve.models.families.llama import LlamaDecoderLayer
 from compile_and_serve.models.families.qwen3 import Qwen3Attention
 from compile_and_serve.models.hybrid import HybridConfig, hybrid_spec, layer_kinds
 from compile_and_serve.models.layers import GatedMlp
-from compile_and_serve.models.recurrent_layers import GatedShortConvolution
+from compile_and_serve.models.recurrent_layers import GatedShortConvolution, convolved_channels
 from compile_and_serve.models.spec import ModelSpec
 
 # Our names, which are Llama's → checkpoints'.
@@ -80,7 +80,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
 
     norm = partial(nn.RMSNorm, decoder.hidden_size, eps=decoder.rms_norm_eps)
     hybrid = HybridConfig(decoder=decoder, kinds=kinds, norm=norm, norm_name="embedding_norm")
-    kept = ConvolutionState(channels=decoder.hidden_size, width=width, dtype=dtype)
+    size = decoder.hidden_size
+    kept = ConvolutionState(channels=size, width=width, dtype=dtype, parts=convolved_channels(size))
     return hybrid_spec(hybrid, make_layer, kept, config, dtype, names=_NAMES)
 
 

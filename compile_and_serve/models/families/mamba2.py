@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compile_and_serve.custom_ops.mesh import ColwisePart, ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import StatePart
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
 from compile_and_serve.models.families import register_model
@@ -21,7 +22,7 @@ from compile_and_serve.models.families.moe import MOE_TP_PLAN, MoeConfig, MoeMlp
 from compile_and_serve.models.hybrid import HybridAttention, HybridConfig, LayerKind, hybrid_spec, layer_kinds
 from compile_and_serve.models.layers import GatedMlp
 from compile_and_serve.models.recurrent_layers import Mamba2Config, Mamba2Mixer, time_limits
-from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle
 
 MAX_LENGTH = 1 << 15  # of models that set no limit
 _KINDS_OF_PATTERN: Mapping[str, LayerKind] = {"M": "recurrent", "*": "attention", "-": "neither"}
@@ -154,13 +155,17 @@ def build_bamba(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return hybrid_spec(hybrid, make_layer, mixer.state(dtype), config, dtype, names=names)
 
 
-class MergedMlp(nn.Module):
+class MergedMlp(ShardedModule):
     """The gated MLP of Granite 4, whose first two projections are one tensor."""
 
     def __init__(self, hidden_size: int, features: int) -> None:
         super().__init__()
         self.input_linear = nn.Linear(hidden_size, 2 * features, bias=False)
         self.output_linear = nn.Linear(features, hidden_size, bias=False)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        features = self.output_linear.in_features
+        return {"input_linear": ColwiseParts((ColwisePart(features, features),) * 2), "output_linear": "rowwise"}
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         gate, up = self.input_linear(x_TD).chunk(2, dim=-1)
@@ -214,13 +219,16 @@ def build_granite(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return hybrid_spec(hybrid, make_layer, mixer.state(dtype), config, dtype, tp_plan=plan, names=names)
 
 
-class SquaredReluMlp(nn.Module):
+class SquaredReluMlp(ShardedModule):
     """down(relu(up(x))²)"""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        return {"up_proj": "colwise", "down_proj": "rowwise"}
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.relu(self.up_proj(x_TD)).square())

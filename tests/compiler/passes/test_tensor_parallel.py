@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.passes import default_passes
-from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
+from compile_and_serve.compiler.passes.shard_functions import first_row, shard_columns, shard_parts, shard_rows
+from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassError, PassResult, SkipReason, tensor_of, weight_of
 from compile_and_serve.compiler.weights.transforms import depends_on_rank
 from compile_and_serve.custom_ops.attention.attention import attention
@@ -21,6 +22,7 @@ from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE
 from compile_and_serve.custom_ops.mesh import EXPERT, AlongAxis, Mesh
 from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS, weight_function
 from compile_and_serve.models.registry import build_model
+from tests.support.recurrent_models import FAMILIES
 from tests.support.rewriting import check_unchanged, check_verified, result_of, rewrite
 from tests.support.tiny_models import tiny_spec
 from tests.support.transformers_models import config_of
@@ -59,6 +61,31 @@ def test_sharded_equals_unsharded(case: str) -> None:
     assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
     assert records["fuse_rope_attention"].result == PassResult(matched=LAYERS)
     assert records["select_rows_early"].result == PassResult(matched=1)
+
+
+@pytest.mark.parametrize(
+    "architecture, size",
+    [("Lfm2ForCausalLM", 4), ("Qwen3_5ForCausalLM", 4), ("Qwen3NextForCausalLM", 2), ("FalconH1ForCausalLM", 2), ("Mamba2ForCausalLM", 4)],
+)
+def test_recurrent_layers_are_shared_by_heads(architecture: str, size: int) -> None:
+    """Parts of one projection and one convolution, keys that ranks share, a norm over all ranks, and parameters of elementwise ops."""
+    config = config_of(architecture, **{**FAMILIES[architecture], "num_hidden_layers": 2, "layer_types": None})
+    spec = build_model(config | {"full_attn_idxs": [1]}, dtype=torch.float32)
+    _, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=size))
+    check_verified(records, "tensor_parallel")
+    mixers = ("linear_attn.", "conv.", "mamba.", "mixer.")
+    named = [name for name, _ in spec.module.named_parameters() if any(one in name for one in mixers)]
+    whole = [name for name in named if not depends_on_rank(ctx.weights[name].expression)]
+    assert len(named) > len(whole)
+    assert all(name.endswith("linear_attn.norm.weight") for name in whole)  # of one head
+
+
+def test_a_share_of_parts_may_be_had_by_several_ranks() -> None:
+    weight_O = torch.arange(12)
+    shares = [shard_parts(weight_O, 4, 8, 4, 4, 2, rank=rank).tolist() for rank in range(4)]
+    assert shares == [[0, 1, 8, 9], [2, 3, 8, 9], [4, 5, 10, 11], [6, 7, 10, 11]]
+    with pytest.raises(ValueError, match="5 rows cannot be shared in parts of"):
+        shard_parts(weight_O[:5], 4, 8, 4, 4, 2, rank=0)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
