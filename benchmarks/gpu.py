@@ -140,7 +140,7 @@ class Bench:
 
     def capture_graphs(self) -> None:
         """Capture the CUDA graphs that a server captures while idle, so that none is captured during a measurement."""
-        while self.llm.engine.core.idle():
+        while self.llm.core.idle():
             pass
 
     def decode(self) -> None:
@@ -201,7 +201,7 @@ class Bench:
 
     @property
     def executor(self) -> Any:
-        return self.llm.engine.core.executor
+        return self.llm.core.executor
 
     @property
     def worker(self) -> Any:

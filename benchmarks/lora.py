@@ -68,7 +68,7 @@ def loading(llm: LLM, sequences: int, adapters: Sequence[LoRARequest | None]) ->
     """Steps of `sequences` - 1 base requests, while short requests with adapters join them one after another. The first adapter's steps are
     not counted: there the kernels of such steps are loaded.
     """
-    core, num_base = llm.engine.core, sequences - 1
+    core, num_base = llm.core, sequences - 1
     while core.idle():  # captures what is left
         pass
 
@@ -117,7 +117,7 @@ def loading(llm: LLM, sequences: int, adapters: Sequence[LoRARequest | None]) ->
 
 def _captured(llm: LLM) -> int:
     """CUDA graphs since the start."""
-    graphs = getattr(getattr(llm.engine.core.executor, "worker", None), "_graphs", None)
+    graphs = getattr(getattr(llm.core.executor, "worker", None), "_graphs", None)
     return 0 if graphs is None else sum(graphs.stats.captured.values())
 
 
@@ -167,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options |= {"enable_lora": True, "max_loras": most_adapters, "max_lora_rank": args.rank}
         with LLM(args.model, **options) as llm:
-            targets = llm.engine.core.adapters.targets
+            targets = llm.core.adapters.targets
             assert targets is not None
             linears = {
                 module: one

@@ -111,7 +111,7 @@ def run_cpu(args: argparse.Namespace) -> None:
                 conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
                 rates: dict[str, list[float]] = {"off": [], "on": []}
                 answers: dict[str, list[list[int]]] = {}
-                before = drafting.engine.core.stats()
+                before = drafting.core.stats()
                 for repeat in range(args.repeats + 1):  # the first warms up
                     for name, llm in (("off", plain), ("on", drafting)):
                         seconds, tokens, answers[name] = 0.0, 0, []
@@ -123,7 +123,7 @@ def run_cpu(args: argparse.Namespace) -> None:
                             answers[name].append(list(answer.outputs[0].token_ids))
                         if repeat:
                             rates[name].append(tokens / seconds)
-                after = drafting.engine.core.stats()
+                after = drafting.core.stats()
                 drafted = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
                 accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
                 num_drafts = after.spec_decode_num_drafts - before.spec_decode_num_drafts

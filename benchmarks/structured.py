@@ -160,7 +160,7 @@ class Bench:
                 times.append(now - last)
                 mask_seconds += self.mask_seconds
             last, self.mask_seconds = now, 0.0
-        while engine._core is not None and engine._core.idle():  # captures the graphs that steps asked for
+        while self.llm.core.idle():  # captures the graphs that steps asked for
             pass
         return statistics.median(times), mask_seconds / len(times)
 
@@ -198,7 +198,7 @@ def main() -> None:
                 "step_ms": round(statistics.median(steps) * 1e3, 3),
                 "ratio_to_free": round(statistics.median(ratios), 3),
                 "mask_ms": round(statistics.median(masks for _, masks in found[case]) * 1e3, 3),
-                "graph_replays": bench.llm.engine._core.stats().graph_replays if bench.llm.engine._core else {},
+                "graph_replays": bench.llm.core.stats().graph_replays,
                 "device": device,
                 **environment(),
             }

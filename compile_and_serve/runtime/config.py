@@ -224,7 +224,7 @@ class ParallelConfig:
 
     data_parallel_size: int = _parallel_option(
         1,
-        "Number of replicas of the model, each with its own ranks, scheduler and KV cache (only for serve).",
+        "Number of replicas of the model, each with its own ranks, scheduler and KV cache (for serve and LLM).",
         flags=("--data-parallel-size", "-dp"),
         checks=(at_least(1),),
     )

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,9 +34,8 @@ class SyncEngine:
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         from compile_and_serve.runtime.engine.core import EngineCore
 
-        replicas = config.parallel.data_parallel_size
-        if replicas > 1:
-            raise ValueError(f"data_parallel_size is {replicas}, but only the server can run replicas: use `serve`, or set it to 1.")
+        if (replicas := config.parallel.data_parallel_size) > 1:
+            raise ValueError(f"data_parallel_size is {replicas}, but this is one engine: use `LLM` or `serve`, or set it to 1.")
         self._core: EngineCore | None = EngineCore(config, on_stage=on_stage)
         self.info: EngineInfo = self._core.info
 
@@ -62,6 +61,19 @@ class SyncEngine:
     def step(self) -> StepOutputs:
         """Run one step and return its outputs, which are empty if there is no work."""
         return self.core.step()
+
+    def sleep(self, level: int) -> None:
+        """See `EngineCore.sleep`."""
+        self.core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """See `EngineCore.wake_up`."""
+        self.core.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is freed, so that no request can run."""
+        return self.core.is_sleeping
 
     def shutdown(self) -> None:
         """Free the model and its KV cache. May be called more than once."""

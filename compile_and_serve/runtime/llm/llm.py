@@ -20,7 +20,7 @@ from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_ou
 from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
 from compile_and_serve.runtime.llm.tools import ChatTools
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs, ignore_stage
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.parsers.events import Call
 from compile_and_serve.runtime.pooling.results import check_generates
@@ -35,6 +35,8 @@ from compile_and_serve.runtime.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from compile_and_serve.runtime.config import ModelConfig
     from compile_and_serve.runtime.engine.client import SyncEngine
+    from compile_and_serve.runtime.engine.core import EngineCore
+    from compile_and_serve.runtime.engine.sync_replicas import SyncReplicas
     from compile_and_serve.runtime.text.template_pool import TemplatePool
 
 
@@ -109,7 +111,8 @@ class InvalidRequestError(ValueError, RuntimeError):
 
 
 class LLM(PoolingMethods):
-    """A model in this process. `shutdown`, or leaving a `with` block, frees its memory.
+    """A model in this process, or replicas of it in processes of their own (`data_parallel_size`). `shutdown`, or leaving a `with` block,
+    frees its memory.
 
     options: those of `make_engine_config`, the fields of `EngineConfig`.
     on_stage: called with (stage, seconds, detail) at the end of each stage of the start-up.
@@ -117,10 +120,12 @@ class LLM(PoolingMethods):
 
     def __init__(self, model: str, *, on_stage: Callable[[str, float, str], None] | None = None, **options: Any) -> None:
         from compile_and_serve.runtime.engine.client import SyncEngine
+        from compile_and_serve.runtime.engine.sync_replicas import SyncReplicas
 
         config = make_engine_config(model, **options)
         self.tokenizer: Tokenizer | None = None if config.model.skip_tokenizer_init else _tokenizer_of(config.model)
-        self.engine: SyncEngine = SyncEngine(config) if on_stage is None else SyncEngine(config, on_stage=on_stage)
+        engine = SyncEngine if config.parallel.data_parallel_size == 1 else SyncReplicas
+        self.engine: SyncEngine | SyncReplicas = engine(config, on_stage=on_stage or ignore_stage)
         self._inputs = InputProcessor(self.tokenizer, self.engine.info)
         self._outputs = OutputProcessor(self._inputs)
         self._num_requests = 0
@@ -130,6 +135,14 @@ class LLM(PoolingMethods):
     def info(self) -> EngineInfo:
         """The engine's limits, KV blocks, dtype and device."""
         return self.engine.info
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core, for tools that look inside. Raises `EngineDeadError` after `shutdown`."""
+        from compile_and_serve.runtime.engine.client import SyncEngine
+
+        assert isinstance(self.engine, SyncEngine), "the cores of replicas are in other processes"
+        return self.engine.core
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ValueError` if the LLM was created with skip_tokenizer_init."""
@@ -256,16 +269,16 @@ class LLM(PoolingMethods):
 
         level: 1 keeps the weights in host memory, 2 drops them, and waking reads the checkpoint again.
         """
-        self.engine.core.sleep(level)
+        self.engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Bring back what `sleep` freed, or only the parts in `tags`: "weights", "kv_cache"."""
-        self.engine.core.wake_up(tags)
+        self.engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is freed, so that nothing can be generated."""
-        return self.engine.core.is_sleeping
+        return self.engine.is_sleeping
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory. The LLM cannot be used afterwards."""

@@ -230,7 +230,7 @@ async def test_all_dead_ends_the_outputs(model_dir: Path, monkeypatch: pytest.Mo
         assert "was ended by signal 9" in str(reader.error)
 
 
-def test_one_replica_is_a_plain_client_and_several_are_for_the_server(model_dir: Path) -> None:
+def test_one_replica_is_a_plain_client_and_several_are_not_one_engine(model_dir: Path) -> None:
     assert isinstance(make_client(tiny_config(model_dir)), AsyncEngineClient)
     with pytest.raises(ValueError, match="data_parallel_size is 2, but"):
         SyncEngine(tiny_config(model_dir, data_parallel_size=2))
