@@ -52,7 +52,7 @@ class FakeCore:
 
 def test_steps_last_from_end_to_end_and_the_first_adapter_does_not_count() -> None:
     core = FakeCore()
-    llm: Any = SimpleNamespace(engine=SimpleNamespace(core=core))
+    llm: Any = SimpleNamespace(core=core)
     row = loading(llm, 4, [LoRARequest(str(i), i, "") for i in (1, 2, 3)])
     assert row["steps"] == 6  # three of each adapter but the first: a call without a step is part of the next step
     assert 20 <= row["median_ms"] < 50  # 10, 30 and 30: 20 without a step and 10 with one
