@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,12 @@ def is_pooling_architecture(config: Mapping[str, Any]) -> bool:
 
 
 def build_pooling_model(
-    config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto", requantize: bool = False
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    model_impl: ModelImpl = "auto",
+    requantize: bool = False,
+    code_folder: Path | None = None,
 ) -> ModelSpec:
     """`build_model` for embeddings or classification. Raises `ModelConfigError` as that does.
 
@@ -50,7 +56,8 @@ def build_pooling_model(
         family = architecture.removesuffix(_CLASSIFIES) + _GENERATES
     elif architecture.endswith(_BARE):
         family = architecture.removesuffix(_BARE) + _GENERATES
-    spec = build_model({**config, "architectures": [family]}, dtype=dtype, model_impl=model_impl, requantize=requantize)
+    named = {**config, "architectures": [family]}
+    spec = build_model(named, dtype=dtype, model_impl=model_impl, requantize=requantize, code_folder=code_folder)
     if spec.pooling is not None:
         return spec
     old_head = getattr(spec.module, "lm_head", None)

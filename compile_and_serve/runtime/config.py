@@ -94,6 +94,16 @@ class ModelConfig:
     )
     skip_tokenizer_init: bool = _model_option(False, None)
     seed: int = _model_option(0, "Seed of sampling and of dummy weights.")
+    trust_remote_code: bool = _model_option(
+        False,
+        "Run Python files of the model's folder that its config.json and tokenizer_config.json name (auto_map), where neither this project "
+        "nor transformers has the class. The log names them. They can do all that you can: read them first.",
+    )
+
+    @property
+    def code_folder(self) -> Path | None:
+        """The folder whose own classes may run; None: no code of a folder is run."""
+        return self.path if self.trust_remote_code and self.path.is_dir() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,7 +54,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
             "set tensor_parallel_size to 1."
         )
     _check_stages(config)
-    path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir)
+    path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir, with_code=config.model.trust_remote_code)
     max_loras = compile_config.max_loras if config.enable_lora else 0
     return replace(
         config,

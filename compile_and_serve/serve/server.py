@@ -24,7 +24,7 @@ from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
-from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
+from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_model_tokenizer
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
@@ -339,8 +339,7 @@ def _read_files(config: EngineConfig, settings: ServerSettings, templates: Templ
     if config.model.skip_tokenizer_init:
         served_parsers(None, settings)
         return None, settings
-    given = config.model.tokenizer
-    tokenizer = load_tokenizer(config.model.path if given is None else Path(given))
+    tokenizer = load_model_tokenizer(config.model)
     if settings.chat_template is None and "default" in tokenizer.chat_templates:
         try:
             templates.check(tokenizer.chat_templates["default"])

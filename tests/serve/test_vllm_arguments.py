@@ -247,12 +247,12 @@ def test_what_cannot_be_honoured_is_one_sentence(line: str, sentence: str) -> No
 
 
 def test_flags_without_effect_are_named_with_the_reason() -> None:
-    line = "m --trust-remote-code --swap-space 4 --limit-mm-per-prompt.image 2 --compilation-config.custom_ops+ none"
+    line = "m --code-revision main --swap-space 4 --limit-mm-per-prompt.image 2 --compilation-config.custom_ops+ none"
     found = translate(line.split(), OWN)
     assert found.arguments == ["m"]
     assert found.refused == []
     assert found.ignored == [
-        "--trust-remote-code has no effect: no code of a model's folder is ever run.",
+        "--code-revision has no effect: the code of a model is that of --revision.",
         "--swap-space has no effect: preempted sequences are computed again, not swapped.",
         "--limit-mm-per-prompt has no effect: the models read text only.",
         "--compilation-config.custom_ops has no effect: the compiler is another; see --pass and --force-pass.",
@@ -295,7 +295,8 @@ def test_a_command_line_of_vllm_starts_the_server(serve: Serve) -> None:
     assert (config.model.max_model_len, config.scheduler.max_num_batched_tokens) == (1000, 2048)
     assert (config.model.dtype, config.model.hf_overrides) == ("float32", {"max_position_embeddings": 4096})
     assert config.compile.capture_sizes == (1, 4)
-    assert log == "Warning: --trust-remote-code has no effect: no code of a model's folder is ever run.\n"
+    assert config.model.trust_remote_code
+    assert log == ""
 
 
 @pytest.mark.parametrize("length", ["auto", "-1", "AUTO"])

@@ -12,6 +12,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.folder_code import FolderCodeError, class_reference, code_digest, load_class
 from compile_and_serve.models.layers import scaled_positions
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
 from compile_and_serve.models.transformers.attention import (
@@ -88,15 +90,16 @@ class TransformersModel(nn.Module):
         return self._forward(input_ids=input_ids[None], **options).logits[0][logits_indices]
 
 
-def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | None = None) -> ModelSpec:
     """Build the class that a config.json names on the meta device, with its parameters in `dtype`.
 
+    code_folder: of classes that the config's `auto_map` names, which are then used; None: no code of a folder is run.
     Raises `ModelConfigError` if transformers lacks the class, or if the class needs more than softmax attention over earlier tokens.
     """
     name = config["architectures"][0]
-    model = _instantiate(name, config)
+    model = _instantiate(name, config, code_folder)
     try:
-        return _spec(name, config, model, dtype)
+        spec = _spec(name, config, model, dtype)
     except Unsupported as reason:
         raise unsupported(name, reason) from reason
     except ModelConfigError:
@@ -105,6 +108,9 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         if "meta" in str(error):
             raise unsupported(name, f"it reads values of a step on the host ({_module_of(error)})") from error
         raise unsupported(name, f"a dry run failed with {_first_line(error)} ({_module_of(error)})") from error
+    if code_folder is None or (reference := class_reference(config, "AutoModelForCausalLM")) is None:
+        return spec
+    return replace(spec, config={**spec.config, "code": code_digest(code_folder, reference)})
 
 
 def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) -> ModelSpec:
@@ -163,18 +169,14 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
 def _ignore(*_: Any) -> None: ...
 
 
-def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
-    found = getattr(transformers, name, None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        own = ": it comes with code of its own (auto_map in config.json), which is never run" if config.get("auto_map") else ""
-        raise unsupported(name, f"transformers {transformers.__version__} has no such model{own}")
-    cls: Any = found
+def _instantiate(name: str, config: Mapping[str, Any], code_folder: Path | None) -> PreTrainedModel:
+    cls, config_class = _classes(name, config, code_folder)
     if not cls.can_generate():
         raise unsupported(name, "it does not generate text")
     if cls._is_stateful:
         raise unsupported(name, "it has recurrent state")
     try:
-        hf_config = cls.config_class.from_dict(_with_floats(dict(config)))
+        hf_config = config_class.from_dict(_with_floats(dict(config)))
         _check_config(hf_config)
         model = _on_meta(cls, hf_config)
         model.tie_weights()
@@ -183,6 +185,24 @@ def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     except Exception as error:  # transformers raises many kinds of errors for an invalid config
         raise ModelConfigError(f"transformers cannot build {name} from this config: {_first_line(error)}") from error
     return model
+
+
+def _classes(name: str, config: Mapping[str, Any], code_folder: Path | None) -> tuple[Any, Any]:
+    """The model's class and its config's: those of the folder where its code is trusted, else transformers' own."""
+    reference, config_class = class_reference(config, "AutoModelForCausalLM"), None
+    found: Any = getattr(transformers, name, None)
+    if code_folder is not None and reference is not None:
+        try:
+            found = load_class(code_folder, reference)
+            if (of_config := class_reference(config, "AutoConfig")) is not None:
+                config_class = load_class(code_folder, of_config)
+        except FolderCodeError as error:
+            raise unsupported(name, str(error).removesuffix(".")) from error
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        own = ": it comes with code of its own (auto_map in config.json), which only --trust-remote-code runs" if reference else ""
+        raise unsupported(name, f"transformers {transformers.__version__} has no such model{own}")
+    cls: Any = found
+    return cls, config_class or cls.config_class
 
 
 def _with_floats(value: Any) -> Any:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
@@ -27,13 +26,12 @@ from compile_and_serve.runtime.pooling.results import check_generates
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
-from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
+from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
 from compile_and_serve.runtime.text.output_processor import CompletionOutput as Completion
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from compile_and_serve.runtime.config import ModelConfig
     from compile_and_serve.runtime.engine.client import SyncEngine
     from compile_and_serve.runtime.engine.core import EngineCore
     from compile_and_serve.runtime.engine.sync_replicas import SyncReplicas
@@ -123,7 +121,7 @@ class LLM(PoolingMethods):
         from compile_and_serve.runtime.engine.sync_replicas import SyncReplicas
 
         config = make_engine_config(model, **options)
-        self.tokenizer: Tokenizer | None = None if config.model.skip_tokenizer_init else _tokenizer_of(config.model)
+        self.tokenizer: Tokenizer | None = None if config.model.skip_tokenizer_init else load_model_tokenizer(config.model)
         engine = SyncEngine if config.parallel.data_parallel_size == 1 else SyncReplicas
         self.engine: SyncEngine | SyncReplicas = engine(config, on_stage=on_stage or ignore_stage)
         self._inputs = InputProcessor(self.tokenizer, self.engine.info)
@@ -424,10 +422,6 @@ class LLM(PoolingMethods):
             text = None if self.tokenizer is None else self.tokenizer.token_text(token_id)
             result.setdefault(token_id, Logprob(logprob, rank, text))
         return result
-
-
-def _tokenizer_of(model: ModelConfig) -> Tokenizer:
-    return load_tokenizer(model.path if model.tokenizer is None else Path(model.tokenizer))
 
 
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

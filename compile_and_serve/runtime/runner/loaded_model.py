@@ -255,7 +255,11 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     dtype = model_dtype(config, device)
     cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
     spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
-        model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
+        model_config,
+        dtype=dtype,
+        model_impl=config.model.model_impl,
+        requantize=config.compile.quantization is not None,
+        code_folder=config.model.code_folder,
     )
     state_dtype = resolve_state_dtype(config.cache.state_dtype)
     if state_dtype is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from compile_and_serve.models.folder_code import FolderCodeError, class_reference, load_class
 from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
 
@@ -27,8 +28,11 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model folder or a .gguf file. Raises `TokenizerError` if there is none or it is damaged."""
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Load the tokenizer of a model folder or a .gguf file. Raises `TokenizerError` if there is none or it is damaged.
+
+    trust_remote_code: a class that the folder brings (`auto_map` in tokenizer_config.json) may be run to convert it.
+    """
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path)
@@ -39,14 +43,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _load_gguf(ggufs[0])
-    return _load_folder(path, _convert_with_transformers(path))
+    return _load_folder(path, _convert_with_transformers(path, trust_remote_code=trust_remote_code))
 
 
 def load_model_tokenizer(config: ModelConfig) -> Tokenizer:
     """Load the tokenizer that an engine's options name. Raises `TokenizerError`, also if they say to load none."""
     if config.skip_tokenizer_init:
         raise TokenizerError("The engine runs without a tokenizer: start it without skip_tokenizer_init.")
-    return load_tokenizer(config.path if config.tokenizer is None else config.tokenizer)
+    path = config.path if config.tokenizer is None else config.tokenizer
+    return load_tokenizer(path, trust_remote_code=config.trust_remote_code)
 
 
 def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
@@ -73,15 +78,25 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{file} cannot be read as a tokenizer ({error}): check that the file is complete.") from error
 
 
-def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
+def _convert_with_transformers(path: Path, *, trust_remote_code: bool) -> tokenizers.Tokenizer:
     if importlib.util.find_spec("transformers") is None:
         raise TokenizerError(f"'{path}' has no tokenizer.json: add one, or install transformers, which can convert other formats.")
     from transformers import AutoTokenizer
 
     logger.info("%s has no tokenizer.json; transformers converts the tokenizer that it finds.", path)
+    reference = class_reference(_read_json(path / "tokenizer_config.json"), "AutoTokenizer")
     try:
-        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        if trust_remote_code and reference is not None:
+            load_class(path, reference)  # says in the log what is run
+        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
+    except FolderCodeError as error:
+        raise TokenizerError(str(error)) from error
     except Exception as error:  # any of a dozen types, depending on which file is missing
+        if reference is not None and not trust_remote_code:
+            raise TokenizerError(
+                f"'{path}' has no tokenizer.json, and its tokenizer is code of its own ({reference}), which only --trust-remote-code runs: "
+                "set that flag, or add a tokenizer.json."
+            ) from None
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(f"'{path}' has no tokenizer that can be loaded: add a tokenizer.json (transformers: {first_line}).") from error
     backend = getattr(converted, "backend_tokenizer", None)

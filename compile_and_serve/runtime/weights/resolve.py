@@ -44,6 +44,7 @@ KNOWN_MODELS = {
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _PICKLED_HUB_FILES = ["pytorch_model*.bin"]  # which older models come in; their index is a .json file
+_CODE_HUB_FILES = ["*.py"]
 _MEDUSA_HUB_FILES = ["medusa_lm_head.pt"]
 _USUAL_QUANTIZATION = "Q4_K_M"  # that llama.cpp takes of a repository of .gguf files, if none is named
 
@@ -53,11 +54,13 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compile-and-serve"
 
 
-def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool = False, download_dir: str | Path | None = None) -> Path:
+def resolve_model(
+    model: str, revision: str | None = None, *, with_pickled: bool = False, download_dir: str | Path | None = None, with_code: bool = False
+) -> Path:
     """The local model folder (Hugging Face layout) or .gguf file for `model`. Known names and Hub ids are downloaded first.
 
     Of a folder or a Hub id, `:FILE.gguf` or `:QUANTIZATION` (such as Q4_K_M, a part of the file's name) chooses a .gguf file.
-    revision: branch, tag or commit of a Hub id. with_pickled: download files of torch.save too.
+    revision: branch, tag or commit of a Hub id. with_pickled: download files of torch.save too. with_code: and Python files.
     download_dir: where models of the Hub are kept; None: in the Hub's own cache.
     Raises `WeightError` if `model` is none of these, if it has no revisions, or if the download fails.
     """
@@ -79,21 +82,21 @@ def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool
     looks_local = path.suffix == ".gguf" or model.startswith(("/", ".", "~"))
     if not looks_local and _HUB_ID.fullmatch(model):
         download = partial(_download_from_hub, model, revision, folder=download_dir)
-        return _model_on_the_hub(download, model, chosen, _MEDUSA_HUB_FILES * with_pickled)
+        return _model_on_the_hub(download, model, chosen, _MEDUSA_HUB_FILES * with_pickled, _CODE_HUB_FILES * with_code)
     raise WeightError(
         f"{model!r} was not found: expected a model folder, a .gguf file, one of the known names "
         f"({', '.join(KNOWN_MODELS)}) or a Hugging Face Hub id like organization/name."
     )
 
 
-def _model_on_the_hub(download: Callable[[list[str]], Path], model: str, chosen: str | None, more: list[str]) -> Path:
-    """download: fetches the files with these patterns. → the folder. more: patterns of further files."""
+def _model_on_the_hub(download: Callable[[list[str]], Path], model: str, chosen: str | None, more: list[str], code: list[str]) -> Path:
+    """download: fetches the files with these patterns. → the folder. more, code: patterns of further weights, and of Python files."""
     if chosen is not None:
         return _chosen_gguf(download(_gguf_patterns(chosen)), chosen, model)
-    folder = download(_HUB_FILES + more)
+    folder = download(_HUB_FILES + more + code)
     if (folder / "config.json").exists():
         has_weights = any(folder.glob("*.safetensors")) or any((folder / name).exists() for name in more)
-        return folder if has_weights else download(_HUB_FILES + _PICKLED_HUB_FILES)
+        return folder if has_weights else download(_HUB_FILES + _PICKLED_HUB_FILES + code)
     return _chosen_gguf(download(_gguf_patterns(_USUAL_QUANTIZATION)), _USUAL_QUANTIZATION, model)
 
 

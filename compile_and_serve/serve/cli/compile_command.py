@@ -53,7 +53,11 @@ def compile_model_command(
         model_config = read_model_config(config.model)
         config = with_cache_dtype(config, model_config, device)
         spec = build_model(
-            model_config, dtype=dtype, model_impl=config.model.model_impl, requantize=config.compile.quantization is not None
+            model_config,
+            dtype=dtype,
+            model_impl=config.model.model_impl,
+            requantize=config.compile.quantization is not None,
+            code_folder=config.model.code_folder,
         )
         drafter = build_drafter(config, spec, dtype)
         spec = spec if drafter is None else drafter.target

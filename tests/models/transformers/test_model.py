@@ -393,9 +393,3 @@ def test_spec_describes_checkpoint_and_sharding() -> None:
     assert build("Olmo2ForCausalLM").tp_plan == {}  # its norms span all heads, so colwise and rowwise do not suffice
     assert spec.buffers["model.rotary_emb.inv_freq"].device.type == "cpu"
     assert spec.config["model_impl"].startswith("transformers ")
-
-
-def test_a_class_that_comes_with_its_own_code_is_one_sentence() -> None:
-    config = config_of("HouseForCausalLM", model_type="house", auto_map={"AutoModelForCausalLM": "modeling_house.HouseForCausalLM"})
-    with pytest.raises(ModelConfigError, match=r"has no such model: it comes with code of its own \(auto_map in config.json\)"):
-        build_model(config, dtype=torch.float32)

@@ -82,7 +82,7 @@ DECISIONS: Mapping[str, Decision] = {
     **_refused("the format is found by itself", "--config-format", ("hf", "gguf")),
     **_refused("the tokenizer is the model's, or the files of --tokenizer", "--tokenizer-mode", ("hf", "fast", "slow")),
     **_refused("give a local folder with --tokenizer", "--tokenizer-revision"),
-    **_ignored("no code of a model's folder is ever run", "--trust-remote-code --code-revision"),
+    **_ignored("the code of a model is that of --revision", "--code-revision"),
     **_refused("the package huggingface_hub takes it from the environment variable HF_TOKEN", "--hf-token"),
     **_refused("classes of models are registered by plug-ins", "--model-class-overrides"),
     **_refused("only LLM(…) works without a tokenizer", "--skip-tokenizer-init"),
