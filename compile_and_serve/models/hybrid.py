@@ -16,12 +16,13 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.mesh import AlongAxis, ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import recurrent_group
+from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import LayerState
-from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
+from compile_and_serve.custom_ops.state.tokens import KV_CACHES, AttentionLayer, KVCacheSpec
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError
 from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
-from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle, full_attention
+from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle
 
 LayerKind = Literal["attention", "recurrent", "both", "neither"]
 
@@ -163,18 +164,19 @@ def hybrid_spec(
     *,
     tp_plan: Mapping[str, ShardStyle] = DECODER_TP_PLAN,
     names: Mapping[str, str] | None = None,
+    cache: AttentionLayer | None = None,
 ) -> ModelSpec:
     """The spec of a hybrid model. make_layer: makes the layer of a number. state: of each recurrent layer.
 
+    cache: of each layer with attention; None: keys and values as the decoder says.
     names: parts of our parameters' names → what checkpoints have in their place, applied in order. tp_plan: of what is no
     `ShardedModule`; these have plans of their own.
     """
     decoder = hybrid.decoder
     groups = []
     if hybrid.num_caches:
-        groups.append(
-            full_attention([KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)] * hybrid.num_caches)
-        )
+        cache = cache or KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)
+        groups.append(StateGroup(name=KV_CACHES, layers=(cache,) * hybrid.num_caches))
     if hybrid.num_states:
         groups.append(recurrent_group([state] * hybrid.num_states))
     make = partial(HybridForCausalLM if hybrid.num_caches else RecurrentForCausalLM, hybrid, make_layer)

@@ -7,7 +7,8 @@ convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from compile_and_serve.models.spec import ShardedModule, ShardStyle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaNetConfig:
-    """Sizes of a Gated DeltaNet."""
+    """Sizes of a Gated DeltaNet. decay_per_channel: of the key, as in Kimi Delta Attention."""
 
     hidden_size: int
     num_key_heads: int
@@ -35,6 +36,7 @@ class DeltaNetConfig:
     value_dim: int
     width: int
     eps: float
+    decay_per_channel: bool = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeltaNetConfig:
@@ -68,33 +70,34 @@ class DeltaNetConfig:
         keys = ColwisePart(self.keys_size, self.num_key_heads, shared_by_ranks=True)
         return keys, keys, ColwisePart(self.values_size, self.num_heads)
 
-    def state(self, dtype: torch.dtype) -> LayerState:
-        """What a layer keeps. dtype: of the model."""
-        channels = 2 * self.keys_size + self.values_size
-        convolution = ConvolutionState(channels=channels, width=self.width, dtype=dtype, parts=self.convolved_parts)
+    def state(self, dtype: torch.dtype, *, is_sharded: bool = True) -> LayerState:
+        """What a layer keeps. dtype: of the model. is_sharded: ranks share the heads."""
+        channels, parts = 2 * self.keys_size + self.values_size, self.convolved_parts if is_sharded else None
+        convolution = ConvolutionState(channels=channels, width=self.width, dtype=dtype, parts=parts)
         memory = LinearAttentionState(
             num_heads=self.num_heads,
             num_key_heads=self.num_key_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             dtype=dtype,
-            is_sharded=True,
+            is_sharded=is_sharded,
+            decay_per_channel=self.decay_per_channel,
         )
         return JoinedState(parts=(convolution, memory))
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head, times silu(gate), in float32."""
+    """RMSNorm of each head, times activation(gate), in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.activation = eps, activation
 
     def forward(self, x_THV: torch.Tensor, gate_THV: torch.Tensor) -> torch.Tensor:
         wide = x_THV.float()
         normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x_THV.dtype)
-        return (self.weight * normed * F.silu(gate_THV.float())).to(x_THV.dtype)
+        return (self.weight * normed * self.activation(gate_THV.float())).to(x_THV.dtype)
 
 
 def causal_conv1d(channels: int, width: int, *, bias: bool) -> nn.Conv1d:
@@ -102,7 +105,21 @@ def causal_conv1d(channels: int, width: int, *, bias: bool) -> nn.Conv1d:
     return nn.Conv1d(channels, channels, width, groups=channels, bias=bias)
 
 
-def convolve(conv: nn.Conv1d, x_TC: torch.Tensor, state: StatePart) -> torch.Tensor:
+class SplitConvolution(nn.Module):
+    """The convolution of queries, keys and values, of each of which checkpoints have the weight. sizes: their channels."""
+
+    bias = None
+
+    def __init__(self, sizes: Sequence[int], width: int) -> None:
+        super().__init__()
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (causal_conv1d(size, width, bias=False) for size in sizes)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight))
+
+
+def convolve(conv: nn.Conv1d | SplitConvolution, x_TC: torch.Tensor, state: StatePart) -> torch.Tensor:
     return short_convolution(x_TC, conv.weight.squeeze(1), conv.bias, state)
 
 
@@ -113,20 +130,25 @@ def unit_length(x_TGK: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 class GatedDeltaNet(ShardedModule):
-    """Gated DeltaNet (arXiv:2412.06464). [T, D] → [T, D]. Subclasses make the projections, and `project` from the input."""
+    """Gated DeltaNet (arXiv:2412.06464). [T, D] → [T, D]. Subclasses make the projections, and `project` from the input.
 
-    def __init__(self, config: DeltaNetConfig) -> None:
+    beta_scale: a factor of beta.
+    """
+
+    conv1d: nn.Conv1d | SplitConvolution
+
+    def __init__(self, config: DeltaNetConfig, beta_scale: float = 1.0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.beta_scale = config, beta_scale
         self.conv1d = causal_conv1d(2 * config.keys_size + config.values_size, config.width, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
         self.A_log = nn.Parameter(torch.empty(config.num_heads))
         self.norm = GatedNorm(config.value_dim, config.eps)
         self.out_proj = nn.Linear(config.values_size, config.hidden_size, bias=False)
 
+    @abstractmethod
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """→ queries, keys and values side by side [T, C]; the output's gate [T, H · V]; beta and the decay [T, H], not activated"""
-        raise NotImplementedError
 
     def forward(self, x_TD: torch.Tensor, state: Sequence[StatePart]) -> torch.Tensor:
         config = self.config
@@ -137,7 +159,10 @@ class GatedDeltaNet(ShardedModule):
         k_TGK = unit_length(k.unflatten(-1, (-1, config.key_dim)))
         v_THV = v.unflatten(-1, (-1, config.value_dim))
         log_decay_TH = -self.A_log.float().exp() * F.softplus(a_TH.float() + self.dt_bias)
-        out_THV = linear_attention(q_TGK, k_TGK, v_THV, log_decay_TH, b_TH.sigmoid().float(), state[1:])
+        beta_TH = b_TH.sigmoid().float()
+        if self.beta_scale != 1.0:
+            beta_TH = beta_TH * self.beta_scale
+        out_THV = linear_attention(q_TGK, k_TGK, v_THV, log_decay_TH, beta_TH, state[1:])
         return self.out_proj(self.norm(out_THV, gate.unflatten(-1, (-1, config.value_dim))).flatten(1))
 
 

@@ -60,6 +60,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,  # squares amplify rounding
         "max_position_embeddings": 2048,
     },
+    "MambaForCausalLM": {"state_size": 12},
+    "FalconMambaForCausalLM": {"mixer_rms_eps": 1e-5},
+    "JambaForCausalLM": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_dt_rank": 8,
+        "max_position_embeddings": 2048,
+    },
+    "Lfm2MoeForCausalLM": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "max_position_embeddings": 2048,
+    },
+    "OlmoHybridForCausalLM": {
+        **{key: value for key, value in _DELTA_NET.items() if key != "head_dim"},
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 32,  # transformers writes the weights of three convolutions of equal sizes
+    },
+    "KimiLinearForCausalLM": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 2048,
+    },
     "FalconH1ForCausalLM": {
         **_MAMBA,
         "mamba_d_ssm": 128,
@@ -78,6 +120,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_WITHOUT_ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 # Names of `SIZES` that a class's config does not have.
 WITHOUT: dict[str, tuple[str, ...]] = {
     "Lfm2ForCausalLM": ("head_dim",),
@@ -85,6 +128,8 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     "GraniteMoeHybridForCausalLM": ("head_dim",),
     "NemotronHForCausalLM": ("num_hidden_layers",),
     "FalconH1ForCausalLM": ("head_dim",),
+    **dict.fromkeys(("JambaForCausalLM", "OlmoHybridForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"), ("head_dim",)),
+    **dict.fromkeys(("MambaForCausalLM", "FalconMambaForCausalLM"), _WITHOUT_ATTENTION),
     "Mamba2ForCausalLM": ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 }
 

@@ -184,6 +184,21 @@ struct CasLinearAttention {
 };
 void cas_linear_attention(const CasLinearAttention* args);
 
+// The scan of Mamba-1; see custom_ops/recurrent/selective_scan.py, and layer_state.py for the state. x, dt [T, I] and b, c [T, N] with row
+// strides, out [T, I]: in the given dtype, as inputs and keys. a [N, I], states and positions: float32. N is at most 256.
+// Rows of out behind the last sequence become zero.
+struct CasSelectiveScan {
+    int32_t dtype, num_threads;
+    int64_t num_tokens, num_channels, state_size, ring, block;  // block: channels of a unit, a multiple of 16
+    const void *x, *dt, *b, *c;
+    int64_t x_stride, dt_stride, b_stride, c_stride;
+    const float* a;
+    CasPagedUnits states, inputs, keys, positions;
+    CasSlots slots;
+    void* out;
+};
+void cas_selective_scan(const CasSelectiveScan* args);
+
 // A causal convolution of each channel; see custom_ops/recurrent/short_convolution.py. x [T, D] with a row stride, weight [D, W], bias [D]
 // or null, and out [T, D] are in the given dtype, as the ring of inputs. Rows of out behind the last sequence become zero.
 struct CasShortConvolution {

@@ -14,20 +14,10 @@
 namespace cas {
 namespace {
 
-constexpr int64_t kBlock = 16;        // tokens between checkpoints, and at most in a block
-constexpr int64_t kEntries = 5 * 16;  // at most at a time: a ring's, and a block's
+constexpr int64_t kBlock = kCheckpointTokens;  // tokens at most in a block
+constexpr int64_t kEntries = 5 * 16;           // at most at a time: a ring's, and a block's
 
-int64_t down(int64_t position) { return position / kBlock * kBlock; }
 int64_t rollback(int64_t ring) { return (ring - kBlock - 1) / 2; }
-
-// Where the checkpoint lies after a step.
-int64_t checkpoint_after(const SlotSequence& s, int64_t ring) { return down(std::max(s.computed, s.length - rollback(ring))); }
-
-int64_t checkpoint_before(float stored, int64_t computed, int64_t ring) {
-    const int64_t earliest = std::max<int64_t>(0, down(computed - ring + kBlock)), latest = down(computed);
-    const int64_t position = std::isfinite(stored) ? int64_t(std::clamp(stored, 0.0f, 1e9f)) : 0;
-    return std::clamp(down(position), earliest, latest);
-}
 
 // exp of the difference of two rows of cumulative decays, for each channel or for all.
 inline f32x16 decay_between(const float* later, const float* earlier, int64_t decays, int64_t channel) {
@@ -89,7 +79,7 @@ struct Head {
 
     void run() {
         begin();
-        const int64_t end = checkpoint_after(s, a.ring);
+        const int64_t end = checkpoint_after(s, rollback(a.ring));
         fold(std::min(down(s.computed), end));
         for (int64_t position = s.computed; position < s.length;) {
             const int64_t next = std::min(s.length, down(position) + kBlock);
@@ -228,7 +218,7 @@ template <class T>
 void write_keys(const CasLinearAttention& a, const SlotSequence& s, int64_t key_head) {
     const T *from = unit_of<T>(a.key_units, s.read_pages, key_head), *k = static_cast<const T*>(a.k) + key_head * a.k_head_stride;
     T* to = unit_of<T>(a.key_units, s.write_pages, key_head);
-    const int64_t checkpoint = checkpoint_after(s, a.ring);
+    const int64_t checkpoint = checkpoint_after(s, rollback(a.ring));
     for (int64_t position = s.moves ? checkpoint : std::max(checkpoint, s.computed); position < s.length; ++position) {
         const T* key = position < s.computed ? from + position % a.ring * a.key_dim : k + (s.begin + position - s.computed) * a.k_stride;
         std::copy(key, key + a.key_dim, to + position % a.ring * a.key_dim);

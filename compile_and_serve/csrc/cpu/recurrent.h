@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "kernels.h"
@@ -31,6 +32,20 @@ struct SlotSequence {
 
     bool is_padding() const { return length <= 0 || length <= computed; }
 };
+
+constexpr int64_t kCheckpointTokens = 16;  // a checkpoint lies at a multiple of these
+
+inline int64_t down(int64_t position) { return position / kCheckpointTokens * kCheckpointTokens; }
+
+// Where the checkpoint lies after a step whose last `rollback` tokens may be taken back.
+inline int64_t checkpoint_after(const SlotSequence& s, int64_t rollback) { return down(std::max(s.computed, s.length - rollback)); }
+
+// Where the checkpoint lies that a step reads. stored: the state's own word, which is random in examples.
+inline int64_t checkpoint_before(float stored, int64_t computed, int64_t ring) {
+    const int64_t earliest = std::max<int64_t>(0, down(computed - ring + kCheckpointTokens)), latest = down(computed);
+    const int64_t position = std::isfinite(stored) ? int64_t(std::clamp(stored, 0.0f, 1e9f)) : 0;
+    return std::clamp(down(position), earliest, latest);
+}
 
 // c[i] = sum over j of a(i, j) b[j] for kRows rows and kVectors * 16 columns, added to scale_i c_before[i] where that is not null.
 // a(i, j) is at a + i * row_step + j * column_step. b has rows of `width`.

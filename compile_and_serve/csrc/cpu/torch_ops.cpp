@@ -407,6 +407,11 @@ TORCH_LIBRARY_FRAGMENT(cas, m) {
     m.def(
         "cpu_short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor columns, Tensor query_start_loc, "
         "Tensor seq_lens, Tensor read_pages, Tensor write_pages, int num_seqs) -> Tensor");
+    m.def(
+        "cpu_selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) states, Tensor states_columns, "
+        "Tensor(b!) inputs, Tensor inputs_columns, Tensor(c!) keys, Tensor keys_columns, Tensor(d!) positions, Tensor positions_columns, "
+        "Tensor query_start_loc, Tensor seq_lens, Tensor read_pages, Tensor write_pages, int num_seqs) -> Tensor");
+    m.impl("cpu_selective_scan", c10::DispatchKey::CPU, TORCH_FN(cpu_selective_scan));
     m.impl("cpu_linear_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_linear_attention));
     m.impl("cpu_short_convolution", c10::DispatchKey::CPU, TORCH_FN(cpu_short_convolution));
     m.impl("cpu_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_attention));

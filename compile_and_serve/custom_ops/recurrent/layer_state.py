@@ -26,6 +26,7 @@ ROLLBACK_TOKENS = 15
 # A step of up to ROLLBACK_TOKENS + 1 tokens may write its entries while other programs still read those of earlier tokens, so the tokens
 # from the old checkpoint to the step's last one need places of their own.
 RING_TOKENS = 2 * ROLLBACK_TOKENS + CHECKPOINT_TOKENS + 1 + 1
+SCAN_RING_TOKENS = ROLLBACK_TOKENS + CHECKPOINT_TOKENS + 1  # nobody else reads the entries of a block of a selective scan
 StatePart = tuple[torch.Tensor, torch.Tensor]  # a tensor of the state, and the columns of a slot that hold it
 _CHANNELS = 128  # of a convolution that lie in one page
 
@@ -87,6 +88,30 @@ class LinearAttentionState(LayerState):
             return self
         heads, key_heads = (max(1, count // mesh.tensor) for count in (self.num_heads, self.num_key_heads))
         return replace(self, num_heads=heads, num_key_heads=key_heads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveScanState(LayerState):
+    """The state of a selective scan, per block of C ≤ 128 channels: states (2, N, C), inputs (R, 2, C), keys (R, N), positions (2).
+
+    The two states are the checkpoint, and a later one from which a decode goes on, since a replay of entries takes as long as their tokens
+    took. The inputs are dt, before its activation, and x; the keys are B. positions: of the two states; a later state at -1 is none.
+    dtype: of inputs and keys. Nothing is shared by blocks.
+    """
+
+    channels: int
+    state_size: int
+    dtype: torch.dtype
+
+    def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        block = math.gcd(self.channels, _CHANNELS)
+        blocks = self.channels // block
+        return (
+            StateTensor(shape=(blocks, 2, self.state_size, block)),
+            StateTensor(shape=(blocks, SCAN_RING_TOKENS, 2, block), dtype=self.dtype),
+            StateTensor(shape=(blocks, SCAN_RING_TOKENS, self.state_size), dtype=self.dtype),
+            StateTensor(shape=(blocks, 2), dtype=torch.float32),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ Routing = tuple[Literal["softmax", "sigmoid"], Literal["greedy", "group_limited_
 ROUTINGS: tuple[Routing, ...] = (("softmax", "greedy"), ("softmax", "group_limited_greedy"), ("sigmoid", "noaux_tc"))
 
 
-_TP_PLAN: Mapping[str, ShardStyle] = {
+DEEPSEEK_TP_PLAN: Mapping[str, ShardStyle] = {
     **MOE_TP_PLAN,
     "model.layers.*.self_attn.q_a_proj": "replicated",
     "model.layers.*.self_attn.q_b_proj": "colwise",
@@ -45,7 +45,7 @@ _TP_PLAN: Mapping[str, ShardStyle] = {
     "model.layers.*.mlp.shared_experts.down_proj": "rowwise",
 }
 _MTP_TP_PLAN: Mapping[str, ShardStyle] = {
-    **_TP_PLAN,
+    **DEEPSEEK_TP_PLAN,
     "model.layers.*.embed_tokens": "vocab",
     "model.layers.*.eh_proj": "replicated",
     "model.layers.*.shared_head.head": "vocab",
@@ -147,9 +147,13 @@ class DeepseekMoe(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """residual + the sum of all experts. [T, D], [T, D] → [T, D]"""
-        config = self.config
-        if config.num_shared:
+        if self.config.num_shared:
             residual_TD = residual_TD + self.shared_experts(x_TD)
+        return residual_TD + self.routed(x_TD)
+
+    def routed(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The sum of the chosen experts. [T, D] → [T, D]"""
+        config = self.config
         weights_TK, ids_TK = route(
             self.gate(x_TD),
             config.top_k,
@@ -161,7 +165,7 @@ class DeepseekMoe(nn.Module):
             top_groups=config.top_groups,
             group_best=config.group_best,
         )
-        return residual_TD + self.experts(x_TD, ids_TK, weights_TK)
+        return self.experts(x_TD, ids_TK, weights_TK)
 
 
 class DeepseekMoeLayer(LlamaDecoderLayer):
@@ -258,7 +262,7 @@ def register_deepseek_moe(
 
     def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         parsed = read(config)
-        return _spec(DeepseekMoeForCausalLM, parsed, config, dtype, parsed.decoder.num_hidden_layers, _TP_PLAN)
+        return _spec(DeepseekMoeForCausalLM, parsed, config, dtype, parsed.decoder.num_hidden_layers, DEEPSEEK_TP_PLAN)
 
     def build_mtp_layer(config: Mapping[str, Any], dtype: torch.dtype, number: int, is_only: bool) -> ModelSpec:
         parsed = read(config)
@@ -285,7 +289,12 @@ def _spec(
 ) -> ModelSpec:
     state = StateGroup(name=KV_CACHES, layers=(parsed.layer_cache,) * num_layers)
     spec = decoder_spec(lambda: make(parsed), parsed.decoder, config, dtype, state=[state], tp_plan=tp_plan)
-    for name, parameter in spec.module.named_parameters():
-        if name.endswith("e_score_correction_bias"):  # it decides between close scores
-            parameter.data = parameter.data.float()
+    widen_choice_biases(spec.module)
     return with_expert_parts(spec, parsed.moe)
+
+
+def widen_choice_biases(module: nn.Module) -> None:
+    """Make the routers' biases float32: they decide between close scores."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data = parameter.data.float()

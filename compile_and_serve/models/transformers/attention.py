@@ -144,11 +144,12 @@ AttentionInterface.register(DRY_RUN, attention_forward)
 
 @dataclass(slots=True)
 class DryRun:
-    """Records the attention of a forward on the meta device."""
+    """Records the attention of a forward on the meta device. again: the forward ran before."""
 
     calls: list[AttentionCall] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
     no_blocks: list[torch.Tensor] = field(default_factory=list)  # tensors of -1
+    again: bool = False
 
     def make_mask(
         self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
@@ -277,13 +278,15 @@ class _NumbersTokens(TorchFunctionMode):
         return out
 
 
-def dry_run(model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool) -> list[AttentionCall]:
+def dry_run(
+    model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool, again: bool = False
+) -> list[AttentionCall]:
     """The calls of attention in `forward()`, which runs the model on the meta device.
 
-    own_positions: the model gets positions in its signature, so that it has no reason to number tokens.
+    own_positions: the model gets positions in its signature, so that it has no reason to number tokens. again: it ran before.
     Raises `Unsupported`.
     """
-    recorder = DryRun()
+    recorder = DryRun(again=again)
     find_sequences = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _no_sequences  # it reads positions on the host
     AttentionMaskInterface.register(DRY_RUN, recorder.make_mask)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -52,7 +53,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         if module.is_transposed or module.has_bias or not (module.has_gate and module.is_concatenated):
             return f"the experts {name} have biases, no gate, or another layout than gate rows before up rows"
         activation = getattr(module, "act_fn", None)
-        if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
+        if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation" and activation is not F.silu:
             return f"the activation of the experts {name} is not SiLU"
         if type(module)._apply_gate.__module__ != "transformers.integrations.moe":
             return f"the experts {name} have an activation of their own"

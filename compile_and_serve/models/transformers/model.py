@@ -46,6 +46,7 @@ from compile_and_serve.models.transformers.experts import (
 )
 from compile_and_serve.models.transformers.llama4 import arranged_experts
 from compile_and_serve.models.transformers.older import replace_attention
+from compile_and_serve.models.transformers.recurrent import Mixers, no_mixer_runs
 from compile_and_serve.models.transformers.weights import weight_names
 
 ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -128,6 +129,9 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
     running = RunningForward()
     attach(model, running)
     added = replace_attention(model)
+    mixers = Mixers(model)
+    if model._is_stateful and not mixers.states:
+        raise Unsupported("it has recurrent state")
     rope_types = _keep_frequencies(model)
     wrapped = _give_positions(model, running)
     offset = _position_offset(model)
@@ -138,16 +142,22 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
     ids = torch.zeros(DRY_TOKENS, dtype=torch.int64, device="meta")
     run = partial(dry_run, model, running, lambda: module(ids, ids, ids[:2]), own_positions=not wrapped)
     called: set[nn.Module] = set()
-    with _recorded(model, called):
-        calls = run()
-    if unused := _remove_unused(model, called):
-        calls = run()  # shows that the model works without them
+    try:
+        with _recorded(model, called):
+            calls = run()
+        if unused := _remove_unused(model, called):
+            calls = run(again=True)  # shows that the model works without them
+    finally:
+        no_mixer_runs()
     buffers = added | _buffer_values(model, rope_types, skip=frozenset(added))
-    if not calls:
+    recurrent = mixers.group()
+    if not calls and recurrent is None:
         raise Unsupported("its attention does not go through the attention interface")
-    if len(calls) < (layers := model.config.get_text_config().num_hidden_layers):
-        raise Unsupported(f"only {len(calls)} of its {layers} layers are attention layers")
+    if (known := len(calls) + len(mixers.states)) < (layers := mixers.num_layers(model.config.get_text_config())):
+        raise Unsupported(f"only {known} of its {layers} layers have attention or recurrent state that is known here")
     state: tuple[StateGroup, ...] = state_groups(calls, running)
+    if recurrent is not None:
+        state += (recurrent,)
     head = model.get_output_embeddings()
     names = weight_names(model)
     names |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(len(calls))}
@@ -173,8 +183,6 @@ def _instantiate(name: str, config: Mapping[str, Any], code_folder: Path | None)
     cls, config_class = _classes(name, config, code_folder)
     if not cls.can_generate():
         raise unsupported(name, "it does not generate text")
-    if cls._is_stateful:
-        raise unsupported(name, "it has recurrent state")
     try:
         hf_config = config_class.from_dict(_with_floats(dict(config)))
         _check_config(hf_config)
