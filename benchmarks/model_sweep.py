@@ -72,6 +72,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 16),
 }  # fmt: skip
 ALWAYS = ("is_decoder", "head_dim", "num_key_value_heads", "pad_token_id")  # set where the default is False or None
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+_DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 # What a rule by name does not get right, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
@@ -79,6 +82,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * 4},
     "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 128},
+    "granitemoehybrid": {**_MAMBA2, "layer_types": _MIXED},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
+    "kimi_linear": {"num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16, "layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 32},
+    },
+    "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},  # transformers writes its convolutions in equal parts
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA_NET | {"layer_types": _MIXED}),
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"],
+        **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 16, "adapter_rank": 8, "use_shared_attention_adapter": True},
+        **{"use_mem_rope": True, "num_key_value_heads": 4},  # adapters of keys have all heads
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 0.0, "intermediate_size": 96},
 }
 
@@ -122,7 +144,7 @@ def _tiny_values(default: Any) -> dict[str, Any]:
             values[name] = 3
     values |= {"bos_token_id": 0, "eos_token_id": 2} if hasattr(default, "eos_token_id") else {}
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
-    if kinds and not _is_read_only(default, "layer_types"):
+    if kinds and not _is_read_only(default, getattr(default, "attribute_map", {}).get("layer_types", "layer_types")):
         values["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]
     for name in ("mlp_layer_types", "no_rope_layers"):
         if isinstance(listed := getattr(default, name, None), list) and listed:
@@ -241,7 +263,7 @@ def _run_mode(folder: Path, mode: str, num_tokens: int, reference: Any) -> dict[
             max_model_len=192,
             max_num_seqs=4,
             max_num_batched_tokens=48,
-            num_kv_blocks=128,
+            num_kv_blocks=1024,
             skip_tokenizer_init=True,
             cache_dir=str(folder / "cache"),
         ) as llm:

@@ -54,6 +54,10 @@ class HybridConfig:
 
 
 class HybridModel(nn.Module):
+    """taps: as in `LlamaModel`."""
+
+    taps: tuple[int, ...] = ()
+
     def __init__(self, config: HybridConfig, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.config = config
@@ -69,17 +73,24 @@ class HybridModel(nn.Module):
         kv_caches: Sequence[torch.Tensor],
         states: Sequence[Any],
         logits_indices_L: torch.Tensor,
-    ) -> torch.Tensor:
-        """→ normed rows [L, D]"""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """→ normed rows [L, D], and what `taps` asks for, each [T, D]."""
         config = self.config
         x_TD = self.embed_tokens(input_ids_T)
         if config.embedding_scale != 1.0:
             x_TD = x_TD * config.embedding_scale
         cos_TE, sin_TE = (None, None) if self.rotary_emb is None else self.rotary_emb(positions_T, x_TD.dtype)
         caches, recurrent = iter(kv_caches), iter(states)
-        for layer, kind in zip(self.layers, config.kinds, strict=True):
+        tapped = []
+        for number, (layer, kind) in enumerate(zip(self.layers, config.kinds, strict=True)):
+            if number in self.taps:
+                tapped.append(x_TD)
             x_TD = layer(x_TD, cos_TE, sin_TE, *_kept(kind, caches, recurrent))
-        return getattr(self, config.norm_name)(x_TD[logits_indices_L])
+        norm = getattr(self, config.norm_name)
+        if len(self.layers) in self.taps:
+            x_TD = norm(x_TD)
+            return x_TD[logits_indices_L], [*tapped, x_TD]
+        return norm(x_TD[logits_indices_L]), tapped
 
 
 def _kept(kind: LayerKind, caches: Iterator[torch.Tensor], states: Iterator[Any]) -> list[Any]:
@@ -88,7 +99,10 @@ def _kept(kind: LayerKind, caches: Iterator[torch.Tensor], states: Iterator[Any]
 
 
 class HybridForCausalLM(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], KV caches, recurrent states, logits_indices int64 [L]) → logits [L, V]."""
+    """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [L], KV caches, recurrent states) → logits [L, V].
+
+    A model without attention, or without recurrent layers, gets no argument for them. With `model.taps` also hidden states [T, D · taps].
+    """
 
     def __init__(self, config: HybridConfig, make_layer: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -102,22 +116,14 @@ class HybridForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        recurrent_states: list[Any],
         logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        rows_LD = self.model(input_ids, positions, kv_caches, recurrent_states, logits_indices)
+        kv_caches: Sequence[torch.Tensor] = (),
+        recurrent_states: Sequence[Any] = (),
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        rows_LD, tapped = self.model(input_ids, positions, kv_caches, recurrent_states, logits_indices)
         scale = self.model.config.logits_scale
-        return self.lm_head(rows_LD) if scale == 1.0 else self.lm_head(rows_LD) * scale
-
-
-class RecurrentForCausalLM(HybridForCausalLM):
-    """Without attention: forward(input_ids, positions, recurrent states, logits_indices)."""
-
-    def forward(  # type: ignore[override]
-        self, input_ids: torch.Tensor, positions: torch.Tensor, recurrent_states: list[Any], logits_indices: torch.Tensor
-    ) -> torch.Tensor:
-        return super().forward(input_ids, positions, [], recurrent_states, logits_indices)
+        logits_LV = self.lm_head(rows_LD) if scale == 1.0 else self.lm_head(rows_LD) * scale
+        return (logits_LV, torch.cat(tapped, dim=-1)) if tapped else logits_LV
 
 
 class HybridAttention(ShardedModule):
@@ -179,8 +185,7 @@ def hybrid_spec(
         groups.append(StateGroup(name=KV_CACHES, layers=(cache,) * hybrid.num_caches))
     if hybrid.num_states:
         groups.append(recurrent_group([state] * hybrid.num_states))
-    make = partial(HybridForCausalLM if hybrid.num_caches else RecurrentForCausalLM, hybrid, make_layer)
-    spec = decoder_spec(make, decoder, config, dtype, state=groups, tp_plan=tp_plan)
+    spec = decoder_spec(partial(HybridForCausalLM, hybrid, make_layer), decoder, config, dtype, state=groups, tp_plan=tp_plan)
     plan: dict[str, ShardStyle | AlongAxis | ColwiseParts] = {
         f"{name}.{linear}": style
         for name, part in spec.module.named_modules()

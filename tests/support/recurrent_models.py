@@ -52,7 +52,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
     },
     "NemotronHForCausalLM": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": 32,
+        "routed_scaling_factor": 1.5,
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
         "n_groups": 2,

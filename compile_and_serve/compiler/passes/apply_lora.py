@@ -142,6 +142,8 @@ class ApplyLora(BasePass):
         args = op_arguments(node)
         if args["adapter_index"] is not None:
             return 0
+        if args["activation"] == "relu2":
+            raise _NoAdapters("its experts have no gate: adapters of such experts are not supported")
         if args["activation"] != "silu":
             raise _NoAdapters("the checkpoint's gate and up rows alternate: adapters of such experts are not supported")
         index = _index(gm, node, ctx)

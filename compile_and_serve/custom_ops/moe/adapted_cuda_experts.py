@@ -1,7 +1,7 @@
-"""`cas::experts` with LoRA adapters on CUDA: grouped products of pairs, each followed by `cas::lora_add`.
+"""`cas::experts` on CUDA linear by linear: with LoRA adapters, or without a gate.
 
 Adapters change gate and up before the activation, so the kernels that compute both at once do not fit. Each linear is a grouped product
-over pairs (`_grouped_down_kernel` with weights of 1), and the host never waits for the device.
+over pairs (`_grouped_down_kernel` with weights of 1), followed by `cas::lora_add`, and the host never waits for the device.
 Float8 activations are rounded before those products alone; adapters see them unrounded, as in dense linears.
 
 Shape legend: T tokens, K experts of a token, P = T · K pairs, D hidden size, F intermediate size of an expert, O output features.
@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from compile_and_serve.custom_ops.lora.triton_lora import MAX_SORTED
-from compile_and_serve.custom_ops.moe.activation import activate
+from compile_and_serve.custom_ops.moe.activation import activate_rows
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters
 from compile_and_serve.custom_ops.moe.triton_experts import (
     Operands,
@@ -31,8 +31,8 @@ from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
 from compile_and_serve.custom_ops.quantization import BLOCK
 
 
-def adapted_experts(operands: Operands, adapters: ExpertAdapters) -> torch.Tensor:
-    """`cas::experts` with the adapters of its tokens. → [T, D]"""
+def experts_by_linear(operands: Operands, adapters: ExpertAdapters | None) -> torch.Tensor:
+    """`cas::experts` with the adapters of its tokens, if there are any. → [T, D]"""
     operands = normed(operands.normalized())
     if operands.gate_up.dtype == torch.int16:
         operands = expanded(dequantize_mxfp4, operands, operands.gate_up)
@@ -41,15 +41,16 @@ def adapted_experts(operands: Operands, adapters: ExpertAdapters) -> torch.Tenso
         return operands.x_TD.new_empty(operands.x_TD.shape)
     tiles = _tiles(operands)
     order = order_by_expert(ids_TK, num_experts, tiles.block_p)
-    slots_P = adapters.slots_of_pairs(ids_TK)
     x_PD = operands.x_TD.repeat_interleave(operands.top_k, 0)
     ones_P = torch.ones(operands.num_pairs, dtype=torch.float32, device=ids_TK.device)
     y_PO = multiply_pairs(tiles, operands, x_PD, operands.gate_up, operands.gate_up_scale, operands.gate_up_bias, order, ones_P)
-    y_PO = _by_slot(adapters.add_to_gate_up, y_PO, x_PD, slots_P)
-    gate, up = y_PO.float().chunk(2, dim=-1)
-    h_PF = activate(gate, up, operands.activation, operands.limit).to(x_PD.dtype)
+    slots_P = None if adapters is None else adapters.slots_of_pairs(ids_TK)
+    if adapters is not None and slots_P is not None:
+        y_PO = _by_slot(adapters.add_to_gate_up, y_PO, x_PD, slots_P)
+    h_PF = activate_rows(y_PO.float(), operands.activation, operands.limit).to(x_PD.dtype)
     y_PD = multiply_pairs(tiles, operands, h_PF, operands.down, operands.down_scale, operands.down_bias, order, ones_P)
-    y_PD = _by_slot(adapters.add_to_down, y_PD, h_PF, slots_P)
+    if adapters is not None and slots_P is not None:
+        y_PD = _by_slot(adapters.add_to_down, y_PD, h_PF, slots_P)
     weighted_PD = (y_PD.float() * operands.weights_TK.reshape(-1, 1).float()).to(y_PD.dtype)
     return add_results_of_pairs(operands, weighted_PD)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, Sharding, define
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
-from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate
+from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate_rows, num_parts
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs, packed_linear
@@ -96,8 +96,7 @@ def _mlp(x_RD: torch.Tensor, expert: int, gate_up: Linears, down: Linears, activ
         # Where activations are quantized, an error of gate and up moves h to another float8 value, so they are not rounded before.
         operand = x_RD.to(math_dtype) if gate_up.activations == "dynamic" else x_RD
         gate_up_RO = gate_up.of_expert(operand, expert).to(math_dtype)
-        gate, up = gate_up_RO.chunk(2, dim=-1)
-        h_RF = activate(gate, up, activation, limit).to(x_RD.dtype)
+        h_RF = activate_rows(gate_up_RO, activation, limit).to(x_RD.dtype)
     return down.of_expert(h_RF, expert)
 
 
@@ -113,8 +112,7 @@ def _adapted_mlps(
 ) -> torch.Tensor:
     """The gated MLPs of pairs that are sorted by expert, with adapters. counts: pairs of each expert. → [P, D]"""
     y_PO = adapters.add_to_gate_up(gate_up.run(x_PD, counts), x_PD, slots_P)
-    gate, up = y_PO.to(torch.promote_types(x_PD.dtype, torch.float32)).chunk(2, dim=-1)
-    h_PF = activate(gate, up, activation, limit).to(x_PD.dtype)
+    h_PF = activate_rows(y_PO.to(torch.promote_types(x_PD.dtype, torch.float32)), activation, limit).to(x_PD.dtype)
     return adapters.add_to_down(down.run(h_PF, counts), h_PF, slots_P)
 
 
@@ -148,9 +146,9 @@ def _experts(
         x_TD = F.rms_norm(x_TD, (x_TD.shape[1],), norm_weight_D, eps)
     x_PD = x_TD.index_select(0, order // top_k)
     # Packed rows may be padded, so the inputs of down tell the number of features.
-    features = packed_inputs(down) if is_packed(down, down_scale) else gate_up.shape[1] // 2
+    features = packed_inputs(down) if is_packed(down, down_scale) else gate_up.shape[1] // num_parts(activation)
     linears = (
-        Linears(gate_up, gate_up_bias, gate_up_scale, 2 * features, activations),
+        Linears(gate_up, gate_up_bias, gate_up_scale, num_parts(activation) * features, activations),
         Linears(down, down_bias, down_scale, x_TD.shape[1], activations),
     )
     if adapters is None:
@@ -203,14 +201,16 @@ def _read_shares(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
 
 def _experts_cuda(*args: Any) -> torch.Tensor:
     # imported here, because Triton may be missing
-    from compile_and_serve.custom_ops.moe.adapted_cuda_experts import adapted_experts
+    from compile_and_serve.custom_ops.moe.adapted_cuda_experts import experts_by_linear
     from compile_and_serve.custom_ops.moe.cuda_experts import experts as cuda_experts
     from compile_and_serve.custom_ops.moe.triton_experts import Operands
 
     operands, adapters = Operands(*args[:NUM_OPERANDS]), expert_adapters(*args[NUM_OPERANDS:])
     _check_activations(operands.activations, operands.gate_up, operands.gate_up_scale)
     count_call(operands.ids_TK, operands.down)
-    return cuda_experts(operands) if adapters is None else adapted_experts(operands, adapters)
+    # The kernels that compute an activation take gate and up.
+    one_by_one = adapters is not None or num_parts(operands.activation) == 1
+    return experts_by_linear(operands, adapters) if one_by_one else cuda_experts(operands)
 
 
 EXPERTS = define(
@@ -257,7 +257,8 @@ def experts(
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
 
-    x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
+    x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows
+    (with the activation "relu2" there is no gate: [X, F, D]);
     down: [X, D, F]; both plain, packed, quantized, or quantized and packed; gate_up_scale, down_scale: of quantized ones.
     gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
     norm_weight_D: x is rms_norm(x) · norm_weight before the products. adapters: of the experts' linears.

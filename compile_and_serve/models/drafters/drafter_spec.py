@@ -15,6 +15,7 @@ from compile_and_serve.custom_ops.step import StepInput, StepOutput
 from compile_and_serve.models.config import ModelConfigError, positive_int
 from compile_and_serve.models.families.llama import LlamaForCausalLM
 from compile_and_serve.models.families.mistral import WindowedForCausalLM
+from compile_and_serve.models.hybrid import HybridForCausalLM
 from compile_and_serve.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # as targets call them
@@ -69,11 +70,11 @@ def checked_target(target: ModelSpec) -> ModelSpec:
 
 def num_layers_of(spec: ModelSpec) -> int:
     """Layers of a decoder that can give its hidden states. Raises `ModelConfigError` for another one."""
-    if not isinstance(spec.module, LlamaForCausalLM) or isinstance(spec.module, WindowedForCausalLM):
+    if not isinstance(spec.module, LlamaForCausalLM | HybridForCausalLM) or isinstance(spec.module, WindowedForCausalLM):
         name = (spec.config.get("architectures") or ["The model"])[0]
         raise ModelConfigError(
             f"{name} gives no hidden states to a drafter here: use the method draft_model, ngram or suffix, or a model of the families "
-            "Llama, Qwen3, Mixtral, Qwen-MoE, OLMoE, DeepSeek or GLM-4-MoE."
+            "Llama, Qwen3, Mixtral, Qwen-MoE, OLMoE, DeepSeek or GLM-4-MoE, or a hybrid one."
         )
     return len(spec.module.model.layers)
 
@@ -84,7 +85,7 @@ def with_hidden_states(spec: ModelSpec, taps: tuple[int, ...]) -> ModelSpec:
     The number of layers stands for the output of the last norm. The module is changed in place.
     """
     num_layers = num_layers_of(spec)
-    assert isinstance(spec.module, LlamaForCausalLM)
+    assert isinstance(spec.module, LlamaForCausalLM | HybridForCausalLM)
     if not taps or not all(0 <= tap <= num_layers for tap in taps) or tuple(sorted(set(taps))) != taps:
         raise ModelConfigError(
             f"The drafter reads the hidden states of the layers {', '.join(map(str, taps))}, but the model has {num_layers} layers: use a "

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from compile_and_serve.custom_ops.step import ROWS, TOKENS
-from compile_and_serve.models.config import ModelConfigError, positive_int
+from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.drafters.drafter_spec import (
     EMBEDDING,
     HEAD,
@@ -31,7 +31,7 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
     config = target.config
     architecture = (config.get("architectures") or ["?"])[0]
     family = known_families().get(architecture)
-    if family is None or family.build_mtp_layer is None or not config.get("num_nextn_predict_layers"):
+    if family is None or family.build_mtp_layer is None or not (count := family.num_mtp_layers(config)):
         families = sorted(name for name, one in known_families().items() if one.build_mtp_layer is not None)
         raise ModelConfigError(
             f"{architecture} brings no layer for multi-token prediction that is known here: it must be one of {', '.join(families)} with "
@@ -39,20 +39,22 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
         )
     first, size = num_layers_of(target), hidden_size_of(target)
     target = with_hidden_states(checked_target(target), (first,))
-    numbers = range(first, first + min(num_tokens, positive_int(config, "num_nextn_predict_layers")))
+    numbers = range(first, first + min(num_tokens, count))
     layers = []
     for number in numbers:
-        is_only, prefix = len(numbers) == 1, f"model.layers.{number}."
+        is_only = len(numbers) == 1
         # The number is part of the config, because it is part of the weights' names, which an artifact holds.
         own = {**config, "mtp_layer_number": number}
         spec = with_stored_weights(family.build_mtp_layer(own, dtype, number, is_only))
+        names = [name for name, _ in spec.module.named_parameters()]
+        embedding, head = (next(name for name in names if name.endswith(end)) for end in ("embed_tokens.weight", "head.weight"))
         layers.append(
             DrafterSpec(
                 spec=reads_hidden_states(spec, size, dtype, gives=ROWS if is_only else TOKENS),
                 target=target,
                 hidden_size=size,
-                borrowed_weights={f"{prefix}embed_tokens.weight": (EMBEDDING,), f"{prefix}shared_head.head.weight": (HEAD, EMBEDDING)},
-                prefix=prefix,
+                borrowed_weights={embedding: (EMBEDDING,), head: (HEAD, EMBEDDING)},
+                prefix=embedding.removesuffix("embed_tokens.weight"),
             )
         )
     return replace(layers[0], later_layers=tuple(layers[1:]))

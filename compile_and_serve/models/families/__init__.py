@@ -30,6 +30,11 @@ class Family:
     features: Sequence[str]
     build_mtp_layer: LayerBuilder | None
     fields: Mapping[str, str] | None
+    num_mtp_layers: Callable[[Mapping[str, Any]], int]
+
+
+def _num_mtp_layers(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_nextn_predict_layers") or 0)
 
 
 FAMILIES: dict[str, Family] = {}
@@ -42,6 +47,7 @@ def register_model(
     features: Sequence[str] = ("full attention",),
     build_mtp_layer: LayerBuilder | None = None,
     fields: Mapping[str, str] | None = None,
+    num_mtp_layers: Callable[[Mapping[str, Any]], int] = _num_mtp_layers,
 ) -> None:
     """Have `build(config.json as a dictionary, dtype)` make the models of an architecture, on the meta device, with parameters in dtype.
 
@@ -50,8 +56,11 @@ def register_model(
     features: what `compile-and-serve models` says. build_mtp_layer: makes a layer for multi-token prediction, if the family has them.
     fields: field that `build` reads or refuses → its kind (`models/config_fields.py`). A config is then checked before `build`: its types,
         and that other fields of transformers' config class have their defaults. None: `build` checks the config alone.
+    num_mtp_layers: how many layers for multi-token prediction a checkpoint with this config.json has.
     """
-    FAMILIES[architecture] = Family(build=build, features=features, build_mtp_layer=build_mtp_layer, fields=fields)
+    FAMILIES[architecture] = Family(
+        build=build, features=features, build_mtp_layer=build_mtp_layer, fields=fields, num_mtp_layers=num_mtp_layers
+    )
 
 
 def known_families() -> Mapping[str, Family]:

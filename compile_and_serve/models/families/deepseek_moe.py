@@ -153,19 +153,23 @@ class DeepseekMoe(nn.Module):
 
     def routed(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The sum of the chosen experts. [T, D] → [T, D]"""
-        config = self.config
-        weights_TK, ids_TK = route(
-            self.gate(x_TD),
-            config.top_k,
-            scoring=config.scoring,
-            renormalize=config.renormalize,
-            scale=config.expert_scale,
-            bias_X=self.gate.e_score_correction_bias,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-            group_best=config.group_best,
-        )
+        weights_TK, ids_TK = choose_experts(self.gate, x_TD, self.config)
         return self.experts(x_TD, ids_TK, weights_TK)
+
+
+def choose_experts(gate: Router, x_TD: torch.Tensor, config: DeepseekMoeConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ weights and ids of the experts of each token, as `route` gives them"""
+    return route(
+        gate(x_TD),
+        config.top_k,
+        scoring=config.scoring,
+        renormalize=config.renormalize,
+        scale=config.expert_scale,
+        bias_X=gate.e_score_correction_bias,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        group_best=config.group_best,
+    )
 
 
 class DeepseekMoeLayer(LlamaDecoderLayer):

@@ -111,12 +111,11 @@ def _experts(config: Mapping[str, Any], decoder: DecoderConfig) -> DeepseekMoeCo
     defaults = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "first_k_dense_replace": 1}
     moe = DeepseekMoeConfig.read({**defaults, "n_shared_experts": 1, **config}, decoder, ("sigmoid", "noaux_tc"))
     types = config.get("mlp_layer_types")
-    if types is not None and [kind == "sparse" for kind in types] != list(moe.sparse_layers):
-        first = next((i for i, kind in enumerate(types) if kind == "sparse"), len(types))
-        if any(kind != "sparse" for kind in types[first:]) or len(types) != decoder.num_hidden_layers:
-            raise ModelConfigError(f"mlp_layer_types must be 'dense' for the first layers and 'sparse' for the others, got {types}.")
-        return _experts({**config, "mlp_layer_types": None, "first_k_dense_replace": first}, decoder)
-    return moe
+    if types is None:
+        return moe
+    if len(types) != decoder.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
+        raise ModelConfigError(f"mlp_layer_types must be {decoder.num_hidden_layers} times 'dense' or 'sparse', got {types}.")
+    return replace(moe, sparse_layers=tuple(kind == "sparse" for kind in types))
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
@@ -164,7 +163,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     }
     cache = LatentCacheSpec(latent_size=latent.latent_size, rope_size=shared_key)
     plan = _tp_plan(kinds)
-    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype), config, dtype, tp_plan=plan, names=names, cache=cache)
+    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype, is_sharded=False), config, dtype, tp_plan=plan, names=names, cache=cache)
     widen_choice_biases(spec.module)
     # transformers gives the MLPs of all layers the name of experts when it writes a checkpoint.
     dense = tuple(f"model.layers.{i}.mlp." for i, is_sparse in enumerate(moe.sparse_layers) if not is_sparse)

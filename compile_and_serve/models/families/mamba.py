@@ -91,7 +91,7 @@ def _build(config: Mapping[str, Any], dtype: torch.dtype, norms: Literal["none",
     size = decoder.hidden_size
     mixer = MambaConfig(
         hidden_size=size,
-        inner_size=int(float(config.get("expand", 2)) * size),
+        inner_size=positive_int(config, "intermediate_size", int(float(config.get("expand", 2)) * size)),
         state_size=positive_int(config, "state_size", 16),
         rank=dt_rank(config, "time_step_rank", size),
         width=positive_int(config, "conv_kernel", 4),

@@ -1,4 +1,4 @@
-"""Mamba-2, and hybrids of it: Bamba, Granite 4, Nemotron-H and Falcon-H1.
+"""Mamba-2, and hybrids of it: Bamba, Granite 4 and Falcon-H1.
 
 Shape legend: T tokens of the step, D hidden size, E head size.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.mesh import ColwisePart, ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import StatePart
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, positive_int
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.moe import MOE_TP_PLAN, MoeConfig, MoeMlp
 from compile_and_serve.models.hybrid import HybridAttention, HybridConfig, LayerKind, hybrid_spec, layer_kinds
@@ -25,14 +25,6 @@ from compile_and_serve.models.recurrent_layers import Mamba2Config, Mamba2Mixer,
 from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle
 
 MAX_LENGTH = 1 << 15  # of models that set no limit
-_KINDS_OF_PATTERN: Mapping[str, LayerKind] = {"M": "recurrent", "*": "attention", "-": "neither"}
-_KINDS_OF_NAME: Mapping[str, LayerKind] = {
-    "linear_attention": "recurrent",
-    "mamba": "recurrent",
-    "full_attention": "attention",
-    "attention": "attention",
-    "mlp": "neither",
-}
 
 
 class Mamba2Layer(nn.Module):
@@ -219,80 +211,6 @@ def build_granite(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     return hybrid_spec(hybrid, make_layer, mixer.state(dtype), config, dtype, tp_plan=plan, names=names)
 
 
-class SquaredReluMlp(ShardedModule):
-    """down(relu(up(x))²)"""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
-        return {"up_proj": "colwise", "down_proj": "rowwise"}
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.relu(self.up_proj(x_TD)).square())
-
-
-class NemotronLayer(nn.Module):
-    """x + mixer(norm(x)), where the mixer is Mamba-2, attention or an MLP."""
-
-    def __init__(self, config: DecoderConfig, mixer: nn.Module, kind: LayerKind) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mixer = mixer
-        self.kind = kind
-
-    def forward(self, x_TD: torch.Tensor, cos_TE: None, sin_TE: None, *kept: Any) -> torch.Tensor:
-        y_TD = self.norm(x_TD)
-        return x_TD + (self.mixer(y_TD, cos_TE, sin_TE, *kept) if self.kind == "attention" else self.mixer(y_TD, *kept))
-
-
-def build_nemotron(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
-    pattern = config.get("hybrid_override_pattern")
-    words = config.get("layers_block_type") or config.get("layer_types") or pattern
-    known_kinds = {**_KINDS_OF_NAME, **_KINDS_OF_PATTERN}
-    if not words or any(word not in known_kinds for word in words):
-        raise UnsupportedConfigError(f"The layers of a Nemotron-H must be Mamba-2, attention or an MLP, got {words}.")
-    kinds = tuple(known_kinds[word] for word in words)
-    eps = float(config.get("layer_norm_epsilon", config.get("rms_norm_eps", 1e-5)))
-    activation = config.get("mlp_hidden_act", "relu2")
-    if activation != "relu2":
-        raise UnsupportedConfigError(f"mlp_hidden_act must be 'relu2', got {activation!r}.")
-    known = {
-        "head_dim": config.get("attention_head_dim", 128),
-        "max_position_embeddings": 4096,
-        **config,
-        "rms_norm_eps": eps,
-        "num_hidden_layers": len(kinds),
-    }
-    decoder = DecoderConfig.from_dict(known)
-    groups = positive_int(config, "n_groups", 8)
-    mixer = Mamba2Config(
-        hidden_size=decoder.hidden_size,
-        num_heads=positive_int(config, "mamba_num_heads", 128),
-        head_dim=positive_int(config, "mamba_head_dim", 64),
-        num_groups=groups,
-        state_size=positive_int(config, "ssm_state_size", 128),
-        width=positive_int(config, "conv_kernel", 4),
-        eps=eps,
-        has_bias=bool(config.get("use_bias", False)),
-        has_conv_bias=bool(config.get("use_conv_bias", True)),
-        norm_groups=groups,
-        time_limits=time_limits(config),
-    )
-
-    def make_layer(number: int) -> nn.Module:
-        kind = kinds[number]
-        made = {"recurrent": lambda: Mamba2Mixer(mixer), "attention": lambda: HybridAttention(decoder)}
-        return NemotronLayer(decoder, made.get(kind, lambda: SquaredReluMlp(decoder))(), kind)
-
-    norm = partial(nn.RMSNorm, decoder.hidden_size, eps=eps)
-    hybrid = HybridConfig(decoder=decoder, kinds=kinds, norm=norm, has_rope=False, norm_name="norm_f")
-    names = {"model.embed_tokens": "model.embeddings", "model.": "backbone."}
-    return hybrid_spec(hybrid, make_layer, mixer.state(dtype), config, dtype, names=names)
-
-
 class ScaledMlp(nn.Module):
     """down(silu(gate(x) · scale) · up(x)) · scale (Falcon-H1)."""
 
@@ -351,5 +269,4 @@ def build_falcon_h1(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
 register_model("Mamba2ForCausalLM", build_mamba2, features=("Mamba-2",))
 register_model("BambaForCausalLM", build_bamba, features=("full attention", "Mamba-2"))
 register_model("GraniteMoeHybridForCausalLM", build_granite, features=("full attention", "Mamba-2", "experts"))
-register_model("NemotronHForCausalLM", build_nemotron, features=("full attention", "Mamba-2"))
 register_model("FalconH1ForCausalLM", build_falcon_h1, features=("full attention", "Mamba-2"))

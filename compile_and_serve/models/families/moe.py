@@ -143,14 +143,16 @@ def moe_spec(
     return with_expert_parts(spec, moe, names)
 
 
-def with_expert_parts(spec: ModelSpec, moe: MoeConfig, names: ExpertNames = ExpertNames()) -> ModelSpec:
-    """The spec of a model whose checkpoints hold each linear of each expert as a tensor of its own."""
+def with_expert_parts(
+    spec: ModelSpec, moe: MoeConfig, names: ExpertNames = ExpertNames(), base: str = "model.layers"
+) -> ModelSpec:
+    """The spec of a model whose checkpoints hold each linear of each expert as a tensor of its own. base: the name of its layers."""
     parts: dict[str, TensorPart] = {}
     renamed: dict[str, str | None] = {}
     for layer, is_sparse in enumerate(moe.sparse_layers):
         if not is_sparse:
             continue
-        theirs, ours = f"model.layers.{layer}.{names.block}", f"model.layers.{layer}.mlp"
+        theirs, ours = f"{base}.{layer}.{names.block}", f"{base}.{layer}.mlp"
         for expert in range(moe.num_experts):
             for leaf, parameter, first_row in (
                 (names.gate, "gate_up_proj", 0),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.mesh import ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import StatePart
 from compile_and_serve.models.config import DecoderConfig, positive_int
 from compile_and_serve.models.families import register_model
@@ -21,7 +22,7 @@ from compile_and_serve.models.families.llama import LlamaAttention
 from compile_and_serve.models.hybrid import HybridConfig, hybrid_spec, layer_kinds
 from compile_and_serve.models.layers import GatedMlp, apply_rope
 from compile_and_serve.models.recurrent_layers import DeltaNetConfig, GatedDeltaNet, SplitConvolution
-from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.spec import ModelSpec, ShardStyle
 
 _NORM_EPS = 1e-5  # of the norm behind the memory, whatever the config's rms_norm_eps
 
@@ -36,6 +37,10 @@ class OlmoDeltaNet(GatedDeltaNet):
         self.g_proj = nn.Linear(config.hidden_size, config.values_size, bias=False)
         self.a_proj, self.b_proj = (nn.Linear(config.hidden_size, config.num_heads, bias=False) for _ in range(2))
         self.conv1d = SplitConvolution(sizes, config.width)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        """Every rank computes all heads."""
+        return {}
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv_TC = torch.cat((self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)), dim=-1)
@@ -117,7 +122,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     norm = partial(nn.RMSNorm, decoder.hidden_size, eps=decoder.rms_norm_eps)
     hybrid = HybridConfig(decoder=decoder, kinds=kinds, norm=norm, has_rope=has_rope)
     names = {"linear_attn.norm": "linear_attn.o_norm", "linear_attn.out_proj": "linear_attn.o_proj", "linear_attn.conv1d.": "linear_attn."}
-    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype), config, dtype, names=names)
+    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype, is_sharded=False), config, dtype, names=names)
     # transformers gives the norms of all layers the names of those with a memory when it writes a checkpoint.
     attending = [i for i, kind in enumerate(kinds) if kind == "attention"]
     written = {f"model.layers.{i}.feedforward_layer_norm.weight": f"model.layers.{i}.post_attention_layernorm.weight" for i in attending}

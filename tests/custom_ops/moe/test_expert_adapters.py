@@ -71,7 +71,7 @@ def test_each_token_has_its_own_experts(num_tokens: int, kind: str, activation: 
     packed = [pack_expert_weights(a) if i in (3, 4) else a for i, a in enumerate(args)]  # type: ignore[arg-type]
     out = experts(*packed, adapters=adapters, **options)  # type: ignore[arg-type]
     assert relative_error(out, expected) < 2e-6
-    out = adapted_cuda_experts.adapted_experts(triton_experts.Operands(*args, **options), adapters)  # type: ignore[arg-type]
+    out = adapted_cuda_experts.experts_by_linear(triton_experts.Operands(*args, **options), adapters)  # type: ignore[arg-type]
     assert relative_error(out, expected) < 2e-6
 
 
@@ -90,5 +90,5 @@ def test_quantized_experts_keep_their_scales() -> None:
     quantized = [*args[:3], *values]
     expected = experts(*quantized, gate_up_scale=scales[0], down_scale=scales[1], adapters=adapters)  # type: ignore[arg-type]
     ours = triton_experts.Operands(*quantized, gate_up_scale=scales[0], down_scale=scales[1])  # type: ignore[arg-type]
-    out = adapted_cuda_experts.adapted_experts(ours, adapters)
+    out = adapted_cuda_experts.experts_by_linear(ours, adapters)
     assert relative_error(out, expected.double()) < TOLERANCE[torch.float16]

@@ -164,7 +164,7 @@ def test_adapters_see_activations_that_are_not_rounded(num_tokens: int) -> None:
         gate_up_scale=operands.gate_up_scale, down_scale=operands.down_scale, activations="dynamic", adapters=adapters,
     )  # fmt: skip
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
-    out = adapted_cuda_experts.adapted_experts(operands, adapters)
+    out = adapted_cuda_experts.experts_by_linear(operands, adapters)
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
 
 
