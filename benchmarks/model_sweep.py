@@ -144,8 +144,9 @@ def _tiny_values(default: Any) -> dict[str, Any]:
             values[name] = 3
     values |= {"bos_token_id": 0, "eos_token_id": 2} if hasattr(default, "eos_token_id") else {}
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
-    if kinds and not _is_read_only(default, getattr(default, "attribute_map", {}).get("layer_types", "layer_types")):
-        values["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]
+    name = getattr(default, "attribute_map", {}).get("layer_types", "layer_types")
+    if kinds and not _is_read_only(default, name):
+        values[name] = [kinds[i % len(kinds)] for i in range(4)]
     for name in ("mlp_layer_types", "no_rope_layers"):
         if isinstance(listed := getattr(default, name, None), list) and listed:
             of_each = list(dict.fromkeys(listed))

@@ -136,11 +136,6 @@ def _state(make: Callable[[], LayerState]) -> Any:
     return kept[first] if sizes[number] == 1 else kept[first : first + sizes[number]]
 
 
-def _whole_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, whose rows our ops need contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _no_state_given(given: Any) -> None:
     if given is not None:
         raise Unsupported("a mixer begins with a state of its own")
@@ -155,7 +150,7 @@ def _convolution(
     state: StatePart | None = _state(lambda: ConvolutionState(channels=weight.shape[0], width=weight.shape[1], dtype=x_1CT.dtype))
     if state is None:
         return torch.empty_like(x_1CT)
-    out_TC = short_convolution(_whole_rows(x_1CT[0].T), weight, bias, state)
+    out_TC = short_convolution(x_1CT[0].T.contiguous(), weight, bias, state)
     return (out_TC if activation is None else F.silu(out_TC)).T[None]
 
 
@@ -190,7 +185,7 @@ def _delta_rule(
     else:
         q_TGK = q_TGK * scale
     log_decay, beta_TH = g[0].float().contiguous(), beta[0].float().contiguous()
-    return linear_attention(_whole_rows(q_TGK), _whole_rows(k_TGK), _whole_rows(v_THV), log_decay, beta_TH, state)[None], None
+    return linear_attention(q_TGK.contiguous(), k_TGK.contiguous(), v_THV.contiguous(), log_decay, beta_TH, state)[None], None
 
 
 def _ssd(
@@ -225,7 +220,7 @@ def _ssd(
     if tuple(dt_limit) != (0.0, math.inf):
         dt_TH = dt_TH.clamp(*dt_limit)
     scaled_THV = (x_THV.float() * dt_TH[:, :, None]).to(x_THV.dtype)
-    out_THV = linear_attention(_whole_rows(c_TGK), _whole_rows(b_TGK), scaled_THV, A.float() * dt_TH, None, state)
+    out_THV = linear_attention(c_TGK.contiguous(), b_TGK.contiguous(), scaled_THV, A.float() * dt_TH, None, state)
     if D is not None:
         out_THV = (out_THV.float() + D.float()[:, None] * x_THV.float()).to(x_THV.dtype)
     return out_THV[None]
@@ -251,7 +246,7 @@ def _scan(
     if state is None:
         return torch.empty_like(hidden_states)
     dt_TI = dt[0].T if delta_bias is None else dt[0].T + delta_bias.to(dt.dtype)
-    rows = [_whole_rows(part) for part in (x_TI, dt_TI.to(x_TI.dtype), B[0].T, C[0].T)]
+    rows = [part.contiguous() for part in (x_TI, dt_TI.to(x_TI.dtype), B[0].T, C[0].T)]
     out_TI = selective_scan(*rows[:2], A.float().T.contiguous(), *rows[2:], state).float()
     if D is not None:
         out_TI = out_TI + D.float() * x_TI.float()
