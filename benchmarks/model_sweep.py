@@ -92,14 +92,23 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
-        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 32},
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
     },
     "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},  # transformers writes its convolutions in equal parts
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA_NET | {"layer_types": _MIXED}),
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"],
-        **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 16, "adapter_rank": 8, "use_shared_attention_adapter": True},
-        **{"use_mem_rope": True, "num_key_value_heads": 4},  # adapters of keys have all heads
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 16,
+        "adapter_rank": 8,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "num_key_value_heads": 4,  # adapters of keys have all heads
     },
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 0.0, "intermediate_size": 96},
 }

@@ -118,8 +118,8 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
     [
         ({**SIZES}, 'names no architecture: expected "architectures" to be one of BambaForCausalLM, DeepseekV2ForCausalLM, '),
         (
-            config_of("MambaForCausalLM"),
-            "MambaForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"
+            config_of("RwkvForCausalLM"),
+            "RwkvForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"
             "serve models` lists",
         ),
         ({"architectures": ["LlamaForCausalLM"]}, "lacks vocab_size, hidden_size, intermediate_size, num_hidden_layers"),

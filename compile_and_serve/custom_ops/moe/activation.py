@@ -26,4 +26,5 @@ def activate_rows(rows: torch.Tensor, activation: str, limit: float) -> torch.Te
     """`activate` of gate and up, which lie side by side; or with "relu2" relu(up)². [R, F · parts] → [R, F]"""
     if activation == "relu2":
         return F.relu(rows).square()
-    return activate(*rows.chunk(2, dim=-1), activation, limit)
+    gate, up = rows.chunk(2, dim=-1)
+    return activate(gate, up, activation, limit)

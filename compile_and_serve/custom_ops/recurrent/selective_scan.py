@@ -20,13 +20,7 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.recurrent.layer_state import (
-    RECURRENT_STATES,
-    RING_TOKENS,
-    StatePart,
-    checkpoint_after,
-    checkpoint_before,
-)
+from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, RING_TOKENS, StatePart, checkpoint_after, checkpoint_before
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, gather_slot, scatter_slot
 from compile_and_serve.custom_ops.step import current_metadata
 

@@ -31,9 +31,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     moe = None
     if positive_int(config, "num_experts", 16) > 1:
         sparse = tuple(_is_due(config, "expert", 2, 1, i) for i in numbers)
-        moe = replace(
-            MoeConfig.from_dict({"num_experts_per_tok": 2, "num_experts": 16, **config}), renormalize=False, sparse_layers=sparse
-        )
+        moe = replace(MoeConfig.from_dict({"num_experts_per_tok": 2, "num_experts": 16, **config}), renormalize=False, sparse_layers=sparse)
     mixer = MambaConfig(
         hidden_size=size,
         inner_size=positive_int(config, "mamba_expand", 2) * size,

@@ -1,4 +1,4 @@
-"""Kimi-Linear (arXiv:2510.26692): Kimi Delta Attention, and now and then latent attention without RoPE; experts in all but the first layers.
+"""Kimi-Linear (arXiv:2510.26692): Kimi Delta Attention, and now and then latent attention without RoPE; with experts.
 
 Shape legend: T tokens of the step, D hidden size, H heads, K head size, C channels of the convolution, R size of latent attention's
 shared key.

@@ -88,9 +88,7 @@ def _build(config: Mapping[str, Any], dtype: torch.dtype, decoder: DecoderConfig
         mlp = BiasedMoe(decoder, moe) if moe is not None and moe.sparse_layers[number] else GatedMlp(decoder)
         if kinds[number] == "attention":
             return LlamaDecoderLayer(decoder, Qwen3Attention(decoder), mlp)
-        return ConvolutionLayer(
-            decoder, GatedShortConvolution(decoder.hidden_size, width, bias=bool(config.get("conv_bias", False))), mlp
-        )
+        return ConvolutionLayer(decoder, GatedShortConvolution(decoder.hidden_size, width, bias=bool(config.get("conv_bias", False))), mlp)
 
     norm = partial(nn.RMSNorm, decoder.hidden_size, eps=decoder.rms_norm_eps)
     hybrid = HybridConfig(decoder=decoder, kinds=kinds, norm=norm, norm_name="embedding_norm")

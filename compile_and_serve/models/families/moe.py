@@ -143,9 +143,7 @@ def moe_spec(
     return with_expert_parts(spec, moe, names)
 
 
-def with_expert_parts(
-    spec: ModelSpec, moe: MoeConfig, names: ExpertNames = ExpertNames(), base: str = "model.layers"
-) -> ModelSpec:
+def with_expert_parts(spec: ModelSpec, moe: MoeConfig, names: ExpertNames = ExpertNames(), base: str = "model.layers") -> ModelSpec:
     """The spec of a model whose checkpoints hold each linear of each expert as a tensor of its own. base: the name of its layers."""
     parts: dict[str, TensorPart] = {}
     renamed: dict[str, str | None] = {}

@@ -58,9 +58,7 @@ class NormedAttention(LlamaAttention):
         self.q_norm = nn.RMSNorm(config.num_attention_heads * config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.num_key_value_heads * config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(  # type: ignore[override]
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor | None, sin_TE: torch.Tensor | None, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_TE: torch.Tensor | None, sin_TE: torch.Tensor | None, kv_cache: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_norm(self.q_proj(x_TD)), self.k_norm(self.k_proj(x_TD)), self.v_proj(x_TD)
         q_THE, k_TKE, v_TKE = (part.view(x_TD.shape[0], -1, self.head_dim) for part in (q, k, v))
         if cos_TE is not None and sin_TE is not None:

@@ -169,7 +169,9 @@ def _build_mtp(config: Mapping[str, Any], dtype: torch.dtype, *, has_experts: bo
     def make() -> nn.Module:
         return MtpForCausalLM(decoder, lambda: SharedMoeMlp(decoder, moe) if moe is not None else GatedMlp(decoder))
 
-    plan: dict[str, ShardStyle] = {name.replace("model.layers", "mtp.layers"): style for name, style in MOE_TP_PLAN.items() if name.startswith("model.layers")}
+    plan: dict[str, ShardStyle] = {
+        name.replace("model.layers", "mtp.layers"): style for name, style in MOE_TP_PLAN.items() if name.startswith("model.layers")
+    }
     plan |= {"mtp.embed_tokens": "vocab", "mtp.lm_head": "vocab"}
     state = full_attention([KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)])
     spec = decoder_spec(make, decoder, config, dtype, state=[state], tp_plan=plan)

@@ -9,7 +9,8 @@ import torch
 
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.recurrent import selective_scan  # noqa: F401  registers the op
-from compile_and_serve.custom_ops.recurrent.layer_state import SelectiveScanState
+from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, SelectiveScanState
+from compile_and_serve.custom_ops.step import current_metadata
 from tests.support.recurrent_steps import SCRIPT, Slots
 
 T = 320
@@ -55,3 +56,21 @@ def test_the_cpu_kernel_in_bfloat16_equals_the_reference() -> None:
     wanted = run_script(inputs, torch.ops.cas.selective_scan_reference)
     for out, want in zip(run_script(inputs, torch.ops.cas.selective_scan), wanted, strict=True):
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
+def test_the_triton_kernels_equal_the_reference() -> None:
+    """In Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton")
+    from compile_and_serve.custom_ops.recurrent import triton_selective_scan
+
+    def op(*args: Any) -> torch.Tensor:
+        out, tensors = torch.zeros_like(args[0]), args[5:]
+        state = list(zip(tensors[::2], tensors[1::2], strict=True))
+        triton_selective_scan.selective_scan(*args[:5], state, current_metadata(RECURRENT_STATES), out)
+        return out
+
+    inputs = make_inputs(96, 12, torch.float32)
+    wanted = run_script(inputs, torch.ops.cas.selective_scan_reference)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for number, (out, want) in enumerate(zip(run_script(inputs, op, device), wanted, strict=True)):
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4, msg=lambda text, n=number: f"step {n}: {text}")

@@ -289,7 +289,7 @@ def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, A
         ("CpmAntForCausalLM", {"dim_head": 16}, "its attention does not go through the attention interface"),
         ("GptOssForCausalLM", {}, "the experts model.layers.0.mlp.experts have biases, no gate, or another layout"),
         ("DeepseekV3ForCausalLM", {"n_routed_experts": 1, "qk_rope_head_dim": 8}, "it keeps latent keys and values"),
-        ("Qwen3_5ForCausalLM", {}, "it has recurrent state"),
+        ("RwkvForCausalLM", {}, "it has recurrent state"),
         ("LlamaForCausalLM", {"hidden_size": 63}, "transformers cannot build LlamaForCausalLM from this config"),
     ],
 )
