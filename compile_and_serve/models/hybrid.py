@@ -174,13 +174,9 @@ def hybrid_spec(
 ) -> ModelSpec:
     """The spec of a hybrid model. make_layer: makes the layer of a number. state: of each recurrent layer.
 
-        cache: of each layer with attention; None: keys and values as the decoder says.
-    <<<<<<< HEAD
-        names: parts of our parameters' names → what checkpoints have in their place, applied in order. tp_plan: of what is no
-        `ShardedModule`; these have plans of their own.
-    =======
-        names: parts of our parameters' names → what checkpoints have in their place, applied in order.
-    >>>>>>> 0fae925 (Selective scan in Triton: decodes in one kernel, prompts in chunks side by side)
+    cache: of each layer with attention; None: keys and values as the decoder says.
+    names: parts of our parameters' names → what checkpoints have in their place, applied in order. tp_plan: of what is no
+    `ShardedModule`; these have plans of their own.
     """
     decoder = hybrid.decoder
     groups = []

@@ -34,7 +34,12 @@ def pages_of(model: Path) -> PageLayout:
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# A convolution, the delta rule, SSD beside attention in each layer, a selective scan with experts, and KDA with latent attention.
+QUICK = ("Lfm2ForCausalLM", "Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM")
+WITH_SLOW = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=WITH_SLOW)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recurrent(tmp_path_factory.mktemp("recurrent") / "model", request.param)
 
@@ -104,11 +109,7 @@ def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
     core.shutdown()
 
 
-# A convolution, the delta rule, and SSD beside attention in each layer.
-QUICK = ("Lfm2ForCausalLM", "Qwen3_5ForCausalLM", "FalconH1ForCausalLM")
-
-
-@pytest.mark.parametrize("architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize("architecture", [*QUICK[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[3:])])
 def test_compiled(architecture: str, tmp_path: Path) -> None:
     model = write_recurrent(tmp_path / "model", architecture)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}

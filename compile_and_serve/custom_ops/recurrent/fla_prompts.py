@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,23 +77,26 @@ def _bulk_of(metadata: SlotMetadata, ring: int, num_step_tokens: int) -> _Bulk:
 _last: tuple[SlotMetadata, _Bulk] | None = None
 
 
-def linear_attention(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_THV: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta_TH: torch.Tensor | None,
-    state: Sequence[StatePart],
-    metadata: SlotMetadata,
-    out_THV: torch.Tensor,
-    *,
-    begin: Callable[[torch.Tensor], None],
-) -> bool:
+class Operands(NamedTuple):
+    """The arguments of `cas::linear_attention`, and where its result goes, which is contiguous."""
+
+    q_TGK: torch.Tensor
+    k_TGK: torch.Tensor
+    v_THV: torch.Tensor
+    log_decay: torch.Tensor
+    beta_TH: torch.Tensor | None
+    state: Sequence[StatePart]
+    metadata: SlotMetadata
+    out_THV: torch.Tensor
+
+
+def linear_attention(operands: Operands, begin: Callable[[torch.Tensor], None]) -> bool:
     """Compute the tokens before each sequence's next checkpoint, and that checkpoint. → False: nothing was done
 
-    begin: writes the states that the step begins with, float32 [S, H, K, V]. The other arguments are those of `cas::linear_attention`.
+    begin: writes the states that the step begins with, float32 [S, H, K, V].
     """
     global _last
+    q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV = operands
     found = kernels()
     if found is None or q_TGK.dtype == torch.float32:  # fla's kernels round products to tf32
         return False

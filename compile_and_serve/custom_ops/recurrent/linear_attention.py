@@ -96,9 +96,11 @@ def _linear_attention(
 
         state = list(zip(tensors[::2], tensors[1::2], strict=True))
         out_THV = torch.zeros_like(v_THV, memory_format=torch.contiguous_format)
-        triton_linear_attention.linear_attention(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV)
+        operands = triton_linear_attention.Operands(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV)
+        triton_linear_attention.linear_attention(operands)
         return out_THV
-    if platform.runs_cpp_kernels and _has_cpu_kernel(q_TGK, v_THV, tensors[0]) and load_cpu_kernels():
+    reason = cpu_unsupported_reason(q_TGK.dtype, tensors[0].dtype, q_TGK.shape[2], v_THV.shape[2])
+    if platform.runs_cpp_kernels and reason is None and load_cpu_kernels():
         return torch.ops.cas.cpu_linear_attention.default(
             q_TGK,
             k_TGK,
@@ -115,10 +117,15 @@ def _linear_attention(
     return _reference(q_TGK, k_TGK, v_THV, log_decay, beta_TH, *args)
 
 
-def _has_cpu_kernel(q_TGK: torch.Tensor, v_THV: torch.Tensor, checkpoint: torch.Tensor) -> bool:
-    sizes = q_TGK.shape[2], v_THV.shape[2]
-    has_dtypes = q_TGK.dtype in (torch.float32, torch.bfloat16) and checkpoint.dtype == torch.float32
-    return has_dtypes and not any(size % 16 for size in sizes) and max(sizes) <= 512
+def cpu_unsupported_reason(dtype: torch.dtype, state_dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
+    """None when the C++ kernel takes linear attention in these dtypes and sizes, else the reason in one sentence."""
+    if dtype not in (torch.float32, torch.bfloat16) or state_dtype != torch.float32:
+        return (
+            f"the CPU kernel of linear attention takes float32 or bfloat16 with a float32 state, not {dtype} with a state in {state_dtype}"
+        )
+    if key_dim % 16 or value_dim % 16 or max(key_dim, value_dim) > 512:
+        return f"the CPU kernel of linear attention takes head sizes that are multiples of 16 up to 512, not {key_dim} and {value_dim}"
+    return None
 
 
 LINEAR_ATTENTION = define(

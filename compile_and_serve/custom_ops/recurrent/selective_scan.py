@@ -88,7 +88,8 @@ def _selective_scan(
         out_TI = torch.zeros_like(x_TI, memory_format=torch.contiguous_format)
         triton_selective_scan.selective_scan(x_TI, dt_TI, a_NI, b_TN, c_TN, state, metadata, out_TI)
         return out_TI
-    if platform.runs_cpp_kernels and _has_cpu_kernel(x_TI, tensors) and load_cpu_kernels():
+    reason = cpu_unsupported_reason(x_TI.dtype, tensors[0].dtype, tensors[0].shape[4], tensors[0].shape[3])
+    if platform.runs_cpp_kernels and reason is None and load_cpu_kernels():
         return torch.ops.cas.cpu_selective_scan.default(
             x_TI,
             dt_TI,
@@ -105,10 +106,15 @@ def _selective_scan(
     return _reference(x_TI, dt_TI, a_NI, b_TN, c_TN, *args)
 
 
-def _has_cpu_kernel(x_TI: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    states, inputs = tensors[0], tensors[2]
-    has_dtypes = x_TI.dtype in (torch.float32, torch.bfloat16) and states.dtype == torch.float32 and inputs.dtype == x_TI.dtype
-    return has_dtypes and not states.shape[4] % 16 and states.shape[3] <= 256
+def cpu_unsupported_reason(dtype: torch.dtype, state_dtype: torch.dtype, block: int, state_size: int) -> str | None:
+    """None when the C++ kernel takes a scan in these dtypes and sizes, else the reason in one sentence. block: channels of a page."""
+    if dtype not in (torch.float32, torch.bfloat16) or state_dtype != torch.float32:
+        return (
+            f"the CPU kernel of selective scans takes float32 or bfloat16 with a float32 state, not {dtype} with a state in {state_dtype}"
+        )
+    if block % 16 or state_size > 256:
+        return f"the CPU kernel of selective scans takes a multiple of 16 channels with up to 256 states, not {block} with {state_size}"
+    return None
 
 
 SELECTIVE_SCAN = define(

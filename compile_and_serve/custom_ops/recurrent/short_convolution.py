@@ -9,6 +9,8 @@ The state is a ring of inputs: the token at position p has the entry p % R. It s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
@@ -51,14 +53,8 @@ def _reference(
     return out_TD
 
 
-def _short_convolution(
-    x_TD: torch.Tensor,
-    weight_DW: torch.Tensor,
-    bias_D: torch.Tensor | None,
-    inputs: torch.Tensor,
-    columns: torch.Tensor,
-    group: str = RECURRENT_STATES,
-) -> torch.Tensor:
+def _short_convolution(x_TD: torch.Tensor, weight_DW: torch.Tensor, bias_D: torch.Tensor | None, *args: Any) -> torch.Tensor:
+    inputs, columns, group = args[0], args[1], args[2] if len(args) > 2 else RECURRENT_STATES
     metadata: SlotMetadata = current_metadata(group)
     if platform_of(x_TD.device).runs_triton_kernels:
         from compile_and_serve.custom_ops.recurrent import triton_short_convolution
@@ -66,8 +62,8 @@ def _short_convolution(
         out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
         triton_short_convolution.short_convolution(x_TD, weight_DW, bias_D, (inputs, columns), metadata, out_TD)
         return out_TD
-    has_dtype = x_TD.dtype in (torch.float32, torch.bfloat16) and inputs.dtype == x_TD.dtype
-    if platform_of(x_TD.device).runs_cpp_kernels and has_dtype and inputs.shape[3] % 16 == 0 and load_cpu_kernels():
+    reason = cpu_unsupported_reason(x_TD.dtype, inputs.shape[3])
+    if platform_of(x_TD.device).runs_cpp_kernels and reason is None and inputs.dtype == x_TD.dtype and load_cpu_kernels():
         return torch.ops.cas.cpu_short_convolution.default(
             x_TD,
             weight_DW,
@@ -80,7 +76,14 @@ def _short_convolution(
             metadata.write_pages,
             metadata.num_seqs,
         )
-    return _reference(x_TD, weight_DW, bias_D, inputs, columns, group)
+    return _reference(x_TD, weight_DW, bias_D, *args)
+
+
+def cpu_unsupported_reason(dtype: torch.dtype, block: int) -> str | None:
+    """None when the C++ kernel takes a convolution in this dtype, else the reason in one sentence. block: channels of a page."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the CPU kernel of short convolutions takes float32 or bfloat16, not {dtype}"
+    return f"the CPU kernel of short convolutions takes a multiple of 16 channels, not {block}" if block % 16 else None
 
 
 SHORT_CONVOLUTION = define(

@@ -13,7 +13,6 @@ own. Steps of more tokens take two launches: up to the next checkpoint, whose to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,8 +21,8 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.recurrent import fla_prompts
-from compile_and_serve.custom_ops.recurrent.layer_state import CHECKPOINT_TOKENS, ROLLBACK_TOKENS, StatePart
-from compile_and_serve.custom_ops.state.recurrent import SlotMetadata
+from compile_and_serve.custom_ops.recurrent.fla_prompts import Operands
+from compile_and_serve.custom_ops.recurrent.layer_state import CHECKPOINT_TOKENS, ROLLBACK_TOKENS
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
 BLOCK = tl.constexpr(CHECKPOINT_TOKENS)
@@ -164,38 +163,18 @@ def _linear_attention_kernel(
             tl.store(new_values + RING * V + cols_C, tl.zeros((BLOCK_C,), tl.float32) + end.to(tl.float32), mask=ok_C)
 
 
-def linear_attention(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_THV: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta_TH: torch.Tensor | None,
-    state: Sequence[StatePart],
-    metadata: SlotMetadata,
-    out_THV: torch.Tensor,
-) -> None:
-    """As `cas::linear_attention`, into `out_THV`, which is contiguous. Tokens of padding are not written."""
-    arguments = q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV
-    if metadata.max_query_len <= ROLLBACK_TOKENS + 1:
-        _launch(ALL, *arguments)
+def linear_attention(operands: Operands) -> None:
+    """`cas::linear_attention`. Tokens of padding are not written."""
+    if operands.metadata.max_query_len <= ROLLBACK_TOKENS + 1:
+        _launch(ALL, operands)
         return
-    if not fla_prompts.linear_attention(*arguments, begin=partial(_launch, TO_BEGIN, *arguments)):
-        _launch(TO_CHECKPOINT, *arguments)
-    _launch(FROM_CHECKPOINT, *arguments)
+    if not fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands)):
+        _launch(TO_CHECKPOINT, operands)
+    _launch(FROM_CHECKPOINT, operands)
 
 
-def _launch(
-    part: tl.constexpr,
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_THV: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta_TH: torch.Tensor | None,
-    state: Sequence[StatePart],
-    metadata: SlotMetadata,
-    out_THV: torch.Tensor,
-    initial_SHKV: torch.Tensor | None = None,
-) -> None:
+def _launch(part: tl.constexpr, operands: Operands, initial_SHKV: torch.Tensor | None = None) -> None:
+    q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV = operands
     num_heads, value_dim = v_THV.shape[1:]
     num_key_heads, key_dim = k_TGK.shape[1:]
     checkpoint, keys, values, decays = (tensor for tensor, _ in state)

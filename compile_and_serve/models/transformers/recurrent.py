@@ -66,6 +66,8 @@ class Mixers:
                 if not hasattr(function, "cas_original"):
                     setattr(file, name, _switched(function, _FUNCTIONS[name]))
             mixer: Any = module
+            if type(module).__name__ == "ZambaMambaMixer":
+                mixer.forward = partial(_zamba, mixer)
             mixer.forward = partial(_mixer_forward, mixer, mixer.forward)
             mixer.cas_states = self.states[mixer] = []
             mixer.counts_calls = True  # tells the capture not to reuse a block's trace
@@ -253,6 +255,23 @@ def _scan(
     if z is not None:
         out_TI = out_TI * F.silu(z[0].T.float())
     return out_TI.to(x_TI.dtype).T[None]
+
+
+def _zamba(mixer: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """As the original, with a linear for each head: Inductor does not compile products of stacked weights with tokens as columns."""
+    x_TI, gate_TI = mixer.in_proj(hidden_states)[0].unflatten(-1, (-1, 2)).unbind(-1)
+    weight = mixer.conv1d.weight.squeeze(1)
+    x_TI = _convolution(x_TI.T[None], weight, mixer.conv1d.bias, mixer.activation)[0].T
+    sizes = mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size
+    outs = []
+    for head, x_TV in enumerate(x_TI.split(mixer.mamba_head_dim, dim=-1)):
+        dt_TR, b_TN, c_TN = F.linear(x_TV, mixer.x_proj_weight[head]).split(sizes, dim=-1)
+        dt_TV = F.linear(dt_TR, mixer.dt_proj_weight[head])
+        rates = -mixer.A_log[head].float().exp()
+        columns = slice(head * mixer.mamba_head_dim, (head + 1) * mixer.mamba_head_dim)
+        given = (x_TV.T[None], dt_TV.T[None], rates, b_TN.T[None], c_TN.T[None], mixer.D[head], gate_TI[:, columns].T[None])
+        outs.append(_scan(*given, mixer.dt_proj_bias[head].float(), delta_softplus=True)[0].T)
+    return mixer.out_proj(torch.cat(outs, dim=-1)[None].to(hidden_states.dtype))
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {  # transformers' functions → what runs in their place

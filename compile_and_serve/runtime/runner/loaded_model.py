@@ -37,7 +37,13 @@ from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
 from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, encoder_info, row_bytes
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
-from compile_and_serve.runtime.runner.model_facts import flat_report, max_model_len, pooling_info, prefix_caching_unsupported
+from compile_and_serve.runtime.runner.model_facts import (
+    flat_report,
+    max_model_len,
+    pooling_info,
+    prefix_caching_unsupported,
+    recurrent_kernels,
+)
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
@@ -291,6 +297,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
 
     log_grown_pages(spec.paged_state, config.cache.block_size, cache_dtype)
+    facts |= recurrent_kernels(spec, device)
 
     start = time.perf_counter()
     with memory_for("loading the weights", device, memory.LOADING):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
+
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.recurrent.cpu_kernels import cpu_unsupported_reason
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.pooling.files import pooling_type_of
 from compile_and_serve.runtime.pooling_params import PoolingInfo
+
+log = logging.getLogger(__name__)
 
 
 def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -68,3 +75,14 @@ def flat_report(report: dict[str, Any]) -> dict[str, int | float | str]:
         elif isinstance(value, (int, float, str)):
             flat[name] = value
     return flat
+
+
+def recurrent_kernels(spec: ModelSpec, device: torch.device) -> dict[str, str]:
+    """What the report says of recurrent layers on a CPU. A slow reference is logged, too."""
+    groups = [group for group in spec.state if group.kind.unit == "slot"]
+    if not groups or not platform_of(device).runs_cpp_kernels:
+        return {}
+    reason = next((found for group in groups if (found := cpu_unsupported_reason(group)) is not None), None)
+    if reason is not None:
+        log.warning("Recurrent layers run the slow torch reference: %s.", reason)
+    return {"recurrent_kernels": "C++" if reason is None else f"torch reference: {reason}"}

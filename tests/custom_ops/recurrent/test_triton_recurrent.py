@@ -23,7 +23,7 @@ def triton_linear_attention(*args: Any) -> torch.Tensor:
     inputs, tensors = args[:5], args[5:]
     out = torch.zeros_like(inputs[2])
     state = list(zip(tensors[::2], tensors[1::2], strict=True))
-    kernels.linear_attention(*inputs, state, current_metadata(RECURRENT_STATES), out)
+    kernels.linear_attention(kernels.Operands(*inputs, state, current_metadata(RECURRENT_STATES), out))
     return out
 
 

@@ -1,4 +1,5 @@
-"""The kernels of recurrent ops compile for a Hopper GPU (none is needed), for the heads of Qwen3.5, Kimi-Linear and Nemotron-H."""
+"""The kernels of recurrent ops compile for a Hopper GPU (none is needed), for the heads of Qwen3.5, Kimi-Linear and Nemotron-H,
+and for the channels of Falcon-Mamba."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json
 from compile_and_serve.custom_ops.recurrent.triton_linear_attention import _linear_attention_kernel
+from compile_and_serve.custom_ops.recurrent.triton_selective_scan import _chunk_kernel, _scan_kernel
 from compile_and_serve.custom_ops.recurrent.triton_short_convolution import _ring_kernel, _sums_kernel
 from tests.support.hopper import compiled
 
 INT32 = {"start_loc_ptr", "seq_lens_ptr", "read_ptr", "write_ptr"}
 FLOATS = {"decay_ptr", "beta_ptr", "initial_ptr", "checkpoint_ptr", "values_ptr", "decays_ptr"}
+FLOATS |= {"a_ptr", "local_ptr", "total_ptr", "states_ptr", "positions_ptr"}
 
 def type_of(name):
     if not name.endswith("_ptr"):
@@ -44,13 +47,21 @@ for tokens in (1, 32):
     found[f"sums {tokens}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
 kernel = compiled(_ring_kernel, sizes | {"BLOCK_R": 32}, type_of, 4)
 found["ring"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
+scan = {"CHANNELS": 8192, "C": 128, "N": 16, "RING": 32, "BLOCK_N": 16, "CHUNK": 64}
+units = {"STATE_UNITS": 4, "INPUT_UNITS": 4, "KEY_UNITS": 32, "POSITION_UNITS": 64}
+for part in range(3):
+    kernel = compiled(_scan_kernel, scan | units | {"PART": part}, type_of, 4)
+    found[f"scan {part}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
+for gives_output in (False, True):
+    kernel = compiled(_chunk_kernel, scan | {"GIVES_OUTPUT": gives_output}, type_of, 4)
+    found[f"chunks {gives_output}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
 print(json.dumps(found))
 """
 
 
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     found = run_script(SCRIPT, tmp_path)
-    assert len(found) == 15
+    assert len(found) == 20
     for name, facts in found.items():
         assert facts["shared"] <= LARGEST_SHARED, name
         assert not facts["spills"], name
