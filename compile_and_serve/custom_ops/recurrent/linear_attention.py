@@ -20,6 +20,7 @@ import torch
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.library import OpKind, Sharding, define
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.recurrent.fla_prompts import Operands
 from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, StatePart, checkpoint_after, checkpoint_before
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, gather_slot, scatter_slot
 from compile_and_serve.custom_ops.step import current_metadata
@@ -96,7 +97,7 @@ def _linear_attention(
 
         state = list(zip(tensors[::2], tensors[1::2], strict=True))
         out_THV = torch.zeros_like(v_THV, memory_format=torch.contiguous_format)
-        operands = triton_linear_attention.Operands(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV)
+        operands = Operands(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV)
         triton_linear_attention.linear_attention(operands)
         return out_THV
     reason = cpu_unsupported_reason(q_TGK.dtype, tensors[0].dtype, q_TGK.shape[2], v_THV.shape[2])

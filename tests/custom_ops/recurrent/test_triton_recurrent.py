@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.recurrent import short_convolution  # noqa: F401  registers the op
+from compile_and_serve.custom_ops.recurrent.fla_prompts import Operands
 from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, ConvolutionState
 from compile_and_serve.custom_ops.step import current_metadata
 from tests.custom_ops.recurrent.test_linear_attention import make_inputs, run_script, state_of
@@ -23,7 +24,7 @@ def triton_linear_attention(*args: Any) -> torch.Tensor:
     inputs, tensors = args[:5], args[5:]
     out = torch.zeros_like(inputs[2])
     state = list(zip(tensors[::2], tensors[1::2], strict=True))
-    kernels.linear_attention(kernels.Operands(*inputs, state, current_metadata(RECURRENT_STATES), out))
+    kernels.linear_attention(Operands(*inputs, state, current_metadata(RECURRENT_STATES), out))
     return out
 
 
