@@ -35,7 +35,7 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
         families = sorted(name for name, one in known_families().items() if one.build_mtp_layer is not None)
         raise ModelConfigError(
             f"{architecture} brings no layer for multi-token prediction that is known here: it must be one of {', '.join(families)} with "
-            "num_nextn_predict_layers in its config."
+            "such layers in its config."
         )
     first, size = num_layers_of(target), hidden_size_of(target)
     target = with_hidden_states(checked_target(target), (first,))

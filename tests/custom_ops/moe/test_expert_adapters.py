@@ -75,6 +75,29 @@ def test_each_token_has_its_own_experts(num_tokens: int, kind: str, activation: 
     assert relative_error(out, expected) < 2e-6
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_experts_without_a_gate(num_tokens: int) -> None:
+    """down(relu(up(x))²), in each layout and linear by linear."""
+    args = operands(num_tokens, "even", torch.float32, biased=False)
+    x_TD, ids_TK, weights_TK, gate_up, down = args[:5]
+    assert gate_up is not None
+    assert down is not None
+    up = args[3] = gate_up[:, :FEATURES].contiguous()
+    hidden_XTF = torch.einsum("td,xfd->xtf", x_TD.double(), up.double()).relu().square()
+    by_expert_TXD = torch.einsum("xtf,xdf->txd", hidden_XTF, down.double())
+    residual = torch.randn(num_tokens, D)
+    chosen = by_expert_TXD.gather(1, ids_TK.long()[:, :, None].expand(-1, -1, D))
+    expected = (chosen * weights_TK.double()[:, :, None]).sum(1) + residual
+    options = {"activation": "relu2", "residual_TD": residual}
+    packed = [pack_expert_weights(a) if i in (3, 4) else a for i, a in enumerate(args)]  # type: ignore[arg-type]
+    for out in (
+        experts(*args, **options),  # type: ignore[arg-type]
+        experts(*packed, **options),  # type: ignore[arg-type]
+        adapted_cuda_experts.experts_by_linear(triton_experts.Operands(*args, **options), None),  # type: ignore[arg-type]
+    ):
+        assert relative_error(out, expected) < 2e-6
+
+
 def test_tokens_without_an_adapter_have_the_plain_result() -> None:
     args = operands(9, "even", torch.float32, biased=False)
     adapters, _ = adapters_of(torch.zeros(9, dtype=torch.int32), torch.float32)
