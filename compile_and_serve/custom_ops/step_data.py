@@ -13,7 +13,7 @@ import numpy as np
 StepDatum = int | float | str | bool  # a value in a request's step data
 ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
 
-ArrayDtype = Literal["int32", "int64", "float16", "bfloat16", "float32"]
+ArrayDtype = Literal["uint8", "int32", "int64", "float16", "bfloat16", "float32"]
 
 
 class StepArray(msgspec.Struct, frozen=True, kw_only=True):

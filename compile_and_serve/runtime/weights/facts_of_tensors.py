@@ -1,4 +1,7 @@
-"""Of a folder, what its tensors say is believed before what its config.json says: whether the head is the embedding."""
+"""Of a folder, what its tensors say is believed before what its config.json says: whether the head is the embedding.
+
+They also say in which order stacked experts have their dimensions, about which config.json says nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ _EMBEDDING = re.compile(
 )
 _IN_A_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")  # layers for multi-token prediction have an embedding and a head of their own
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_STACKED_EXPERTS = re.compile(r"(.*\.)?mlp\.experts\.down_proj")
+EXPERTS_HAVE_INPUTS_FIRST = "experts_have_inputs_first"  # in the config: the tensors are [experts, inputs, outputs]
 _CHUNK_ROWS = 4096  # compared at once
 
 
@@ -30,9 +35,11 @@ def with_facts_of_tensors(config: dict[str, Any], folder: Path, *, is_whole: boo
 
     - A stored head that differs from the embedding is used, also if `tie_word_embeddings` says that they are one.
     - The embedding is the head if none is stored. is_whole: otherwise, the head may come from another checkpoint.
+    - `EXPERTS_HAVE_INPUTS_FIRST` is set where the stacked experts are in this order.
 
     Without readable tensors the config is returned as it is: whoever loads them says what is wrong.
     """
+    config = _with_order_of_experts(config, folder)
     try:
         held = open_folder(folder, lambda name: not _IN_A_LAYER.search(name) and (_is(_HEAD, name) or _is(_EMBEDDING, name)))
     except WeightError:
@@ -51,6 +58,19 @@ def with_facts_of_tensors(config: dict[str, Any], folder: Path, *, is_whole: boo
             logger.warning("%s holds no output head: %s is used, although config.json does not tie them.", folder, embedding)
         return _with_tie(config, True)
     return config
+
+
+def _with_order_of_experts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    text = config.get("text_config") or config
+    sizes = text.get("moe_intermediate_size"), text.get("hidden_size")
+    if None in sizes or sizes[0] == sizes[1]:
+        return config
+    try:
+        held = open_folder(folder, lambda name: _STACKED_EXPERTS.fullmatch(name) is not None)
+    except WeightError:
+        return config
+    first = next((shape for name, shape in held.shapes.items() if _STACKED_EXPERTS.fullmatch(name)), ())
+    return {**config, EXPERTS_HAVE_INPUTS_FIRST: True} if tuple(first[1:]) == sizes else config
 
 
 def _generates(config: dict[str, Any]) -> bool:

@@ -31,7 +31,20 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
                 if not isinstance(settings, dict):
                     raise WeightError(f"{key} in {folder / name} must be a JSON object, got a {type(settings).__name__}.")
             config["quantization_config"] = {"quant_method": method, **settings}
+    if config.get("vision_config") is not None and (settings := read_image_processor(folder)):
+        config["image_processor"] = settings
     return config
+
+
+def read_image_processor(folder: Path) -> dict[str, Any]:
+    """How images are resized and normalized, from the file of the folder's image processor, or of its processor; {}: there is none."""
+    for name, key in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            settings = _read_object(folder / name)
+            found = settings if key is None else settings.get(key)
+            if isinstance(found, dict):
+                return found
+    return {}
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""A decoder that reads rows of an encoder where a token is a placeholder, and the spec of both.
+
+Shape legend: T tokens of the step, S rows whose logits are needed, D hidden size, V vocabulary, R rows of the encoder, K features of a row
+beside the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
+from compile_and_serve.custom_ops.step import INPUT_IDS, LOGITS_INDICES, TOKENS, StepInput, StepOutput
+from compile_and_serve.custom_ops.stored_weight import StoredWeight
+from compile_and_serve.models.config import DecoderConfig
+from compile_and_serve.models.decoder_spec import on_meta
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.vision.rope import ThreeRowRope, positions_input, rope_buffers
+
+MEDIA_ROWS = "media_rows"  # the state group that the encoder fills
+
+
+class VisionLanguageModel(nn.Module):
+    """num_features: K. The first embeds the placeholder; feature k + 1 is added to what layer k gives (DeepStack, arXiv:2406.04334)."""
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module], num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = ThreeRowRope(config)
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_3T: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        logits_indices_S: torch.Tensor,
+        rows_R: torch.Tensor,
+        encoder_row_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """→ normed rows [S, D]"""
+        x_TD = self.embed_tokens(input_ids_T)
+        cos_TE, sin_TE = self.rotary_emb(positions_3T, x_TD.dtype)
+        features: list[torch.Tensor] = []
+        if encoder_row_T is not None:
+            embedded_TD, *features = read_rows(rows_R, encoder_row_T).chunk(1 + self.num_features, dim=-1)
+            x_TD = torch.where(encoder_row_T[:, None] > 0, embedded_TD, x_TD)
+        for number, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            x_TD = layer(x_TD, cos_TE, sin_TE, kv_cache)
+            if number < len(features):
+                x_TD = x_TD + features[number]  # zeros for text
+        return self.norm(x_TD[logits_indices_S])
+
+
+class VisionLanguageForCausalLM(nn.Module):
+    """forward(input_ids int64 [T], positions int64 [3, T], a KV cache per layer, media_rows one [R, D · (1 + K)], logits_indices int64 [S],
+    encoder_row int64 [T]) → logits [S, V]. Without `encoder_row`, no token is a placeholder.
+    """
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module], num_features: int = 0) -> None:
+        super().__init__()
+        self.model = VisionLanguageModel(config, layers, num_features)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        media_rows: list[torch.Tensor],
+        logits_indices: torch.Tensor,
+        encoder_row: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids, positions, kv_caches, logits_indices, media_rows[0], encoder_row))
+
+
+def with_encoder(
+    text: ModelSpec,
+    decoder: DecoderConfig,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    make_encoder: Callable[[], nn.Module],
+    *,
+    inputs: tuple[StepInput, ...],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredWeight],
+    max_item_tokens: int,
+    num_features: int = 0,
+) -> ModelSpec:
+    """The spec of a model and of its encoder. text: of the decoder. The others are of the encoder; every rank runs it whole.
+
+    Checkpoints have the decoder's tensors below `model.language_model.` or `model.`, and the encoder's below `model.visual.` or `visual.`.
+    """
+    encoder = on_meta(make_encoder, dtype)
+    of_encoder = [name for name, _ in encoder.named_parameters()]
+    of_text = [name for name, _ in text.module.named_parameters(remove_duplicate=False)]
+    theirs = {f"{prefix}{name}": name for name in of_encoder for prefix in ("model.visual.", "visual.")}
+    names = [*of_text, *text.weight_map, *text.parts]
+    longer = {name: name.replace("model.", "model.language_model.", 1) for name in names if name.startswith("model.")}
+    row = EncoderRow(width=decoder.hidden_size * (1 + num_features), dtype=dtype)
+    return replace(
+        text,
+        config=config,
+        state=(*text.state, StateGroup(name=MEDIA_ROWS, layers=(row,), kind=ENCODER_ROWS)),
+        inputs=(INPUT_IDS, positions_input(text.max_model_len), LOGITS_INDICES, ENCODER_ROW),
+        weight_map={
+            **text.weight_map,
+            **{longer[name]: text.weight_map.get(name, name) for name in longer if name not in text.parts},
+            **dict.fromkeys(theirs),
+        },
+        parts={**text.parts, **{longer[name]: part for name, part in text.parts.items()}},
+        buffers={f"model.rotary_emb.{name}": value for name, value in rope_buffers(decoder).items()},
+        encoder=ModelSpec(
+            module=encoder,
+            config=config,
+            state=(),
+            vocab_size=1,
+            max_model_len=max_item_tokens,
+            inputs=inputs,
+            outputs=(StepOutput(name="rows", dims=(TOKENS, row.width)),),
+            weight_map={**theirs, **dict.fromkeys([*names, *longer.values(), "lm_head.weight"])},
+            buffers=buffers,
+            quantized_weights=stored,
+        ),
+    )

@@ -1,0 +1,79 @@
+"""How images become blocks of patches. This file imports no torch, for processes that prepare media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compile_and_serve.models.config import ModelConfigError, number, positive_int
+
+_HALF = (0.5, 0.5, 0.5)
+_OPENAI_MEAN, _OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchConfig:
+    """From config.json and the settings of the checkpoint's image processor.
+
+    patch_size: pixels of a side. frames: of a patch. merge: patches of a block's side. mean, std: of each channel, of values from 0 to 1.
+    min_pixels, max_pixels: of an image after resizing.
+    """
+
+    patch_size: int
+    frames: int
+    merge: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> PatchConfig:
+        """config: the whole config.json; `image_processor` in it has the processor's settings. Raises `ModelConfigError`."""
+        vision, processor = vision_config(config), config.get("image_processor") or {}
+        is_third = str(config.get("model_type")).startswith("qwen3")
+        size = processor.get("size") or {}
+        limits = {
+            "min_pixels": processor.get("min_pixels", size.get("shortest_edge", 65536 if is_third else 56 * 56)),
+            "max_pixels": processor.get("max_pixels", size.get("longest_edge", 16777216 if is_third else 28 * 28 * 1280)),
+        }
+        return cls(
+            patch_size=positive_int(vision, "patch_size", 14),
+            frames=positive_int(vision, "temporal_patch_size", 2),
+            merge=positive_int(vision, "spatial_merge_size", 2),
+            channels=positive_int(vision, "in_channels", positive_int(vision, "in_chans", 3)),
+            mean=tuple(processor.get("image_mean") or (_HALF if is_third else _OPENAI_MEAN)),
+            std=tuple(processor.get("image_std") or (_HALF if is_third else _OPENAI_STD)),
+            min_pixels=int(number(limits, "min_pixels", 0)),
+            max_pixels=positive_int(limits, "max_pixels"),
+        )
+
+    @property
+    def block_pixels(self) -> int:
+        """Pixels of a block's side."""
+        return self.patch_size * self.merge
+
+    @property
+    def values(self) -> int:
+        """Of a patch."""
+        return self.channels * self.frames * self.patch_size**2
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the largest image, or of the two frames of a video that one row of blocks stands for."""
+        return max(1, self.max_pixels // self.block_pixels**2)
+
+
+def vision_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises `ModelConfigError`."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise ModelConfigError(f"vision_config in the model's config must be a JSON object, got {vision!r:.100}.")
+    return vision
+
+
+def window_blocks(vision: Mapping[str, Any], patches: PatchConfig) -> int:
+    """Blocks of a side of a window of Qwen2.5-VL's encoder. vision: its config."""
+    return max(1, positive_int(vision, "window_size", 112) // patches.block_pixels)

@@ -1,0 +1,123 @@
+"""What becomes of an image or a video, and how it takes its place in a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
+from compile_and_serve.models.vision.names import POSITION_ARRAY
+
+MediaKind = Literal["image", "video"]
+
+
+class MediaError(ValueError):
+    """Media that cannot be used. The message is one sentence for the user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedItem:
+    """Tokens of which the encoder computes the rows: an image, or two frames of a video.
+
+    offset: its first token in the tokens of the whole. arrays: of the encoder, a row for each token. time, height, width: of three-row
+    positions: tokens lie row by row in a grid. advance: what the positions gain behind it; None: the larger side of the grid.
+    """
+
+    offset: int
+    length: int
+    arrays: Mapping[str, StepArray]
+    time: int = 0
+    height: int = 1
+    width: int = 1
+    advance: int | None = None
+
+    def positions(self, start: int) -> tuple[np.ndarray, int]:
+        """Where the first token has position `start`: int32 [length + 1, 3], and the position behind the item, which is the last row."""
+        end = start + (max(self.height, self.width) if self.advance is None else self.advance)
+        rows = np.empty((self.length + 1, 3), dtype=np.int32)
+        rows[:-1, 0] = start + self.time
+        rows[:-1, 1] = start + np.repeat(np.arange(self.height, dtype=np.int32), self.width)
+        rows[:-1, 2] = start + np.tile(np.arange(self.width, dtype=np.int32), self.height)
+        rows[-1] = end
+        return rows, end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedMedia:
+    """key: of the content and of how it was processed. tokens: what takes the placeholder's place. items: in order."""
+
+    kind: MediaKind
+    key: bytes
+    tokens: Sequence[int]
+    items: Sequence[PreparedItem] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays."""
+        return sum(len(array.data) for item in self.items for array in item.arrays.values())
+
+
+def content_key(*parts: bytes | str) -> bytes:
+    """sha256 of the parts, each with its length."""
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()
+
+
+def place_media(
+    prompt: Sequence[int], media: Sequence[PreparedMedia], placeholders: Mapping[int, MediaKind], *, three_rows: bool
+) -> tuple[list[int], list[MediaItem]]:
+    """The prompt with the media's tokens in place of their placeholders, and the items for the engine.
+
+    placeholders: token → the kind of media that it stands for. Media are in the order of the prompt. three_rows: the model's positions have
+    three rows. Raises `MediaError` if there are more or fewer placeholders than media.
+    """
+    ids: list[int] = []
+    items: list[MediaItem] = []
+    left = list(reversed(media))
+    position = 0  # of the next token, in rows of positions
+    for token in prompt:
+        kind = placeholders.get(token)
+        if kind is None:
+            ids.append(token)
+            position += 1
+            continue
+        if not left or left[-1].kind != kind:
+            raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}, in another order.")
+        one = left.pop()
+        begin, done = len(ids), 0
+        ids += one.tokens
+        for number, item in enumerate(one.items):
+            position += item.offset - done
+            start = begin + item.offset
+            arrays = {name: msgspec.structs.replace(array, start=start) for name, array in item.arrays.items()}
+            if three_rows:
+                rows, position = item.positions(position)
+                arrays[POSITION_ARRAY] = StepArray.of(rows, start=start)
+            else:
+                position += item.length
+            done = item.offset + item.length
+            key = one.key if len(one.items) == 1 else content_key(one.key, str(number))
+            items.append(MediaItem(key=key, position=start, length=item.length, arrays=arrays))
+        position += len(one.tokens) - done
+    if left:
+        raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}.")
+    return ids, items
+
+
+def _counts(prompt: Sequence[int], placeholders: Mapping[int, MediaKind]) -> str:
+    kinds = [placeholders[token] for token in prompt if token in placeholders]
+    return f"placeholders of {kinds.count('image')} images and {kinds.count('video')} videos"
+
+
+def _given(media: Sequence[PreparedMedia]) -> str:
+    kinds = [one.kind for one in media]
+    return f"{kinds.count('image')} images and {kinds.count('video')} videos"
