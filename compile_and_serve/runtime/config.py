@@ -27,8 +27,18 @@ def _count_or_auto(text: str) -> int | None:
     return None if text.strip().lower() in ("auto", "-1") else parse_count(text)
 
 
+def read_media_limits(given: Mapping[str, Any] | str) -> dict[str, int]:
+    """The value of limit_mm_per_prompt. Raises `ValueError` for anything but counts of images and videos."""
+    found = json_object("limit_mm_per_prompt")(given)
+    for kind, count in found.items():
+        if kind not in ("image", "video") or not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"limit_mm_per_prompt takes numbers for image and video, got {kind!r:.50}: {count!r:.50}.")
+    return found
+
+
 _model_option, _cache_option = partial(option, panel="Model"), partial(option, panel="KV cache and prefix cache")
 _scheduler_option, _lora_option = partial(option, panel="Scheduler"), partial(option, panel="LoRA")
+_media_option = partial(option, panel="Images and videos")
 _parallel_option, _device_option = partial(option, panel="Ranks and replicas"), partial(option, panel="Device")
 
 
@@ -85,6 +95,27 @@ class ModelConfig:
     )
     logprobs_mode: LogprobsMode = _model_option(
         "raw_logprobs", "raw: before penalties, temperature and filters. processed: after them. logits: not normalized."
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = _media_option(
+        None,
+        "Settings that replace those of the checkpoint's image processor, e.g. '{\"max_pixels\": 1003520}'. Requests may set lower ones.",
+        metavar="JSON",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+        convert=json_object("mm_processor_kwargs"),
+    )
+    limit_mm_per_prompt: Mapping[str, Any] | None = _media_option(
+        None,
+        'Most images and videos of a prompt, e.g. \'{"image": 4, "video": 1}\'. By default 64 and 8.',
+        metavar="JSON",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+        convert=read_media_limits,
+    )
+    allowed_media_domains: tuple[str, ...] = _media_option(
+        (),
+        "Host from which images and videos may be downloaded (repeatable), or '*' for all with public addresses. A private address must be "
+        "named itself. By default none: requests must hold the data.",
     )
     load_format: Literal["auto", "dummy"] = _model_option("auto", "dummy: random weights; only the config is read.")
     merge_lora: Path | None = _lora_option(

@@ -9,6 +9,7 @@ import msgspec
 
 from compile_and_serve.custom_ops.step_data import MediaItem, PromptContents, StepArray, StepDatum
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -218,6 +219,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     compile_report: dict[str, int | float | str] = {}
     max_logprobs: int = 20  # limit of `logprobs` and `prompt_logprobs`; -1 is no limit
     pooling: PoolingInfo | None = None  # None: the engine generates tokens
+    media: MediaInfo | None = None  # None: the model reads only text
 
 
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):

@@ -20,6 +20,7 @@ from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine.adapters import ServedAdapters
 from compile_and_serve.serve.engine.body_work import BodyWork
 from compile_and_serve.serve.engine.engine import AsyncEngine, EngineClient
+from compile_and_serve.serve.engine.media_work import MediaWork
 from compile_and_serve.serve.errors import install_error_handlers
 from compile_and_serve.serve.http.content_encoding import ContentEncodingMiddleware
 from compile_and_serve.serve.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -90,6 +91,7 @@ def create_app(
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death, process=process, siblings=siblings)
+    media = MediaWork(client.info.media, tokenizer, metrics.observe_media)
     parsers = served_parsers(tokenizer, settings)
     pool = templates or TemplatePool()
 
@@ -106,6 +108,7 @@ def create_app(
         if line is not None:
             line.cancel()
         await engine.shutdown()  # `server._finish` has already let running requests finish
+        media.close()
         if templates is None:
             pool.close()
         if tracing is not None:
@@ -135,8 +138,9 @@ def create_app(
         metrics=metrics,
         rendered_metrics=RenderedMetrics(render_metrics),
         parsers=parsers,
-        prompts=ChatPrompts(inputs, pool, parsers, settings),
+        prompts=ChatPrompts(inputs, pool, parsers, settings, media.texts),
         bodies=BodyWork(engine, pool, tokenizer),
+        media=media,
         fingerprint=f"cas-{__version__}-{client.info.dtype.removeprefix('torch.')}",
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
         stored_responses=store if settings.response_store_bytes else None,

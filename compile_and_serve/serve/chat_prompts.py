@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from compile_and_serve.runtime.media.prepared import MediaKind
+from compile_and_serve.runtime.media.sources import show_marks
 from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
@@ -27,7 +29,16 @@ class ChatPrompts:
     They do in the text of users, systems and tools, and in the tools and documents themselves.
     """
 
-    def __init__(self, inputs: InputProcessor, templates: TemplatePool, parsers: Parsers, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        templates: TemplatePool,
+        parsers: Parsers,
+        settings: ServerSettings,
+        media_texts: Mapping[MediaKind, str],
+    ) -> None:
+        """media_texts: what stands for media in a prompt."""
+        self._media_texts = media_texts
         self._inputs, self._parsers, self._settings = inputs, parsers, settings
         self.templates = templates
 
@@ -44,11 +55,14 @@ class ChatPrompts:
         """The text of a conversation with its tools. Raises a 400, or a `ValueError` of the runtime."""
         tokenizer = self._inputs.require_tokenizer("a conversation")
         given, options = readable_messages(body.messages), self._options(body)
+        taken = body.taken_media
         if not self._settings.escape_special_tokens:
+            given = given if taken is None else show_marks(given, taken, self._media_texts)
             return ChatText(self._render(tokenizer, given, use, options))
         hidden = Placeholders(tokenizer)
         try:
             given = hidden.hide_in_messages(given)
+            given = given if taken is None else show_marks(given, taken, self._media_texts)
             use = replace(use, shown=hidden.hide(list(use.shown)))
             options["documents"] = hidden.hide(options["documents"])
             return hidden.restore(self._render(tokenizer, given, use, options))

@@ -14,6 +14,7 @@ from compile_and_serve.serve.chat_prompts import ChatPrompts
 from compile_and_serve.serve.engine.adapters import ServedAdapters
 from compile_and_serve.serve.engine.body_work import BodyWork
 from compile_and_serve.serve.engine.engine import AsyncEngine
+from compile_and_serve.serve.engine.media_work import MediaWork
 from compile_and_serve.serve.observe.metrics import Metrics
 from compile_and_serve.serve.observe.rendered import RenderedMetrics
 from compile_and_serve.serve.processes.siblings import Siblings
@@ -34,6 +35,7 @@ class ServerContext:
     adapters: ServedAdapters
     prompts: ChatPrompts
     bodies: BodyWork
+    media: MediaWork
     fingerprint: str
     stored_responses: ResponseStore | None = None
     siblings: Siblings | None = None

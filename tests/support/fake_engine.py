@@ -9,6 +9,7 @@ import numpy as np
 
 from compile_and_serve.runtime.engine.connection import EngineDeadError
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.messages import (
     REPETITION,
     EngineInfo,
@@ -43,6 +44,7 @@ class FakeEngineClient:
         pause: float = 0.0,
         pooling: PoolingInfo | None = None,
         max_logprobs: int = 20,
+        media: MediaInfo | None = None,
     ) -> None:
         self.info = EngineInfo(
             max_model_len=max_model_len,
@@ -55,6 +57,7 @@ class FakeEngineClient:
             compile_report={"stages.capture": 1.0, "stages.compile": 0.5, "distinct_pieces": 3, "pieces": 31, "artifact": "hit"},
             pooling=pooling,
             max_logprobs=max_logprobs,
+            media=media,
         )
         self.tokenizer = tokenizer
         self.script = script

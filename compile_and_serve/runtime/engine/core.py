@@ -125,6 +125,7 @@ class EngineCore:
             max_in_flight=options.max_in_flight,
             compile_report=found.compile_report,
             pooling=found.pooling,
+            media=found.media,
             max_logprobs=config.model.max_logprobs,
         )
 

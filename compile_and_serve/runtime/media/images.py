@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ Image = Any  # a PIL.Image.Image; Pillow may not be installed
 
 MAX_PIXELS = 1 << 26  # of a decoded image: 64 million pixels are 200 MB
 MISSING = 'Images need the extra "vision": pip install "compile-and-serve[vision]".'
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_TOO_LARGE = "{} is too large: " + f"{MAX_PIXELS} pixels are the limit."
 _WHITE = (255, 255, 255)
 
 
@@ -32,16 +32,16 @@ def decode_image(data: bytes) -> Image:
     """The image in a file's bytes, as RGB, turned as its EXIF data say; of an animation, the first frame. Raises `MediaError`."""
     image = pillow()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes, which are checked here, and of odd metadata
-            with image.open(io.BytesIO(data), formats=_FORMATS) as opened:
-                _check_size(opened.size)
-                opened.load()
-                return _rgb(opened)
+        with image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            _check_size(opened.size)
+            opened.load()
+            return _rgb(opened)
     except MediaError:
         raise
     except image.UnidentifiedImageError:
-        raise MediaError(f"The data are no image that can be read: expected one of {', '.join(_FORMATS[:-1])}.") from None
+        raise MediaError(f"The data are no image that can be read: expected one of {', '.join(_FORMATS)}.") from None
+    except image.DecompressionBombError:
+        raise MediaError(_TOO_LARGE.format("The image")) from None
     except Exception as error:  # a decoder may raise anything on a damaged file
         raise MediaError(f"The image cannot be decoded: {str(error) or type(error).__name__:.200}.") from None
 
@@ -80,7 +80,7 @@ def resize(image: Image, width: int, height: int) -> np.ndarray:
 def _check_size(size: tuple[int, int]) -> None:
     width, height = size
     if width < 1 or height < 1 or width * height > MAX_PIXELS:
-        raise MediaError(f"An image of {width} × {height} pixels is too large: {MAX_PIXELS} pixels are the limit.")
+        raise MediaError(_TOO_LARGE.format(f"An image of {width} × {height} pixels"))
 
 
 def _rgb(opened: Image) -> Image:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from compile_and_serve.models.vision.names import BLOCK_ORDER, GRID, PATCHES, WI
 from compile_and_serve.models.vision.patch_config import PatchConfig, window_blocks
 from compile_and_serve.runtime.media.images import Image, resize
 from compile_and_serve.runtime.media.patches import blocks_of, grid_of, resized, windows_of
-from compile_and_serve.runtime.media.prepared import MediaKind, PreparedItem, PreparedMedia
+from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
 
 
 class QwenVLProcessor:
@@ -32,6 +34,30 @@ class QwenVLProcessor:
     def placeholders(self) -> Mapping[int, MediaKind]:
         """Token of a prompt → the kind of media that it stands for."""
         return {token: kind for kind, token in self.tokens.items()}
+
+    @property
+    def settings(self) -> str:
+        """What the arrays depend on besides the content."""
+        return f"{self.patches} {self._window}"
+
+    def with_options(self, options: Mapping[str, Any]) -> QwenVLProcessor:
+        """The same with other `min_pixels` and `max_pixels`, which cannot exceed the server's. Raises `MediaError`."""
+        patches, size = self.patches, options.get("size")
+        given = {name: options[name] for name in options if name != "size"}
+        if isinstance(size, Mapping):
+            given |= {
+                ours: size[theirs] for theirs, ours in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")) if theirs in size
+            }
+        if unknown := given.keys() - {"min_pixels", "max_pixels"}:
+            raise MediaError(f"mm_processor_kwargs has {min(unknown)!r:.100}, but this model knows min_pixels, max_pixels and size.")
+        for name, value in given.items():
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= patches.max_pixels:
+                raise MediaError(f"{name} of mm_processor_kwargs must be 1 to {patches.max_pixels}, got {value!r:.100}.")
+        changed = copy(self)
+        changed.patches = replace(patches, **given)
+        if changed.patches.min_pixels > changed.patches.max_pixels:
+            changed.patches = replace(changed.patches, min_pixels=changed.patches.max_pixels)
+        return changed
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""

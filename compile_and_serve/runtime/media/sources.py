@@ -54,8 +54,8 @@ class TakenMedia:
         return f"{self.nonce}{len(self.sources) - 1:04d}"
 
     def pieces(self, text: str) -> list[str | MediaSource]:
-        """A text without marks, and the sources in their places."""
-        parts = re.split(rf"{self.nonce}(\d{{4}})", text)
+        """A text without marks, and the sources in their places. Where translations joined parts by line breaks, these go."""
+        parts = re.split(rf"\n?{self.nonce}(\d{{4}})\n?", text)
         found: list[str | MediaSource] = []
         for index, part in enumerate(parts):
             if index % 2:

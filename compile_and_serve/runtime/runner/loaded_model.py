@@ -40,6 +40,7 @@ from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
     flat_report,
     max_model_len,
+    media_info,
     pooling_info,
     prefix_caching_unsupported,
     recurrent_kernels,
@@ -250,6 +251,7 @@ class LoadedModel:
             whole_prompts=spec.whole_prompts,
             arrays=[array for one in inputs for array in one.arrays],
             encoder=self.encoder_info,
+            media=None if spec.encoder is None else media_info(self.config.model, spec),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.recurrent.cpu_kernels import cpu_unsupported_reason
 from compile_and_serve.models.spec import ModelSpec
-from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.config import EngineConfig, ModelConfig
+from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.pooling.files import pooling_type_of
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 
@@ -38,6 +40,16 @@ def pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
         activation=pooling.activation,
         labels=list(pooling.labels),
         pooling=pooling_type_of(config.model),
+    )
+
+
+def media_info(model: ModelConfig, spec: ModelSpec) -> MediaInfo:
+    """What processes that prepare media are told."""
+    return MediaInfo(
+        config=json.dumps(dict(spec.config)).encode(),
+        folder=str(model.path),
+        limits={str(kind): int(count) for kind, count in (model.limit_mm_per_prompt or {}).items()},
+        domains=list(model.allowed_media_domains),
     )
 
 

@@ -33,6 +33,7 @@ import msgspec
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 from compile_and_serve.runtime.connector.messages import FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.lora.request import AdapterTarget
+from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -225,6 +226,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     whole_prompts: bool = False
     arrays: list[ArrayInfo] = []
     encoder: EncoderInfo | None = None
+    media: MediaInfo | None = None
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -229,8 +229,11 @@ def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> d
     if content is None:
         result["content"] = None if calls and compiled.knows_none else ""
     elif isinstance(content, list):
-        texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        result["content"] = [{"type": "text", "text": text} for text in texts] if compiled.iterates_parts else "\n".join(texts)
+        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        if compiled.iterates_parts:
+            result["content"] = [{name: part[name] for name in part if name != "placeholder"} for part in parts]
+        else:
+            result["content"] = "\n".join(part.get("placeholder") or part.get("text", "") for part in parts)
     elif not isinstance(content, str):
         raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
     if not isinstance(calls, list):
@@ -304,6 +307,13 @@ def _known_role(role: str, where: str, constants: frozenset[str]) -> str:
     raise ChatTemplateError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.200}.")
 
 
+def _part(part: Any, where: str) -> dict[str, str]:
+    """A part of text, or one of media that is known where to stand (`runtime/media/sources.py`)."""
+    if isinstance(part, Mapping) and isinstance(part.get("placeholder"), str):
+        return {"type": str(part["type"]), "placeholder": part["placeholder"]}
+    return {"type": "text", "text": _part_text(part, where)}
+
+
 def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
@@ -340,6 +350,8 @@ def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": content + _CONTINUE_MARK}
     if not content:
         raise ChatTemplateError("continue_final_message is set, but the final message has no text to continue.")
+    if "text" not in content[-1]:
+        raise ChatTemplateError("continue_final_message is set, but the final message ends with an image.")
     last = {**content[-1], "text": content[-1]["text"] + _CONTINUE_MARK}
     return {**message, "content": [*content[:-1], last]}
 

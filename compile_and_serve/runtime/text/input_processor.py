@@ -8,7 +8,10 @@ from typing import Literal
 
 import msgspec
 
+from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.media.prepared import PreparedMedia, place_media
+from compile_and_serve.runtime.media.registry import MediaProcessor
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_logprobs, verify_token_ids
@@ -126,6 +129,27 @@ class InputProcessor:
             words = self._bad_words(params.bad_words)
             changes["bad_words_token_ids"] = [word for word in words if len(word) <= max_tokens]  # longer ones cannot occur
         return prompt_ids, msgspec.structs.replace(params, **changes)
+
+    def place(
+        self,
+        prompt: str | ChatText | Sequence[int],
+        media: Sequence[PreparedMedia],
+        processor: MediaProcessor,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[MediaItem], SamplingParams]:
+        """A prompt's token ids with its media in their places and the parameters, for `prepare`, and the items for the engine.
+
+        Raises as `encode` does, and `MediaError`; and `SamplingParamsError` if the prompt is to be truncated.
+        """
+        if media and params.truncate_prompt_tokens not in (None, -1):
+            raise SamplingParamsError(
+                "truncate_prompt_tokens", "A prompt with images or videos cannot be truncated: leave out truncate_prompt_tokens."
+            )
+        ids = self.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, (str, ChatText)) else prompt
+        tokens, items = place_media(ids, media, processor.placeholders, three_rows=processor.three_rows)
+        return tokens, items, msgspec.structs.replace(params, truncate_prompt_tokens=None) if items else params
 
     def engine_request(
         self,

@@ -62,4 +62,7 @@ def read_config(path: Path, *, is_whole: bool = True) -> dict[str, Any]:
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
     """The config of the model that an engine's options name, with the fields that they replace. Raises as `read_config` does."""
-    return overridden(read_config(model.path), model.hf_overrides or {})
+    config = overridden(read_config(model.path), model.hf_overrides or {})
+    if model.mm_processor_kwargs:
+        config["image_processor"] = {**(config.get("image_processor") or {}), **model.mm_processor_kwargs}
+    return config

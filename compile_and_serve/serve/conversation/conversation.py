@@ -11,13 +11,16 @@ from typing import Any, Protocol
 
 from fastapi import Request
 
+from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.media.prepared import PreparedMedia
 from compile_and_serve.runtime.parsers.events import CallBegin, CallDropped, Content, Event
 from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.parsers.tools.base import ToolParser
 from compile_and_serve.runtime.pooling.results import check_generates
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
+from compile_and_serve.runtime.text.special_text import ChatText
 from compile_and_serve.runtime.tools.tool_use import ToolUse, parsed_params
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.conversation.chat_message import CallIds
@@ -34,7 +37,8 @@ from compile_and_serve.serve.protocol.usage import Usage
 class Conversation:
     """A checked request: the prompt and everything that its answer depends on.
 
-    request_id: the public id. model: its name in the answer. text, prompt: the rendered conversation and its token ids.
+    request_id: the public id. model: its name in the answer. text, prompt: the rendered conversation and its token ids. media: what
+    stands in it beside text.
     usage: counts the answer's tokens. parser: of tool calls, in this conversation. num_calls: tool calls that the conversation has.
     """
 
@@ -43,6 +47,7 @@ class Conversation:
     model: str
     text: str
     prompt: list[int]
+    media: list[MediaItem]
     params: SamplingParams
     tools: ToolUse
     usage: Usage
@@ -59,11 +64,18 @@ class Conversation:
         tools = await context.bodies.run(request, lambda: context.prompts.tool_use(body))
         structure = body.structure(open_schemas=context.settings.open_schemas)
         await context.bodies.check_structure(structure if tools.grammar is None else tools.grammar)
-        return await context.bodies.run(request, lambda: cls._create(body, tools, request, context, request_id), renders=True)
+        media = await context.media.prepare(body.taken_media, body.mm_processor_kwargs, "messages")
+        return await context.bodies.run(request, lambda: cls._create(body, tools, request, context, request_id, media), renders=True)
 
     @classmethod
     def _create(
-        cls, body: ChatCompletionRequest, tools: ToolUse, request: Request, context: ServerContext, request_id: str
+        cls,
+        body: ChatCompletionRequest,
+        tools: ToolUse,
+        request: Request,
+        context: ServerContext,
+        request_id: str,
+        media: Sequence[PreparedMedia],
     ) -> Conversation:
         settings, parsers = context.settings, context.parsers
         model, lora = context.adapters.check_model(body.model)
@@ -76,7 +88,12 @@ class Conversation:
             rendered = context.prompts.render(body, tools)
             budget = _thinking_budget(body.thinking_token_budget, parsers)
             params = parsed_params(params, rendered.text, tools, parsers, thinking_token_budget=budget)
-            prompt, params = context.inputs.prepare(rendered, params, add_special_tokens=bool(body.add_special_tokens))
+            given: ChatText | list[int] = rendered
+            items: list[MediaItem] = []
+            adds = bool(body.add_special_tokens)
+            if context.media.processor is not None:
+                given, items, params = context.inputs.place(rendered, media, context.media.processor, params, add_special_tokens=adds)
+            prompt, params = context.inputs.prepare(given, params, add_special_tokens=adds)
         parser = tools.parser or parsers.tools
         return cls(
             context=context,
@@ -84,6 +101,7 @@ class Conversation:
             model=model,
             text=rendered.text,
             prompt=prompt,
+            media=items,
             params=params,
             tools=tools,
             usage=Usage(len(prompt), settings.prompt_tokens_details, n=params.n, reasoning_tokens=None if parsers.reasoning is None else 0),
@@ -96,7 +114,8 @@ class Conversation:
 
     async def submit(self) -> Generation:
         """Send the request to the engine."""
-        return await self.context.engine.submit(prompts=[self.prompt], params=[self.params], **self.submit_options())
+        media = [self.media] if self.media else None
+        return await self.context.engine.submit(prompts=[self.prompt], params=[self.params], media=media, **self.submit_options())
 
     def submit_options(self) -> dict[str, Any]:
         """Arguments of `AsyncEngine.submit` besides prompts and parameters."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineFullError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepOutputs, UtilityOptions
@@ -143,6 +144,7 @@ class AsyncEngine:
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
         pooling: PoolingParams | None = None,
+        media: Sequence[list[MediaItem]] | None = None,
     ) -> Generation:
         """Send prepared prompts, each with its `SamplingParams`, as one request.
 
@@ -163,7 +165,7 @@ class AsyncEngine:
         first_index = 0
         requests: list[EngineRequest] = []
         try:
-            for prompt, prompt_params in zip(prompts, params, strict=True):
+            for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
                 for index in range(first_index, first_index + prompt_params.n):
                     generation.clocks[index] = self.metrics.start(len(prompt), None if lora is None else lora.lora_name)
                 if generation.trace is not None:
@@ -179,6 +181,8 @@ class AsyncEngine:
                     lora=lora,
                     pooling=pooling,
                 )
+                if media is not None:
+                    added.media = media[number]
                 first_index += prompt_params.n
                 generation.engine_ids += added.request_ids
                 requests.append(added)

@@ -111,7 +111,18 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
         self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._request_generated = self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS)
+        self._media = Histogram(
+            PREFIX + "media_seconds",
+            "Time for one image or video: download, decode, preprocess.",
+            [_LABEL, "stage"],
+            buckets=_TTFT,
+            registry=self.registry,
+        )
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS)
+
+    def observe_media(self, stage: str, seconds: float) -> None:
+        """Count a stage of the preparation of an image or a video: "download", "decode" or "preprocess"."""
+        self._media.labels(self._model, stage).observe(seconds)
 
     def describe_engine(self, info: EngineInfo) -> None:
         """Publish the facts known after start-up: compilation, KV cache and limits."""

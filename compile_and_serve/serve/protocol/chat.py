@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
+from compile_and_serve.runtime.media.sources import TakenMedia
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.errors import ApiError
 from compile_and_serve.serve.protocol.fields import GenerationFields, Objects, RequestModel, sampling_params
@@ -24,9 +25,7 @@ EXAMPLE: dict[str, Any] = {
 class ChatFields(RequestModel):
     """Fields that decide how a conversation becomes a prompt."""
 
-    messages: Objects = Field(
-        description='Objects with "role" and "content" (a text or a list of text parts).', examples=[EXAMPLE["messages"]]
-    )
+    messages: Objects = Field(description='Objects with "role" and "content" (a text or a list of parts).', examples=[EXAMPLE["messages"]])
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="'none', 'auto' (the default), 'required' or an object that names a function."
@@ -40,6 +39,18 @@ class ChatFields(RequestModel):
     add_special_tokens: bool | None = Field(default=False, description="Add the tokenizer's special tokens to the rendered template.")
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+    mm_processor_kwargs: dict[str, Any] | None = Field(default=None, description="Settings of the image processor, such as max_pixels.")
+    _taken_media: TakenMedia | None = PrivateAttr(default=None)
+
+    @property
+    def taken_media(self) -> TakenMedia | None:
+        """The media for which marks stand in the messages."""
+        return self._taken_media
+
+    def with_media(self, taken: TakenMedia | None) -> Self:
+        """This request, with the media for which marks stand in its messages."""
+        self._taken_media = taken
+        return self
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of `TemplatePool.render`."""

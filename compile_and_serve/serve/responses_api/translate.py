@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from compile_and_serve.runtime.media.sources import TakenMedia
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, renamed_params, require_text
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.client_parts import content_text, custom_arguments, texts_of, warn_once
@@ -75,7 +76,10 @@ def chat_request(body: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> 
     return ChatCompletionRequest.model_construct(**fields)
 
 
-def chat_of_input(body: ChatCompletionRequest) -> ChatCompletionRequest:
+Take = Callable[[Any, str], tuple[Any, TakenMedia | None]]  # `MediaWork.take`
+
+
+def chat_of_input(body: ChatCompletionRequest, take: Take) -> ChatCompletionRequest:
     """A chat request whose conversation is in the form of the Responses API, as Cursor sends it to the chat route. Raises a 400."""
     given = {**body.model_dump(exclude_unset=True), **(body.model_extra or {})}
     try:
@@ -83,7 +87,8 @@ def chat_of_input(body: ChatCompletionRequest) -> ChatCompletionRequest:
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
     with own_names():
-        chat = chat_request(response, input_items(response.input))
+        items, taken = take(input_items(response.input), "input")
+        chat = chat_request(response, items).with_media(taken)
     own = {name: given[name] for name in body.model_fields_set if name not in ResponsesRequest.model_fields and name != "messages"}
     return chat.model_copy(update={**own, "stream": body.stream, "stream_options": body.stream_options})
 

@@ -16,6 +16,7 @@ from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.conversation.chat_message import MessageDeltas, whole_message
 from compile_and_serve.serve.conversation.conversation import Conversation
 from compile_and_serve.serve.engine.generation import Generation
+from compile_and_serve.serve.errors import ApiError
 from compile_and_serve.serve.http.json_body import JsonRoute
 from compile_and_serve.serve.http.request_scope import public_id
 from compile_and_serve.serve.http.responses import DONE, EventStream, json_response
@@ -36,11 +37,16 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
     if body.input is not None and not body.messages:
-        body = await context.bodies.run(request, lambda: chat_of_input(body))
+        body = await context.bodies.run(request, lambda: chat_of_input(body, context.media.take))
+    else:
+        messages, taken = context.media.take(body.messages, "messages")
+        body = body.model_copy(update={"messages": messages}).with_media(taken) if taken is not None else body
     check_beam_search(body)
     request_id = public_id("chatcmpl", body.request_id, request)
     answer = _Answer(body, await Conversation.create(body, request, context, request_id))
     if body.use_beam_search:
+        if answer.conversation.media:
+            raise ApiError(400, "Beam search reads no images: leave out use_beam_search.", "use_beam_search")
         one = answer.conversation
         return await answer_with_beams(body, request, context, [one.prompt], [one.params], answer.complete, **one.submit_options())
     if body.stream:

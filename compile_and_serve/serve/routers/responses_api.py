@@ -19,7 +19,16 @@ from compile_and_serve.serve.http.responses import EventStream, json_response
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.responses_api import RESPONSE_EXAMPLE, ResponsesRequest
 from compile_and_serve.serve.response_store import ResponseStore, StoredResponse
-from compile_and_serve.serve.responses_api.translate import STORE_FLAG, chat_request, check, input_items, new_id, own_names, referenced_ids
+from compile_and_serve.serve.responses_api.translate import (
+    STORE_FLAG,
+    Take,
+    chat_request,
+    check,
+    input_items,
+    new_id,
+    own_names,
+    referenced_ids,
+)
 from compile_and_serve.serve.responses_api.writer import ResponseWriter
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect
 
@@ -44,7 +53,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
         references = referenced_ids(body.input)
         known = {} if store is None or not references else store.items(references, owner)
         chat, items = await context.bodies.run(
-            request, lambda: _translate(body, history, known, stores=store is not None), is_large=bool(history or known)
+            request, lambda: _translate(body, history, known, context.media.take, stores=store is not None), is_large=bool(history or known)
         )
         conversation = await Conversation.create(chat, request, context, new_id("resp"))
     if body.store is False:
@@ -157,9 +166,10 @@ def _check_background(store: ResponseStore, owner: str | None, context: ServerCo
 
 
 def _translate(
-    body: ResponsesRequest, history: list[dict[str, Any]], known: Mapping[str, dict[str, Any]], *, stores: bool
+    body: ResponsesRequest, history: list[dict[str, Any]], known: Mapping[str, dict[str, Any]], take: Take, *, stores: bool
 ) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
-    """The chat request, and the items of the conversation. known: stored items that the input refers to, by id. Raises a 400.
+    """The chat request, and the items of the conversation. known: stored items that the input refers to, by id. take: see
+    `MediaWork.take`. Raises a 400.
 
     stores: whether the server stores responses.
     """
@@ -167,7 +177,8 @@ def _translate(
     if body.background and not (stores and body.store is not False):
         raise ApiError(400, f"background needs a stored response: {STORE_FLAG}, and leave store out.", "background")
     items = [*history, *input_items(body.input, known, stores=stores)]
-    return chat_request(body, items), items
+    readable, taken = take(items, "input")
+    return chat_request(body, readable).with_media(taken), items
 
 
 def _history(response_id: str | None, store: ResponseStore | None, owner: str | None) -> list[dict[str, Any]]:

@@ -1,0 +1,16 @@
+"""`MediaInfo`: what processes that prepare media must know of the model."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class MediaInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """config: the model's config.json, with `image_processor`, as JSON. folder: of the checkpoint. limits: kind → items of a prompt.
+    domains: from which media may be downloaded.
+    """
+
+    config: bytes
+    folder: str
+    limits: dict[str, int] = {}
+    domains: list[str] = []

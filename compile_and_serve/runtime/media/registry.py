@@ -1,0 +1,53 @@
+"""Which processor prepares the media of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from compile_and_serve.runtime.media.images import Image
+from compile_and_serve.runtime.media.info import MediaInfo
+from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
+from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
+
+
+class MediaProcessor(Protocol):
+    """Turns media into tokens and arrays for one model.
+
+    placeholders: token of a prompt → the kind of media that it stands for. three_rows: the model's positions have three rows.
+    settings: what the arrays depend on besides the content.
+    """
+
+    three_rows: bool
+
+    @property
+    def placeholders(self) -> Mapping[int, MediaKind]: ...
+
+    @property
+    def settings(self) -> str: ...
+
+    def with_options(self, options: Mapping[str, Any]) -> MediaProcessor:
+        """The same with a request's mm_processor_kwargs. Raises `MediaError`."""
+        ...
+
+    def image(self, image: Image, key: bytes) -> PreparedMedia:
+        """Raises `MediaError`."""
+        ...
+
+
+PROCESSORS: dict[str, Callable[[Mapping[str, Any]], MediaProcessor]] = {
+    "Qwen2_5_VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=True),
+    "Qwen3VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),
+    "Qwen3VLMoeForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),
+}
+
+
+def media_processor(info: MediaInfo | None) -> MediaProcessor | None:
+    """None for a model that reads only text."""
+    if info is None:
+        return None
+    config = json.loads(info.config)
+    make = PROCESSORS.get((config.get("architectures") or [""])[0])
+    return None if make is None else make(config)

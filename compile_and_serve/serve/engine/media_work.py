@@ -1,0 +1,71 @@
+"""`MediaWork`: images and videos of requests, prepared off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from compile_and_serve.runtime.media.info import MediaInfo
+from compile_and_serve.runtime.media.prepare import MediaPipeline
+from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedMedia
+from compile_and_serve.runtime.media.registry import MediaProcessor
+from compile_and_serve.runtime.media.sources import TakenMedia, take_media
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.errors import ApiError
+
+
+class MediaWork:
+    """info: None: the model reads only text, and parts with media stay in messages, where they are refused or described.
+
+    texts: what stands for media in a prompt's text.
+    """
+
+    def __init__(self, info: MediaInfo | None, tokenizer: Tokenizer | None, observe: Callable[[str, float], None]) -> None:
+        self._observe = observe
+        self._pipeline = MediaPipeline.of(info, self._observe_from_thread) if tokenizer is not None else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.texts: dict[MediaKind, str] = {}
+        if self._pipeline is not None and tokenizer is not None:
+            placeholders = self._pipeline.processor.placeholders
+            self.texts = {kind: tokenizer.backend.id_to_token(token) or "" for token, kind in placeholders.items()}
+
+    @property
+    def processor(self) -> MediaProcessor | None:
+        """None for a model that reads only text."""
+        return None if self._pipeline is None else self._pipeline.processor
+
+    def take(self, messages: Any, name: str) -> tuple[Any, TakenMedia | None]:
+        """See `take_media`. Raises a 400."""
+        if self._pipeline is None:
+            return messages, None
+        try:
+            marked, taken = take_media(messages, self._pipeline.kinds, name)
+        except MediaError as error:
+            raise ApiError(400, str(error), name) from None
+        return (marked, taken) if taken.sources else (messages, None)
+
+    async def prepare(self, taken: TakenMedia | None, options: Mapping[str, Any] | None, name: str) -> Sequence[PreparedMedia]:
+        """The media of a conversation, in order. options: the request's mm_processor_kwargs. name: of the field. Raises a 400."""
+        if taken is None or self._pipeline is None:
+            return ()
+        self._loop = asyncio.get_running_loop()
+        try:
+            futures = self._pipeline.start(taken.sources, options)
+            try:
+                return await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+            finally:
+                for future in futures:
+                    future.cancel()
+        except MediaError as error:
+            raise ApiError(400, str(error), name) from None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    def _observe_from_thread(self, stage: str, seconds: float) -> None:
+        """Metrics are counted on the event loop."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._observe, stage, seconds)
