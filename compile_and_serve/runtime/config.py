@@ -30,6 +30,7 @@ def _count_or_auto(text: str) -> int | None:
 def read_media_limits(given: Mapping[str, Any] | str) -> dict[str, int]:
     """The value of limit_mm_per_prompt. Raises `ValueError` for anything but counts of images and videos."""
     found = json_object("limit_mm_per_prompt")(given)
+    found = {kind: count.get("count", count) if isinstance(count, Mapping) else count for kind, count in found.items()}  # as in vLLM
     for kind, count in found.items():
         if kind not in ("image", "video") or not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ValueError(f"limit_mm_per_prompt takes numbers for image and video, got {kind!r:.50}: {count!r:.50}.")

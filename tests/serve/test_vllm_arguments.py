@@ -247,14 +247,14 @@ def test_what_cannot_be_honoured_is_one_sentence(line: str, sentence: str) -> No
 
 
 def test_flags_without_effect_are_named_with_the_reason() -> None:
-    line = "m --code-revision main --swap-space 4 --limit-mm-per-prompt.image 2 --compilation-config.custom_ops+ none"
+    line = "m --code-revision main --swap-space 4 --mm-processor-cache-gb 2 --compilation-config.custom_ops+ none"
     found = translate(line.split(), OWN)
     assert found.arguments == ["m"]
     assert found.refused == []
     assert found.ignored == [
         "--code-revision has no effect: the code of a model is that of --revision.",
         "--swap-space has no effect: preempted sequences are computed again, not swapped.",
-        "--limit-mm-per-prompt has no effect: the models read text only.",
+        "--mm-processor-cache-gb has no effect: threads of the server prepare images and videos, and each rank runs the encoder whole.",
         "--compilation-config.custom_ops has no effect: the compiler is another; see --pass and --force-pass.",
     ]
 

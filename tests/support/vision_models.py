@@ -56,14 +56,16 @@ QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def write_qwen(name: str, folder: Path, *, experts_have_inputs_first: bool = False) -> Any:
+def write_qwen(
+    name: str, folder: Path, *, experts_have_inputs_first: bool = False, image_token_id: int = IMAGE, video_token_id: int = VIDEO
+) -> Any:
     """A checkpoint of a name in `QWEN`. → transformers' model"""
     prefix, text, vision = QWEN[name]
     config = getattr(transformers, f"{prefix}Config")(
         text_config=_TEXT | text,
         vision_config=_VISION | vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
+        image_token_id=image_token_id,
+        video_token_id=video_token_id,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
         tie_word_embeddings=False,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
 from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
 from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
+from compile_and_serve.runtime.llm.prompts import Message, Prompt, PromptReader
 from compile_and_serve.runtime.llm.tools import ChatTools
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs, ignore_stage
@@ -36,19 +37,6 @@ if TYPE_CHECKING:
     from compile_and_serve.runtime.engine.core import EngineCore
     from compile_and_serve.runtime.engine.sync_replicas import SyncReplicas
     from compile_and_serve.runtime.text.template_pool import TemplatePool
-
-
-class TokensPrompt(TypedDict):
-    """A prompt that is already tokenized. prompt: its text, if known. step_arrays, media: see `EngineRequest`."""
-
-    prompt_token_ids: list[int]
-    prompt: NotRequired[str | None]
-    step_arrays: NotRequired[dict[str, StepArray]]
-    media: NotRequired[list[MediaItem]]
-
-
-Prompt = str | TokensPrompt
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +113,7 @@ class LLM(PoolingMethods):
         engine = SyncEngine if config.parallel.data_parallel_size == 1 else SyncReplicas
         self.engine: SyncEngine | SyncReplicas = engine(config, on_stage=on_stage or ignore_stage)
         self._inputs = InputProcessor(self.tokenizer, self.engine.info)
+        self._prompts = PromptReader(self._inputs, self.engine.info)
         self._outputs = OutputProcessor(self._inputs)
         self._num_requests = 0
         self._templates: TemplatePool | None = None  # starts a process, so only a conversation makes it
@@ -158,7 +147,8 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         """Complete every prompt. The results are in the order of the prompts.
 
-        prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one for each prompt.
+        prompts: text, {"prompt": text} or {"prompt_token_ids": [...]}, one or many, with images as "multi_modal_data".
+        sampling_params: one for all, or one for each prompt.
         use_tqdm: show a progress bar. priority: one for each prompt, lower runs first (policy "priority").
         step_data: for each prompt, what step inputs of a model or a pass are filled from (docs/add-a-pass.md).
         lora_request: the adapter of all prompts, or of each; needs `LLM(…, enable_lora=True)`.
@@ -186,10 +176,13 @@ class LLM(PoolingMethods):
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """`generate` for conversations.
 
-        messages: one list of {"role": …, "content": …}, or a list of such lists. tools, tool_choice, parallel_tool_calls: as in
+        messages: one list of {"role": …, "content": …}, or a list of such lists. Parts of contents may be images: {"type": "image_url",
+        …} as in OpenAI's API, or {"type": "image", "image": a PIL image or an array}. mm_processor_kwargs: for all of them.
+        tools, tool_choice, parallel_tool_calls: as in
         OpenAI's API (docs/tool-calls.md). The calls are in `CompletionOutput.tool_calls`, and the text has them as generated.
         The other arguments are those of `generate` and `render_chat`. Also raises `ChatTemplateError` and `ToolUseError`, which are
         `ValueError`s. The template is the checkpoint's, so it runs in a process with a deadline of 10 seconds a conversation and a
@@ -206,10 +199,11 @@ class LLM(PoolingMethods):
         prompts: list[Prompt] = []
         texts, params = list[str](), list[SamplingParams]()
         for conversation, wanted in zip(conversations, given, strict=True):
-            shown, shown_tools = (conversation, ()) if use is None else use.show(conversation)
+            marked, taken = self._prompts.take(conversation)
+            shown, shown_tools = (marked, ()) if use is None else use.show(marked)
             text = self._template_pool().render(
                 tokenizer,
-                shown,
+                self._prompts.show(shown, taken),
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -218,7 +212,7 @@ class LLM(PoolingMethods):
             )
             texts.append(text)
             params.append(wanted if use is None else use.params(wanted, text))
-            prompts.append({"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)})
+            prompts.append(self._prompts.of_chat(text, taken, mm_processor_kwargs))
         with nullcontext() if use is None else use.errors():
             results = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
         if use is not None:
@@ -240,6 +234,8 @@ class LLM(PoolingMethods):
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         limits = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
         starts = [self._job(prompt, limits) for prompt in many]
+        if any(start.media for start in starts):
+            raise ValueError("Beam search reads no images: use generate.")
         end_ids = [] if params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_token_ids
         searches = [
             BeamSearch(width=params.beam_width, max_tokens=params.max_tokens, end_ids=end_ids, length_penalty=params.length_penalty)
@@ -282,6 +278,7 @@ class LLM(PoolingMethods):
         """Stop the engine and free its memory. The LLM cannot be used afterwards."""
         if self._templates is not None:
             self._templates.close()
+        self._prompts.close()
         self.engine.shutdown()
 
     def __enter__(self) -> LLM:
@@ -299,24 +296,13 @@ class LLM(PoolingMethods):
         return self._templates
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        given: str | list[int]
-        arrays: dict[str, StepArray] = {}
-        media: list[MediaItem] = []
-        if isinstance(prompt, str):
-            text: str | None = prompt
-            given = prompt
-        elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            text, given = prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            arrays, media = prompt.get("step_arrays", {}), prompt.get("media", [])
-            if params.truncate_prompt_tokens is not None and (arrays or media):
-                raise ValueError("A prompt with step_arrays or media cannot be truncated: leave out truncate_prompt_tokens.")
-        else:
-            raise ValueError(f'A prompt must be a string or {{"prompt_token_ids": [...]}}, got {prompt!r:.200}.')
+        read = self._prompts.read(prompt, params)
+        params = read.params
         if self.tokenizer is None and params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
-        ids, params = self._inputs.prepare(given, params)
+        ids, params = self._inputs.prepare(read.prompt, params)
         self._num_requests += 1
-        return _Job(str(self._num_requests - 1), text, ids, params, step_arrays=arrays, media=media)
+        return _Job(str(self._num_requests - 1), read.text, ids, params, step_arrays=read.step_arrays, media=read.media)
 
     def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
         self._num_requests += 1

@@ -77,12 +77,14 @@ def place_media(
 ) -> tuple[list[int], list[MediaItem]]:
     """The prompt with the media's tokens in place of their placeholders, and the items for the engine.
 
-    placeholders: token → the kind of media that it stands for. Media are in the order of the prompt. three_rows: the model's positions have
-    three rows. Raises `MediaError` if there are more or fewer placeholders than media.
+    placeholders: token → the kind of media that it stands for. Media of a kind are in the order of the prompt. three_rows: the
+    model's positions have three rows. Raises `MediaError` if there are more or fewer placeholders than media.
     """
     ids: list[int] = []
     items: list[MediaItem] = []
-    left = list(reversed(media))
+    left: dict[MediaKind, list[PreparedMedia]] = {}
+    for one in reversed(media):
+        left.setdefault(one.kind, []).append(one)
     position = 0  # of the next token, in rows of positions
     for token in prompt:
         kind = placeholders.get(token)
@@ -90,9 +92,9 @@ def place_media(
             ids.append(token)
             position += 1
             continue
-        if not left or left[-1].kind != kind:
-            raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}, in another order.")
-        one = left.pop()
+        if not left.get(kind):
+            raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}.")
+        one = left[kind].pop()
         begin, done = len(ids), 0
         ids += one.tokens
         for number, item in enumerate(one.items):
@@ -108,7 +110,7 @@ def place_media(
             key = one.key if len(one.items) == 1 else content_key(one.key, str(number))
             items.append(MediaItem(key=key, position=start, length=item.length, arrays=arrays))
         position += len(one.tokens) - done
-    if left:
+    if any(left.values()):
         raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}.")
     return ids, items
 

@@ -55,7 +55,7 @@ def _words(name: str, words: Mapping[str, str], text: str) -> dict[str, Decision
 
 
 _ONE_HOST = "the ranks and replicas of this server run on one host (or a Ray cluster) behind one port"
-_MULTIMODAL = "the models read text only"
+_MULTIMODAL = "threads of the server prepare images and videos, and each rank runs the encoder whole"
 _KERNELS = "the kernels are chosen by measuring them; --force-pass and --disable-pass choose otherwise"
 _RECURRENT = "the dtype of recurrent state is --state-dtype"
 _OBSERVED = "/metrics and the log show what there is"
@@ -167,14 +167,16 @@ DECISIONS: Mapping[str, Decision] = {
     # Text, pictures, sound
     **_ignored(
         _MULTIMODAL,
-        "--language-model-only --limit-mm-per-prompt --media-io-kwargs --mm-processor-kwargs --mm-processor-cache-gb "
+        "--language-model-only --media-io-kwargs --mm-processor-cache-gb "
         "--mm-processor-cache-type --mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode --mm-encoder-attn-backend "
         "--mm-encoder-attn-dtype --mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin "
         "--interleave-mm-strings --skip-mm-profiling --video-pruning-rate --video-pruning-method --mm-tensor-ipc --mm-processor-device "
-        "--mm-ipc-gpu-memory-gb --mm-device-do-normalize --allowed-local-media-path --allowed-media-domains --trust-request-mm-kwargs "
+        "--mm-ipc-gpu-memory-gb --mm-device-do-normalize --trust-request-mm-kwargs "
         "--disable-mm-preprocessor-cache --disable-chunked-mm-input --enable-tower-connector-lora",
     ),
-    **_refused(_MULTIMODAL, "--enable-mm-embeds --mm-encoder-only --default-mm-loras"),
+    **_refused("files of the server are never sent to a model", "--allowed-local-media-path"),
+    **_refused("requests have images and videos themselves, for all parts of the model", "--enable-mm-embeds --mm-encoder-only"),
+    **_refused("a request names its adapter", "--default-mm-loras"),
     **_refused("the server only generates text and embeddings", "--diffusion-config --engram-config"),
     # Adapters
     **_ignored("adapters have the model's dtype, and are sharded as the weights", "--lora-dtype --fully-sharded-loras"),
