@@ -16,7 +16,19 @@ from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
 from tests.support.engines import run_requests, tiny_config, tokens_of
 from tests.support.tiny_models import fill
-from tests.support.vision_models import FIRST, MAX_TOKENS, PROMPTS, QWEN, SECOND, TEXT, Parts, engine_request, generated, write_qwen
+from tests.support.vision_models import (
+    FIRST,
+    MAX_TOKENS,
+    PROMPTS,
+    QWEN,
+    SECOND,
+    TEXT,
+    Parts,
+    engine_request,
+    generated,
+    video_request,
+    write_qwen,
+)
 
 pytest.importorskip("PIL")
 
@@ -25,7 +37,7 @@ class Checkpoint:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.model = write_qwen(name, folder)
-        self.processor = QwenVLProcessor(read_folder_config(folder), has_windows=name == "qwen2_5")
+        self.processor = QwenVLProcessor(read_folder_config(folder), lambda text: [30, len(text), 31], has_windows=name == "qwen2_5")
 
     def engine(self, **options: Any) -> EngineCore:
         return EngineCore(tiny_config(self.folder, load_format="auto", skip_tokenizer_init=True, **options))
@@ -68,6 +80,18 @@ def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
         steps = run_requests(core, [one])["b"]
         assert steps[0].num_cached_tokens == cached
         assert tokens_of({"b": steps})["b"] == generated(checkpoint.model, checkpoint.name, one, others)[0]
+    core.shutdown()
+
+
+def test_a_video_gives_what_transformers_gives(checkpoint: Checkpoint) -> None:
+    """Each two frames are an item of the encoder; chunks cut them."""
+    one, inputs = video_request(checkpoint.name, checkpoint.processor)
+    assert len(one.media) == (3 if checkpoint.name == "qwen2_5" else 4)
+    core = checkpoint.engine(max_num_batched_tokens=7, max_encoder_tokens=MAX_TOKENS)
+    steps = run_requests(core, [one])["video"]
+    tokens, logprobs = generated(checkpoint.model, checkpoint.name, one, [], inputs)
+    assert tokens_of({"video": steps})["video"] == tokens
+    assert [entry.logprobs[0] for step in steps for entry in step.new_logprobs or ()] == pytest.approx(logprobs, abs=1e-3)
     core.shutdown()
 
 

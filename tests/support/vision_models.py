@@ -13,6 +13,7 @@ import transformers
 
 from compile_and_serve.runtime.media.prepared import place_media
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
+from compile_and_serve.runtime.media.videos import as_frames
 from compile_and_serve.runtime.messages import EngineRequest
 from tests.support.engines import prompt_of, request
 
@@ -108,6 +109,32 @@ PROMPTS: dict[str, Parts] = {
 }
 
 
+def video_request(name: str, processor: QwenVLProcessor, **params: Any) -> tuple[EngineRequest, dict[str, Any]]:
+    """A request with a video between texts, and transformers' inputs of the same frames."""
+    frames = np.stack([picture(20 + i, 24, 16) for i in range(7)])
+    prepared = processor.frames(as_frames((frames, {"fps": 2.0}), processor.sample), b"video")
+    prompt = [*TEXT[0], BEGIN, VIDEO, END, *TEXT[1]]
+    tokens, items = place_media(prompt, [prepared], processor.placeholders, three_rows=True)
+    one = request("video", tokens, **{"max_tokens": 32, "ignore_eos": True, "logprobs": 0} | params)
+    one.media = items
+    values, grids = [], set()
+    for item in items:
+        end = item.position + item.length
+        blocks = item.arrays["patches"].rows(item.position, end)
+        if "block_order" in item.arrays:
+            blocks = blocks[item.arrays["block_order"].rows(item.position, end)]
+        values.append(blocks.reshape(-1, blocks.shape[-1]))
+        grids.add(tuple(item.arrays["grid"].rows(item.position, end)[0, 2:].tolist()))
+    [(height, width)] = grids
+    channel = {"mean": processor.patches.mean, "std": processor.patches.std}
+    mean, std = (np.repeat(np.array(channel[key], np.float32), processor.patches.values // 3) for key in ("mean", "std"))
+    inputs = {
+        "pixel_values_videos": torch.from_numpy((np.concatenate(values).astype(np.float32) / 255 - mean) / std),
+        "video_grid_thw": torch.tensor([[len(items), height, width]]),
+    }
+    return one, inputs | ({"second_per_grid_ts": torch.tensor([1.0])} if name == "qwen2_5" else {})
+
+
 def engine_request(name: str, parts: Parts, processor: QwenVLProcessor, **params: Any) -> EngineRequest:
     """A greedy request of 32 tokens. Images of equal numbers and sizes have equal keys."""
     from PIL.Image import fromarray
@@ -124,12 +151,14 @@ def engine_request(name: str, parts: Parts, processor: QwenVLProcessor, **params
     return one
 
 
-def generated(model: Any, name: str, one: EngineRequest, parts: Parts) -> tuple[list[int], list[float]]:
-    """transformers' greedy tokens for a request, and their log-probabilities. name: in `QWEN`."""
+def generated(
+    model: Any, name: str, one: EngineRequest, parts: Parts, inputs: dict[str, Any] | None = None
+) -> tuple[list[int], list[float]]:
+    """transformers' greedy tokens for a request, and their log-probabilities. name: in `QWEN`. inputs: in place of those of the images."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = [picture(*part) for part in parts if isinstance(part, tuple)]
-    inputs: dict[str, Any] = {}
+    inputs = inputs or {}
     if images:
         half = {} if name == "qwen2_5" else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         reference = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **_PIXELS, **half)
@@ -140,7 +169,7 @@ def generated(model: Any, name: str, one: EngineRequest, parts: Parts) -> tuple[
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == IMAGE).int(),
+        mm_token_type_ids=(ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
         max_new_tokens=one.sampling_params.max_tokens,
         do_sample=False,
         eos_token_id=None,

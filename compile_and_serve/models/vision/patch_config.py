@@ -66,6 +66,41 @@ class PatchConfig:
         return max(1, self.max_pixels // self.block_pixels**2)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoConfig:
+    """How frames of a video are taken, from the settings of the checkpoint's video processor.
+
+    rate: frames a second. min_frames, max_frames: of a video. min_pixels, max_pixels: of a frame (Qwen2.5-VL), or of all frames together
+    (Qwen3-VL). tokens_per_second: positions of a second (Qwen2.5-VL).
+    """
+
+    rate: float
+    min_frames: int
+    max_frames: int
+    min_pixels: int
+    max_pixels: int
+    tokens_per_second: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> VideoConfig:
+        """As `PatchConfig.read`; `video_processor` has the settings."""
+        processor = config.get("video_processor") or {}
+        is_third = str(config.get("model_type")).startswith("qwen3")
+        size = processor.get("size") or {}
+        limits = {
+            "min_pixels": processor.get("min_pixels", size.get("shortest_edge", 128 * 32 * 32 if is_third else 128 * 28 * 28)),
+            "max_pixels": processor.get("max_pixels", size.get("longest_edge", 32 * 32 * 768 if is_third else 28 * 28 * 768)),
+        }
+        return cls(
+            rate=number(processor, "fps", 2.0),
+            min_frames=positive_int(processor, "min_frames", 4),
+            max_frames=positive_int(processor, "max_frames", 768),
+            min_pixels=int(number(limits, "min_pixels", 0)),
+            max_pixels=positive_int(limits, "max_pixels"),
+            tokens_per_second=positive_int(vision_config(config), "tokens_per_second", 2),
+        )
+
+
 def vision_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Raises `ModelConfigError`."""
     vision = config.get("vision_config")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
@@ -61,7 +62,8 @@ class PromptReader:
 
     def __init__(self, inputs: InputProcessor, info: EngineInfo) -> None:
         self._inputs = inputs
-        self._pipeline = MediaPipeline.of(info.media)
+        encode = None if inputs.tokenizer is None else partial(inputs.tokenizer.encode, add_special_tokens=False)
+        self._pipeline = MediaPipeline.of(info.media, encode)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadPrompt:
         """A prompt, with its media in their places. Raises `ValueError` with one sentence."""

@@ -12,8 +12,9 @@ from compile_and_serve.runtime.media.fetch import FetchLimits, fetch
 from compile_and_serve.runtime.media.images import as_image, decode_image, pillow, pixels_key
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.prepared import MediaError, PreparedMedia, content_key
-from compile_and_serve.runtime.media.registry import MediaProcessor, media_processor
+from compile_and_serve.runtime.media.registry import Encode, MediaProcessor, media_processor
 from compile_and_serve.runtime.media.sources import MediaSource, data_of_url
+from compile_and_serve.runtime.media.videos import as_frames, decode_video, frames_key
 
 DEFAULT_LIMITS: Mapping[str, int] = {"image": 64, "video": 8}
 _MAX_WORKERS = 8
@@ -35,9 +36,9 @@ class MediaPipeline:
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="media-download")
 
     @classmethod
-    def of(cls, info: MediaInfo | None, observe: ObserveStage = lambda stage, seconds: None) -> MediaPipeline | None:
-        """None for a model that reads only text."""
-        processor = media_processor(info)
+    def of(cls, info: MediaInfo | None, encode: Encode | None, observe: ObserveStage = lambda stage, seconds: None) -> MediaPipeline | None:
+        """None for a model that reads only text. encode: ids of a text."""
+        processor = media_processor(info, encode)
         return None if processor is None or info is None else cls(processor, info, observe)
 
     def start(self, sources: Sequence[MediaSource], options: Mapping[str, Any] | None = None) -> list[Future[PreparedMedia]]:
@@ -74,14 +75,20 @@ class MediaPipeline:
             if isinstance(given, str):
                 given = data_of_url(given, source.where)
             settings = f"{source.kind} {processor.settings}"
-            image = decode_image(given) if isinstance(given, bytes) else as_image(given)
+            if source.kind == "image":
+                image = decode_image(given) if isinstance(given, bytes) else as_image(given)
+            else:
+                sample = processor.sample
+                frames = decode_video(given, sample) if isinstance(given, bytes) else as_frames(given, sample)
             if source.uuid is not None:
                 key = content_key("uuid", source.uuid, settings)
+            elif isinstance(given, bytes):
+                key = content_key("file", given, settings)
             else:
-                key = content_key("file", given, settings) if isinstance(given, bytes) else pixels_key(image, settings)
+                key = pixels_key(image, settings) if source.kind == "image" else frames_key(frames, settings)
             decoded = time.monotonic()
             self._observe("decode", decoded - began)
-            prepared = processor.image(image, key)
+            prepared = processor.image(image, key) if source.kind == "image" else processor.frames(frames, key)
         except MediaError as error:
             sentence = str(error)
             raise MediaError(sentence if sentence.startswith(source.where) else f"{source.where}: {sentence}") from None

@@ -49,12 +49,15 @@ class PreparedItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedMedia:
-    """key: of the content and of how it was processed. tokens: what takes the placeholder's place. items: in order."""
+    """key: of the content and of how it was processed. tokens: what takes the placeholder's place. items: in order. around: tokens that go
+    with the placeholder, where they stand before and behind it.
+    """
 
     kind: MediaKind
     key: bytes
     tokens: Sequence[int]
     items: Sequence[PreparedItem] = field(default_factory=list)
+    around: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -80,13 +83,17 @@ def place_media(
     placeholders: token → the kind of media that it stands for. Media of a kind are in the order of the prompt. three_rows: the
     model's positions have three rows. Raises `MediaError` if there are more or fewer placeholders than media.
     """
+    prompt = list(prompt)
     ids: list[int] = []
     items: list[MediaItem] = []
     left: dict[MediaKind, list[PreparedMedia]] = {}
     for one in reversed(media):
         left.setdefault(one.kind, []).append(one)
     position = 0  # of the next token, in rows of positions
-    for token in prompt:
+    skipped = -1
+    for index, token in enumerate(prompt):
+        if index == skipped:
+            continue
         kind = placeholders.get(token)
         if kind is None:
             ids.append(token)
@@ -95,6 +102,9 @@ def place_media(
         if not left.get(kind):
             raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}.")
         one = left[kind].pop()
+        if one.around is not None and (ids[-1:], prompt[index + 1 : index + 2]) == ([one.around[0]], [one.around[1]]):
+            del ids[-1]
+            position, skipped = position - 1, index + 1
         begin, done = len(ids), 0
         ids += one.tokens
         for number, item in enumerate(one.items):

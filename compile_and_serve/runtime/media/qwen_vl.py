@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -11,22 +11,25 @@ import numpy as np
 
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.vision.names import BLOCK_ORDER, GRID, PATCHES, WINDOW_END
-from compile_and_serve.models.vision.patch_config import PatchConfig, window_blocks
+from compile_and_serve.models.vision.patch_config import PatchConfig, VideoConfig, window_blocks
 from compile_and_serve.runtime.media.images import Image, resize
 from compile_and_serve.runtime.media.patches import blocks_of, grid_of, resized, windows_of
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
+from compile_and_serve.runtime.media.videos import Frames, spread_frames, stepped_frames
 
 
 class QwenVLProcessor:
     """Resizes images as the model's image processor does, and cuts them into blocks of patches.
 
-    config: the model's config.json, with `image_processor`. has_windows: layers of the encoder attend within windows.
+    config: the model's config.json, with `image_processor` and `video_processor`. encode: ids of a text; None: no videos. has_windows:
+    layers of the encoder attend within windows (Qwen2.5-VL).
     """
 
     three_rows = True
 
-    def __init__(self, config: Mapping[str, Any], *, has_windows: bool) -> None:
-        self.patches = PatchConfig.read(config)
+    def __init__(self, config: Mapping[str, Any], encode: Callable[[str], list[int]] | None = None, *, has_windows: bool) -> None:
+        self.patches, self.video, self.encode = PatchConfig.read(config), VideoConfig.read(config), encode
+        self.around = (config.get("vision_start_token_id", -1), config.get("vision_end_token_id", -1))
         self._window = window_blocks(config["vision_config"], self.patches) if has_windows else 0
         self.tokens: dict[MediaKind, int] = {"image": config["image_token_id"], "video": config["video_token_id"]}
 
@@ -38,7 +41,7 @@ class QwenVLProcessor:
     @property
     def settings(self) -> str:
         """What the arrays depend on besides the content."""
-        return f"{self.patches} {self._window}"
+        return f"{self.patches} {self.video} {self._window}"
 
     def with_options(self, options: Mapping[str, Any]) -> QwenVLProcessor:
         """The same with other `min_pixels` and `max_pixels`, which cannot exceed the server's. Raises `MediaError`."""
@@ -67,6 +70,43 @@ class QwenVLProcessor:
         pixels_HWC = resize(image, new_width, new_height)
         item = self.item(np.broadcast_to(pixels_HWC, (patches.frames, *pixels_HWC.shape)), offset=0)
         return PreparedMedia(kind="image", key=key, tokens=[self.tokens["image"]] * item.length, items=[item])
+
+    def sample(self, total: int, fps: float) -> np.ndarray:
+        """The numbers of the frames that are taken of a video."""
+        video = self.video
+        if self._window:
+            multiple = self.patches.frames
+            return stepped_frames(total, fps, rate=video.rate, least=video.min_frames, most=video.max_frames, multiple=multiple)
+        return spread_frames(total, fps, rate=video.rate, least=video.min_frames, most=video.max_frames)
+
+    def frames(self, frames: Frames, key: bytes) -> PreparedMedia:
+        """A video. Raises `MediaError`."""
+        patches, video, count = self.patches, self.video, len(frames.images)
+        width, height = frames.images[0].size
+        per_frame = video.max_pixels if self._window else video.max_pixels // count
+        least = video.min_pixels if self._window else video.min_pixels // count
+        most = max(patches.block_pixels**2, min(per_frame, patches.max_pixels))
+        new_height, new_width = resized(height, width, patches.block_pixels, least if least < most else 0, most)
+        pixels = [resize(image, new_width, new_height) for image in frames.images]
+        pixels += pixels[-1:] * (-count % patches.frames)
+        numbers = np.concatenate((frames.numbers, np.repeat(frames.numbers[-1:], -count % patches.frames)))
+        groups = [np.stack(pixels[i : i + patches.frames]) for i in range(0, len(pixels), patches.frames)]
+        token, items, tokens = self.tokens["video"], list[PreparedItem](), list[int]()
+        if self._window:
+            rate = count / frames.total * frames.fps  # of the frames that were taken
+            interval = video.tokens_per_second * int(patches.frames / rate)
+            for number, group in enumerate(groups):
+                is_last = number + 1 == len(groups)
+                items.append(self.item(group, len(tokens), time=number * interval, advance=None if is_last else 0))
+                tokens += [token] * items[-1].length
+            return PreparedMedia(kind="video", key=key, tokens=tokens, items=items)
+        assert self.encode is not None, "videos of Qwen3-VL have texts"
+        for number, group in enumerate(groups):
+            begin, end = numbers[number * patches.frames], numbers[(number + 1) * patches.frames - 1]
+            tokens += [*self.encode(f"<{(begin + end) / 2 / frames.fps:.1f} seconds>"), self.around[0]]
+            items.append(self.item(group, len(tokens)))
+            tokens += [token] * items[-1].length + [self.around[1]]
+        return PreparedMedia(kind="video", key=key, tokens=tokens, items=items, around=self.around)
 
     def item(self, frames_NHWC: np.ndarray, offset: int, *, time: int = 0, advance: int | None = None) -> PreparedItem:
         """The item of a patch's frames, whose sides are multiples of a block's."""

@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
+from compile_and_serve.runtime.media.videos import Frames
 
 
 class MediaProcessor(Protocol):
@@ -36,18 +39,27 @@ class MediaProcessor(Protocol):
         """Raises `MediaError`."""
         ...
 
+    def sample(self, total: int, fps: float) -> np.ndarray:
+        """The numbers of the frames that are taken of a video of `total` frames."""
+        ...
 
-PROCESSORS: dict[str, Callable[[Mapping[str, Any]], MediaProcessor]] = {
+    def frames(self, frames: Frames, key: bytes) -> PreparedMedia:
+        """A video. Raises `MediaError`."""
+        ...
+
+
+Encode = Callable[[str], list[int]]
+PROCESSORS: dict[str, Callable[[Mapping[str, Any], Encode | None], MediaProcessor]] = {
     "Qwen2_5_VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=True),
     "Qwen3VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),
 }
 
 
-def media_processor(info: MediaInfo | None) -> MediaProcessor | None:
-    """None for a model that reads only text."""
+def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> MediaProcessor | None:
+    """None for a model that reads only text. encode: ids of a text."""
     if info is None:
         return None
     config = json.loads(info.config)
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
-    return None if make is None else make(config)
+    return None if make is None else make(config, encode)

@@ -15,6 +15,7 @@ _QUANTIZERS = (
     ("quantize_config.json", None, "gptq"),  # AutoGPTQ
     ("quant_config.json", None, "awq"),  # AutoAWQ
 )
+_MEDIA_PROCESSORS = (("image_processor", "preprocessor_config.json"), ("video_processor", "video_preprocessor_config.json"))
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
@@ -31,14 +32,15 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
                 if not isinstance(settings, dict):
                     raise WeightError(f"{key} in {folder / name} must be a JSON object, got a {type(settings).__name__}.")
             config["quantization_config"] = {"quant_method": method, **settings}
-    if config.get("vision_config") is not None and (settings := read_image_processor(folder)):
-        config["image_processor"] = settings
+    for kind, file_name in _MEDIA_PROCESSORS if config.get("vision_config") is not None else ():
+        if settings := _media_processor(folder, kind, file_name):
+            config[kind] = settings
     return config
 
 
-def read_image_processor(folder: Path) -> dict[str, Any]:
-    """How images are resized and normalized, from the file of the folder's image processor, or of its processor; {}: there is none."""
-    for name, key in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+def _media_processor(folder: Path, kind: str, file_name: str) -> dict[str, Any]:
+    """How media are resized and normalized, from the file of their processor, or of the one for everything; {}: there is none."""
+    for name, key in ((file_name, None), ("processor_config.json", kind)):
         if (folder / name).is_file():
             settings = _read_object(folder / name)
             found = settings if key is None else settings.get(key)

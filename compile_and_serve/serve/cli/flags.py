@@ -24,7 +24,16 @@ VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log more, an
 
 def _groups() -> dict[str, list[Option]]:
     """By the name of a command's parameter, the options whose flags take its place. Panels appear in `--help` in this order."""
-    panels = ("Model", "KV cache and prefix cache", "Scheduler", COMPILER_PANEL, "Ranks and replicas", "LoRA", "Device")
+    panels = (
+        "Model",
+        "Images and videos",
+        "KV cache and prefix cache",
+        "Scheduler",
+        COMPILER_PANEL,
+        "Ranks and replicas",
+        "LoRA",
+        "Device",
+    )
     server, engine = options_of(ServerSettings).values(), options_of(EngineConfig).values()
     return {
         "server_options": [item for item in server if item.panel in _SERVER_PANELS],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from compile_and_serve.runtime.media.info import MediaInfo
@@ -23,7 +24,10 @@ class MediaWork:
 
     def __init__(self, info: MediaInfo | None, tokenizer: Tokenizer | None, observe: Callable[[str, float], None]) -> None:
         self._observe = observe
-        self._pipeline = MediaPipeline.of(info, self._observe_from_thread) if tokenizer is not None else None
+        self._pipeline = None
+        if tokenizer is not None:
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            self._pipeline = MediaPipeline.of(info, encode, self._observe_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.texts: dict[MediaKind, str] = {}
         if self._pipeline is not None and tokenizer is not None:
