@@ -15,8 +15,10 @@ from compile_and_serve.models.families import FAMILIES as ALL_FAMILIES
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.transformers.model import TransformersModel
 from tests.support.recurrent_models import FAMILIES as RECURRENT_FAMILIES
+from tests.support.vision_models import QWEN
 
-FAMILIES = [name for name in ALL_FAMILIES if name not in RECURRENT_FAMILIES]  # whose sizes and checkpoints' names are alike
+OTHERS = {*RECURRENT_FAMILIES, *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values())}
+FAMILIES = [name for name in ALL_FAMILIES if name not in OTHERS]  # whose sizes and checkpoints' names are alike
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 64,
