@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -52,6 +54,14 @@ class TimedEvent(Event, Protocol):
 
     def seconds_since(self, earlier: TimedEvent) -> float:
         """Time between two events that are done."""
+        ...
+
+
+class SideStream(Protocol):
+    """A stream for copies beside the work of the current one."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """What is enqueued inside runs on it, after all that was enqueued on the current stream before."""
         ...
 
 
@@ -130,6 +140,14 @@ class Platform(Protocol):
 
     def host_zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros [length] on the host, page-locked where copies to the device do not wait."""
+        ...
+
+    def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:
+        """uint8 [pages, bytes] of the host, at an address for direct reads of files; page-locked where copies to the device do not wait."""
+        ...
+
+    def side_stream(self) -> SideStream | None:
+        """A stream for copies. None where work is done at once."""
         ...
 
     def upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
@@ -253,6 +271,14 @@ class CpuPlatform:
         """See `Platform.host_zeros`."""
         return torch.zeros(length, dtype=dtype)
 
+    def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:
+        """See `Platform.host_pages`. Memory is only taken as it is used."""
+        return torch.frombuffer(mmap.mmap(-1, num_pages * page_bytes), dtype=torch.uint8).view(num_pages, page_bytes)
+
+    def side_stream(self) -> SideStream | None:
+        """Work is done at once."""
+        return None
+
     def upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
         """See `Platform.upload`."""
         return torch.from_numpy(array)
@@ -304,6 +330,18 @@ class _CudaTimedEvent:
     def seconds_since(self, earlier: TimedEvent) -> float:
         assert isinstance(earlier, _CudaTimedEvent)
         return earlier._event.elapsed_time(self._event) / 1e3
+
+
+class _CudaSideStream:
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See `SideStream`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 class CudaPlatform:
@@ -379,6 +417,14 @@ class CudaPlatform:
     def host_zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Platform.host_zeros`."""
         return torch.zeros(length, dtype=dtype, pin_memory=True)
+
+    def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:
+        """See `Platform.host_pages`."""
+        return torch.empty(num_pages, page_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def side_stream(self) -> SideStream | None:
+        """See `Platform.side_stream`."""
+        return _CudaSideStream()
 
     def upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
         """See `Platform.upload`."""

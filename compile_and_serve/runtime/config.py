@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +38,29 @@ def read_media_limits(given: Mapping[str, Any] | str) -> dict[str, int]:
         if kind not in ("image", "video") or not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ValueError(f"limit_mm_per_prompt takes numbers for image and video, got {kind!r:.50}: {count!r:.50}.")
     return found
+
+
+def available_host_bytes() -> int:
+    """Bytes of the host's memory that programs may still take."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists() and (available := re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)):
+        return int(available[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def offloading_bytes(given: float | str | None) -> int | None:
+    """Bytes of so many GiB, or of "auto": a quarter of the host's free memory. Raises `ValueError`."""
+    if given is None:
+        return None
+    if given == "auto":
+        return available_host_bytes() // 4
+    try:
+        gib = float(given)
+    except ValueError:
+        raise ValueError(f"kv_offloading_size must be a number of GiB or auto, got {given!r:.50}.") from None
+    if not 0.0 < gib < math.inf:
+        raise ValueError(f"kv_offloading_size must be above 0 GiB, got {given!r:.50}.")
+    return int(gib * (1 << 30))
 
 
 _model_option, _cache_option = partial(option, panel="Model"), partial(option, panel="KV cache and prefix cache")
@@ -147,7 +173,7 @@ class CacheConfig:
     num_blocks, memory_bytes: a fixed size. If both are None, the size follows from the free memory. CUDA: what the model leaves of
         `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for max_num_seqs sequences of max_model_len tokens, but at most
         4 GiB and a quarter of the free memory.
-    connector: what loads and stores blocks; a name as of `connector_of`. None: nothing does.
+    connector: what loads and stores blocks; a name as of `connector_of`. None: the tiers of `offloading_bytes` and `offload_dir`, if any.
     """
 
     dtype: KVCacheDtype = _cache_option(
@@ -175,6 +201,31 @@ class CacheConfig:
         0.9, "Share of the GPU's memory that the engine may use.", checks=((lambda share: 0.0 < share <= 1.0, "in (0, 1]"),)
     )
     enable_prefix_caching: bool = _cache_option(True, "Reuse the KV blocks of equal prompt prefixes.")
+    offloading_bytes: int | None = _cache_option(
+        None,
+        "GiB of host memory, over all ranks, that keep what the device's KV cache loses; auto: a quarter of the memory that is free. By "
+        "default none.",
+        name="kv_offloading_size",
+        metavar="GIB",
+        argument_type=float | str | None,
+        flag_type=str,
+        convert=offloading_bytes,
+    )
+    offload_dir: Path | None = _cache_option(
+        None,
+        "Folder that keeps what requests leave in the KV cache, also for the next start and for other engines. Only your user can read it.",
+        name="kv_offload_dir",
+    )
+    offload_dir_bytes: int = _cache_option(
+        64 << 30,
+        "Limit of that folder; the least recently used files give way.",
+        name="kv_offload_dir_size",
+        metavar="SIZE",
+        flag_type=str,
+        flag_default="64GiB",
+        parse=parse_size,
+        checks=(at_least(1),),
+    )
     connector: str | None = _cache_option(None, None, name="kv_connector")
 
 

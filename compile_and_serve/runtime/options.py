@@ -54,6 +54,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
             "set tensor_parallel_size to 1."
         )
     _check_stages(config)
+    _check_tiers(config)
     path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir, with_code=config.model.trust_remote_code)
     max_loras = compile_config.max_loras if config.enable_lora else 0
     return replace(
@@ -65,6 +66,21 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
         if drafting is None or drafting.model is None
         else resolve_model(drafting.model, with_pickled=method_of(drafting).may_be_pickled, download_dir=config.model.download_dir),
     )
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    """Raise `ValueError` for an option that the tiers of the KV cache do not go with."""
+    cache = config.cache
+    if cache.offloading_bytes is None and cache.offload_dir is None:
+        return
+    if cache.connector is not None:
+        raise ValueError("kv_connector takes the place of the tiers: leave out kv_offloading_size and kv_offload_dir.")
+    if not cache.enable_prefix_caching:
+        raise ValueError("kv_offloading_size and kv_offload_dir keep cached prefixes: remove enable_prefix_caching=False.")
+    if config.mesh.pipe > 1:
+        raise ValueError("kv_offloading_size and kv_offload_dir do not go with pipeline_parallel_size: the stages' blocks differ.")
+    if cache.offload_dir is not None and config.enable_lora:
+        raise ValueError("kv_offload_dir does not go with enable_lora: after a restart an adapter's number may be another one's.")
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -35,7 +35,7 @@ ENGINE_FLAGS = {
     "--pass", "--quantization", "-q", "--quantization-exclude",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp",
-    "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
+    "--kv-offloading-size", "--kv-offload-dir", "--kv-offload-dir-size", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
     "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
     "--logprobs-mode",

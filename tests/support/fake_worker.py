@@ -110,6 +110,7 @@ class Worker:
         windows = self._orders.get("windows", {})
         self.info = WorkerInfo(
             num_blocks=100 - 10 * rank.index,
+            page_bytes=1024,
             is_asynchronous=is_gpu,
             has_idle_tasks=is_gpu,
             device="fake",

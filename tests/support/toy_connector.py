@@ -18,7 +18,7 @@ FAIL, HANG = b"fail", b"hang"
 class ToyStore(SchedulerConnector):
     """Stores all that it can. orders: what the worker's side shall do with each load: b"" as it should, FAIL or HANG."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, page_bytes: int) -> None:
         self.stored: set[bytes] = set()
         self._keys: dict[int, list[bytes]] = {}  # of stores in flight
         self.orders = b""
@@ -60,7 +60,7 @@ class ToyStore(SchedulerConnector):
 class ToyCopies(WorkerConnector):
     """One rank's pages."""
 
-    def __init__(self, config: EngineConfig, rank: Rank) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, page_bytes: int) -> None:
         self._pages: dict[bytes, list[list[torch.Tensor]]] = {}
         self._threads = ThreadPoolExecutor(1)
         self._running: dict[int, Future[None]] = {}

@@ -67,6 +67,13 @@ class SchedulerConnector(ABC):
         """A transfer will begin: what the worker's side needs beside its keys and blocks."""
         return b""
 
+    def observe_step(self, num_prompt_tokens: int, seconds: float) -> None:  # noqa: B027 (most connectors need not know)
+        """A step has ended, which computed so many tokens of prompts. seconds: 0.0 if unknown."""
+
+    def stats(self) -> dict[str, float]:
+        """For /metrics, by name. Counters since the start, and quantiles of seconds."""
+        return {}
+
     @abstractmethod
     def reset(self) -> None:
         """What is cached and stored is no longer valid: forget it."""
@@ -94,10 +101,10 @@ class WorkerConnector(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connector:
-    """Both sides of a kind of connector, each made in the process where it is needed."""
+    """Both sides of a kind of connector, each made in the process where it is needed. Both get the bytes of a block on a rank, too."""
 
-    scheduler_side: Callable[[EngineConfig], SchedulerConnector]
-    worker_side: Callable[[EngineConfig, Rank], WorkerConnector]
+    scheduler_side: Callable[[EngineConfig, int], SchedulerConnector]
+    worker_side: Callable[[EngineConfig, Rank, int], WorkerConnector]
 
 
 def connector_of(name: str) -> Connector:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.connector.connector import connector_of
+from compile_and_serve.runtime.connector.configured import configured_connector
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.drafting.speculator import Speculator
@@ -79,6 +79,7 @@ class EngineCore:
             speculator = Speculator(speculative, self.config.max_drafted_rows, is_asynchronous=found.is_asynchronous)
             if speculative.synthetic_acceptance_rate is not None:
                 logger.warning("synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless.")
+        connector = configured_connector(self.config)
         encoder = None if found.encoder is None else EncoderCache(found.encoder)
         self._scheduler = Scheduler(
             options,
@@ -90,7 +91,7 @@ class EngineCore:
             speculator=speculator,
             drafts_run_ahead=found.drafts_run_ahead,
             whole_prompts=found.whole_prompts,
-            connector=None if cache.connector is None else connector_of(cache.connector).scheduler_side(self.config),
+            connector=None if connector is None else connector.scheduler_side(self.config, found.page_bytes),
             encoder=encoder,
         )
         self.adapters = Adapters(

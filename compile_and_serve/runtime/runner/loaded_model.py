@@ -226,6 +226,7 @@ class LoadedModel:
         inputs = spec.inputs if spec.encoder is None else (*spec.inputs, *spec.encoder.inputs)
         return WorkerInfo(
             num_blocks=num_pages,
+            page_bytes=self.pages.page_bytes,
             is_asynchronous=platform.is_asynchronous,
             has_idle_tasks=platform.replays_graphs,  # captures and measurements
             device=platform.name,

@@ -29,7 +29,8 @@ from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
 from compile_and_serve.runtime.config import EngineConfig, Rank
-from compile_and_serve.runtime.connector.connector import WorkerConnector, connector_of
+from compile_and_serve.runtime.connector.configured import configured_connector
+from compile_and_serve.runtime.connector.connector import WorkerConnector
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.runner import memory
@@ -76,8 +77,8 @@ class Worker:
             count = loaded.compile_kernels(num_sharing, is_alone=rank.is_alone)
             self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
         self._connector: WorkerConnector | None = None
-        if config.cache.connector is not None:
-            self._connector = connector_of(config.cache.connector).worker_side(config, rank)
+        if (connector := configured_connector(config)) is not None:
+            self._connector = connector.worker_side(config, rank, loaded.pages.page_bytes)
         self._start_of_cache = time.perf_counter()
         with self._counting():
             plan = self._memory_plan = None if platform.shares_host_memory else loaded.measure_memory(weights, self._graphs)

@@ -226,6 +226,8 @@ class Scheduler:
         )
         if self._drafting is not None:
             self._drafting.add_to(stats)
+        if self._transfers is not None:
+            stats.kv_tiers = self._transfers.stats()
         return stats
 
     def schedule(self) -> SchedulerOutput | None:
@@ -352,7 +354,8 @@ class Scheduler:
         assert step.step == scheduled.step == result.step, (step.step, scheduled.step, result.step)
         outputs: list[RequestOutput] = []
         if self._transfers is not None:
-            self._transfers.update(result.transfers, step.step)
+            num_prompt_tokens = sum(scheduled.num_scheduled_tokens.get(chunk.request.request_id, 0) for chunk in step.chunks)
+            self._transfers.update(result.transfers, step.step, num_prompt_tokens, seconds)
             if step.is_last_poll and result.transfers is None:
                 self._end_first(outputs)
         sampled, logprobs = result.sampled_token_ids, result.logprobs

@@ -135,6 +135,10 @@ class Transfers:
         request.waits_for.append(load.is_done)
         return True
 
+    def stats(self) -> dict[str, float]:
+        """The connector's."""
+        return self._connector.stats()
+
     def release(self, request: Request) -> None:
         """The request has been admitted, or has ended: its loaded prefix is not held any more."""
         held = self._held.pop(request, None)
@@ -217,9 +221,11 @@ class Transfers:
                 one.load.error = one.load.error or reason
                 self._end_load(one.load)
 
-    def update(self, ended: FinishedTransfers | None, step: int) -> None:
-        """Take what the ranks are through with. The results of all steps up to `step` are known."""
+    def update(self, ended: FinishedTransfers | None, step: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Take what the ranks are through with. The results of all steps up to `step` are known, which took so many seconds."""
         self._last_known_step = step
+        if num_prompt_tokens:
+            self._connector.observe_step(num_prompt_tokens, seconds)
         if ended is not None:
             self.end(ended)
 

@@ -103,6 +103,7 @@ class Metrics:
             PREFIX + "lora_generation_tokens", "Tokens generated with a LoRA adapter.", labels, registry=self.registry
         )
         self._replays = Counter(PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry)
+        self._tiers: dict[str, Gauge] = {}  # by name, as the engine tells them
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
         self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _ITL)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
@@ -236,6 +237,11 @@ class Metrics:
         self._host_gap.inc(max(0.0, stats.host_gap_seconds - before.host_gap_seconds))
         for mode, total in stats.graph_replays.items():
             self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
+        for name, value in stats.kv_tiers.items():
+            if name not in self._tiers:
+                text = f"Of the tiers of the KV cache: {name.replace('_', ' ')}."
+                self._tiers[name] = Gauge(f"{PREFIX}kv_{name}", text, [_LABEL, "replica"], registry=self.registry)
+            self._tiers[name].labels(self._model, str(replica)).set(value)
         self._describe_replica(replica, stats)
         if stats.expert_tokens:
             self._describe_experts(replica, stats.expert_tokens)

@@ -59,7 +59,7 @@ _MULTIMODAL = "threads of the server prepare images and videos, and each rank ru
 _KERNELS = "the kernels are chosen by measuring them; --force-pass and --disable-pass choose otherwise"
 _RECURRENT = "the dtype of recurrent state is --state-dtype"
 _OBSERVED = "/metrics and the log show what there is"
-_OFFLOAD = "weights and caches stay on the device"
+_OFFLOAD = "weights stay on the device"
 _PLUGIN = "a parser of your own is an entry point's name or module:Class, given with --tool-call-parser or --reasoning-parser"
 _SAFETENSORS = "weights are streamed from memory-mapped files"
 _LOAD_BALANCING = "the server spreads requests over its replicas itself"
@@ -158,7 +158,7 @@ DECISIONS: Mapping[str, Decision] = {
     **_ignored("blocks of a prefix stay until they are needed", "--prefix-cache-retention-interval --swa-bounded-replay"),
     **_ignored("every layer computes its keys and values", "--kv-sharing-fast-prefill"),
     **_ignored("each group of layers has its own blocks where that saves memory", "--disable-hybrid-kv-cache-manager"),
-    **_refused(_OFFLOAD, "--kv-offloading-size --cpu-offload-gb --offload-group-size"),
+    **_refused(_OFFLOAD, "--cpu-offload-gb --offload-group-size"),
     **_ignored(
         _OFFLOAD,
         "--kv-offloading-backend --offload-backend --cpu-offload-params --offload-num-in-group --offload-prefetch-step --offload-params",

@@ -1,0 +1,227 @@
+"""`TierCopies`: the worker's side of the tiers. It copies pages between the device and the host on a stream beside the steps, and between
+the host and files in threads.
+
+A load reads files into the host's pages, then copies these to the device. A store is over once its pages are on the host; files are
+written from there afterwards. A file is published only if nothing else was written to its pages meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.runtime.connector.connector import WorkerConnector
+from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
+from compile_and_serve.runtime.connector.page_memory import PageMemory
+from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
+from compile_and_serve.runtime.connector.tiers.orders import TierOrders
+
+logger = logging.getLogger(__name__)
+
+_READERS, _WRITERS = 4, 1  # threads
+_FLUSH_SECONDS = 10.0
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """reading: of its files, before the copy. copied: marks the end of the copy. error: why it fails."""
+
+    transfer: BlockTransfer
+    orders: TierOrders
+    is_load: bool
+    reading: list[Future[None]] = field(default_factory=list)
+    copied: TimedEvent | None = None
+    is_copying: bool = False
+    error: str | None = None
+    is_cancelled: bool = False
+
+
+class TierCopies(WorkerConnector):
+    """num_pages, page_bytes: of the host's memory, which is taken at the first `bind`. disk: of this rank; None: there is none."""
+
+    def __init__(self, num_pages: int, page_bytes: int, disk: DiskFolder | None) -> None:
+        self._num_pages, self._page_bytes, self._disk = num_pages, page_bytes, disk
+        self._host: torch.Tensor | None = None  # uint8 [pages, bytes]
+        self._parts: list[list[torch.Tensor]] = []  # of each group, uint8 [N, bytes]
+        self._running: dict[int, _Running] = {}
+        self._versions = [0] * num_pages  # of host pages: raised before something else is written there
+        self._version_lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="kv-write")
+        self._said: set[str] = set()
+
+    def bind(self, memory: PageMemory) -> None:
+        self._parts = [[_bytes_of(part) for part in parts] for parts in memory.parts]
+        device = next((part.device for parts in self._parts for part in parts), torch.device("cpu"))
+        self._platform = platform_of(device)
+        self._shares_memory = self._platform.shares_host_memory
+        self._beside = self._platform.side_stream()
+        if self._host is None:
+            self._host = self._platform.host_pages(self._num_pages, self._page_bytes)
+            if self._disk is not None:
+                self._writers.submit(self._disk.make_room)
+
+    def start(self, transfers: StepTransfers) -> None:
+        for transfer_id in transfers.cancelled:
+            if (one := self._running.get(transfer_id)) is not None:
+                one.is_cancelled = True
+        new = [(one, False) for one in transfers.stores] + [(one, True) for one in transfers.loads]
+        for transfer, is_load in new:
+            orders = msgspec.msgpack.decode(transfer.meta, type=TierOrders) if transfer.meta else TierOrders([])
+            running = self._running[transfer.transfer_id] = _Running(transfer, orders, is_load)
+            if not orders.host_pages:
+                running.error = "There was no room on the host."
+            elif not is_load:
+                self._overwrite(orders.host_pages)
+                self._copy(running)
+            elif not any(orders.from_disk):
+                self._copy(running)
+            else:
+                for key, pages, is_read in self._by_key(running):
+                    if is_read:
+                        self._overwrite(pages)
+                        running.reading.append(self._readers.submit(self._read, key, pages, orders.epoch, running))
+
+    def poll(self) -> FinishedTransfers:
+        ended = FinishedTransfers()
+        for transfer_id, one in list(self._running.items()):
+            if one.reading and not one.is_copying and all(reading.done() for reading in one.reading):
+                errors = [error for reading in one.reading if (error := reading.exception()) is not None]
+                if errors:
+                    one.error = str(errors[0])
+                    self._say(errors[0])
+                elif not one.is_cancelled:
+                    self._copy(one)
+                else:
+                    one.error = "It was cancelled."
+                one.reading = []
+            if one.reading or (one.copied is not None and not one.copied.query()):
+                continue
+            if one.error is None and not one.is_copying:
+                continue
+            del self._running[transfer_id]
+            if one.error is not None:
+                ended.failed[transfer_id] = one.error
+                continue
+            ended.finished.append(transfer_id)
+            if one.orders.to_disk:
+                self._write_later(one)
+        return ended
+
+    def close(self) -> None:
+        for one in self._running.values():
+            for reading in one.reading:
+                reading.exception()
+            if one.copied is not None:
+                one.copied.synchronize()
+        self._running.clear()
+        self._parts = []
+        self._flush()
+
+    def _flush(self) -> None:
+        """Wait for files that are being written, for some seconds at most."""
+        try:
+            self._writers.submit(lambda: None).result(_FLUSH_SECONDS)
+        except TimeoutError:
+            logger.warning("Some blocks of the KV cache were not written to disk within %g seconds.", _FLUSH_SECONDS)
+
+    def _by_key(self, one: _Running) -> Iterator[tuple[bytes, list[int], bool]]:
+        """Each key of a transfer with its host pages, and whether it is read from disk."""
+        size = one.transfer.blocks_per_key
+        for number, key in enumerate(one.transfer.keys):
+            is_read = bool(one.orders.from_disk) and one.orders.from_disk[number]
+            yield key, one.orders.host_pages[number * size : (number + 1) * size], is_read
+
+    def _copy(self, one: _Running) -> None:
+        """Between the device's blocks and the host's pages."""
+        assert self._host is not None
+        one.is_copying = True
+        parts, blocks, pages = self._parts[one.transfer.group], one.transfer.block_ids, one.orders.host_pages
+        if self._shares_memory:
+            self._copy_at_once(parts, blocks, pages, is_load=one.is_load)
+            return
+        with self._beside.running() if self._beside is not None else nullcontext():
+            begin = 0
+            for part in parts:
+                end = begin + part.shape[1]
+                for block, page in zip(blocks, pages, strict=True):
+                    on_device, on_host = part[block], self._host[page, begin:end]
+                    (on_device if one.is_load else on_host).copy_(on_host if one.is_load else on_device, non_blocking=True)
+                begin = end
+            one.copied = self._platform.record_timed_event()
+
+    def _copy_at_once(self, parts: Sequence[torch.Tensor], blocks: list[int], pages: list[int], *, is_load: bool) -> None:
+        assert self._host is not None
+        host = self._host.numpy()
+        begin = 0
+        for part in parts:
+            end, rows = begin + part.shape[1], part.numpy()
+            if is_load:
+                rows[blocks] = host[pages, begin:end]
+            else:
+                host[pages, begin:end] = rows[blocks]
+            begin = end
+
+    def _buffers(self, pages: Sequence[int]) -> list[memoryview]:
+        assert self._host is not None
+        host = self._host.numpy()
+        return [memoryview(host[page]) for page in pages]
+
+    def _read(self, key: bytes, pages: list[int], epoch: bytes, one: _Running) -> None:
+        """In a thread."""
+        assert self._disk is not None
+        if one.is_cancelled:
+            raise OSError("It was cancelled.")
+        self._disk.read(key + epoch, self._buffers(pages))
+
+    def _write_later(self, one: _Running) -> None:
+        for key, pages, _ in self._by_key(one):
+            versions = [self._versions[page] for page in pages]
+            self._writers.submit(self._write, key, pages, versions, one.orders.epoch)
+
+    def _write(self, key: bytes, pages: list[int], versions: list[int], epoch: bytes) -> None:
+        """In a thread. The host's pages may be overwritten meanwhile: then the file is not published."""
+        assert self._disk is not None
+        name = key + epoch
+        try:
+            if versions != [self._versions[page] for page in pages]:
+                return
+            temporary = self._disk.write_unpublished(name, self._buffers(pages))
+            if temporary is None:
+                return
+            with self._version_lock:
+                is_same = versions == [self._versions[page] for page in pages]
+            if is_same:
+                self._disk.publish(name, temporary)
+            else:
+                self._disk.discard(temporary)
+        except OSError as error:
+            self._say(error)
+
+    def _overwrite(self, pages: Sequence[int]) -> None:
+        with self._version_lock:
+            for page in pages:
+                self._versions[page] += 1
+
+    def _say(self, error: BaseException) -> None:
+        """Each kind of failure once."""
+        kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("Blocks of the KV cache could not be kept on disk or read from there, and are computed again: %s", error)
+
+
+def _bytes_of(part: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, bytes of a page's row]: the same memory."""
+    if part.dtype == torch.uint8 and part.dim() == 2:
+        return part
+    assert part.is_contiguous(), "the rows of a part are contiguous, or bytes"
+    return part.view(part.shape[0], -1).view(torch.uint8)
