@@ -227,7 +227,7 @@ def test_arguments_are_translated(line: str, expected: str) -> None:
         ("m -n 2", "-n 2 is not supported: the ranks and replicas of this server run on one host (or a Ray cluster) behind one port."),
         ("m --no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported: prompts are always read in chunks"),
         ("m --disable-chunked-prefill", "--disable-chunked-prefill is not supported"),
-        ("m --cpu-offload-gb 4", "--cpu-offload-gb 4 is not supported: weights and caches stay on the device."),
+        ("m --cpu-offload-gb 4", "--cpu-offload-gb 4 is not supported: weights stay on the device."),
         ("m --hf-overrides.a 1 --rope-scaling {", "--rope-scaling must be JSON ("),
         ('m --pooler-config {"pooling_type":"ALL"}', "the pooling_type 'all' is not supported"),
         ('m --structured-outputs-config {"enable_in_reasoning":true}', "a grammar begins after the reasoning"),

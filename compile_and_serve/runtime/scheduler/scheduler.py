@@ -224,10 +224,9 @@ class Scheduler:
             prefix_cache_hits=manager.prefix_hits,
             num_preemptions=self._num_preemptions,
         )
-        if self._drafting is not None:
-            self._drafting.add_to(stats)
-        if self._transfers is not None:
-            stats.kv_tiers = self._transfers.stats()
+        for part in (self._drafting, self._transfers):
+            if part is not None:
+                part.add_to(stats)
         return stats
 
     def schedule(self) -> SchedulerOutput | None:
@@ -354,7 +353,7 @@ class Scheduler:
         assert step.step == scheduled.step == result.step, (step.step, scheduled.step, result.step)
         outputs: list[RequestOutput] = []
         if self._transfers is not None:
-            num_prompt_tokens = sum(scheduled.num_scheduled_tokens.get(chunk.request.request_id, 0) for chunk in step.chunks)
+            num_prompt_tokens = scheduled.total_num_scheduled_tokens - len(step.decodes) if step.chunks else 0
             self._transfers.update(result.transfers, step.step, num_prompt_tokens, seconds)
             if step.is_last_poll and result.transfers is None:
                 self._end_first(outputs)

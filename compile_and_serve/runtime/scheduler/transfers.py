@@ -21,6 +21,7 @@ from functools import partial
 
 from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
+from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.scheduler.block_pool import KVCacheBlock
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.kv_groups import Prefix, group_of_key
@@ -135,9 +136,9 @@ class Transfers:
         request.waits_for.append(load.is_done)
         return True
 
-    def stats(self) -> dict[str, float]:
-        """The connector's."""
-        return self._connector.stats()
+    def add_to(self, stats: EngineStats) -> None:
+        """What the connector tells."""
+        stats.kv_tiers = self._connector.stats()
 
     def release(self, request: Request) -> None:
         """The request has been admitted, or has ended: its loaded prefix is not held any more."""
