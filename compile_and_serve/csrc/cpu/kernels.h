@@ -185,7 +185,7 @@ struct CasLinearAttention {
 void cas_linear_attention(const CasLinearAttention* args);
 
 // The scan of Mamba-1; see custom_ops/recurrent/selective_scan.py, and layer_state.py for the state. x, dt [T, I] and b, c [T, N] with row
-// strides, out [T, I]: in the given dtype, as inputs and keys. a [N, I], states and positions: float32. N is at most 256.
+// strides, out [T, I]: in the given dtype, as inputs and keys. a [I, N], states and positions: float32. N is at most 256.
 // Rows of out behind the last sequence become zero.
 struct CasSelectiveScan {
     int32_t dtype, num_threads;

@@ -81,7 +81,7 @@ struct Scan {
         const int64_t channel = unit * a.block + c;
         for (int64_t n = 0; n < N; ++n) {
             h[n] = taken ? load16(taken + n * a.block + c) : f32x16{};
-            rates[n] = load16(a.a + n * a.num_channels + channel) * kLog2E;
+            for (int64_t i = 0; i < kLanes; ++i) rates[n][i] = a.a[(channel + i) * N + n] * kLog2E;
         }
         for (int64_t position = begin; position < s.length; ++position) {
             if (position == end) store(h, new_states + c);

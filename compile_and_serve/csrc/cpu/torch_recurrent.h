@@ -125,7 +125,7 @@ at::Tensor cpu_short_convolution(
 }
 
 at::Tensor cpu_selective_scan(
-    const at::Tensor& x_TI, const at::Tensor& dt_TI, const at::Tensor& a_NI, const at::Tensor& b_TN, const at::Tensor& c_TN,
+    const at::Tensor& x_TI, const at::Tensor& dt_TI, const at::Tensor& a_IN, const at::Tensor& b_TN, const at::Tensor& c_TN,
     const at::Tensor& states, const at::Tensor& states_columns, const at::Tensor& inputs, const at::Tensor& inputs_columns,
     const at::Tensor& keys, const at::Tensor& keys_columns, const at::Tensor& positions, const at::Tensor& positions_columns,
     const at::Tensor& query_start_loc, const at::Tensor& seq_lens, const at::Tensor& read_pages, const at::Tensor& write_pages,
@@ -135,7 +135,7 @@ at::Tensor cpu_selective_scan(
     args.dtype = dtype_code(x_TI);
     args.num_tokens = x_TI.size(0);
     args.num_channels = x_TI.size(1);
-    args.state_size = a_NI.size(0);
+    args.state_size = a_IN.size(1);
     args.ring = inputs.size(2);
     args.block = inputs.size(4);
     for (const at::Tensor* rows : {&dt_TI, &b_TN, &c_TN})
@@ -144,11 +144,11 @@ at::Tensor cpu_selective_scan(
                 rows->size(1) == (rows == &dt_TI ? args.num_channels : args.state_size),
             "a selective scan needs x, dt [T, I] and b, c [T, N] of one dtype with contiguous rows, not ", rows->sizes());
     TORCH_CHECK_VALUE(
-        x_TI.stride(1) == 1 && a_NI.is_contiguous() && a_NI.scalar_type() == at::kFloat && a_NI.size(1) == args.num_channels &&
+        x_TI.stride(1) == 1 && a_IN.is_contiguous() && a_IN.scalar_type() == at::kFloat && a_IN.size(0) == args.num_channels &&
             args.state_size <= 256 && states.dim() == 5 && states.size(3) == args.state_size && states.size(4) == args.block &&
             inputs.dim() == 5 && keys.size(2) == args.ring && keys.size(3) == args.state_size && args.block % 16 == 0 &&
             args.num_channels % args.block == 0,
-        "a selective scan's state does not fit its x [T, I] and a [N, I], ", x_TI.sizes(), " and ", a_NI.sizes());
+        "a selective scan's state does not fit its x [T, I] and a [I, N], ", x_TI.sizes(), " and ", a_IN.sizes());
     args.x = x_TI.const_data_ptr();
     args.x_stride = x_TI.stride(0);
     args.dt = dt_TI.const_data_ptr();
@@ -157,7 +157,7 @@ at::Tensor cpu_selective_scan(
     args.b_stride = b_TN.stride(0);
     args.c = c_TN.const_data_ptr();
     args.c_stride = c_TN.stride(0);
-    args.a = a_NI.const_data_ptr<float>();
+    args.a = a_IN.const_data_ptr<float>();
     args.states = paged_units(states, states_columns, at::kFloat, "states");
     args.inputs = paged_units(inputs, inputs_columns, x_TI.scalar_type(), "inputs");
     args.keys = paged_units(keys, keys_columns, x_TI.scalar_type(), "keys");

@@ -96,15 +96,16 @@ class SelectiveScanState(LayerState):
 
     The two states are the checkpoint, and a later one from which a decode goes on, since a replay of entries takes as long as their tokens
     took. The inputs are dt, before its activation, and x; the keys are B. positions: of the two states; a later state at -1 is none.
-    dtype: of inputs and keys. Nothing is shared by blocks.
+    dtype: of inputs and keys. Nothing is shared by blocks. part: how ranks share the channels; None: every rank keeps them whole.
     """
 
     channels: int
     state_size: int
     dtype: torch.dtype
+    part: ColwisePart | None = None
 
     def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        block = math.gcd(self.channels, _CHANNELS)
+        block = math.gcd(self.channels, _CHANNELS, 0 if self.part is None else self.part.rows // self.part.units)
         blocks = self.channels // block
         return (
             StateTensor(shape=(blocks, 2, self.state_size, block)),
@@ -112,6 +113,12 @@ class SelectiveScanState(LayerState):
             StateTensor(shape=(blocks, SCAN_RING_TOKENS, self.state_size), dtype=self.dtype),
             StateTensor(shape=(blocks, 2), dtype=torch.float32),
         )
+
+    def of_rank(self, mesh: Mesh) -> SelectiveScanState:
+        if self.part is None:
+            return self
+        part = ColwisePart(self.part.rows // mesh.tensor, self.part.units // mesh.tensor)
+        return replace(self, channels=part.rows, part=part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
-from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.library import SHARE_OF_PARTS, OpKind, Sharding, define
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.recurrent.layer_state import RECURRENT_STATES, RING_TOKENS, StatePart, checkpoint_after, checkpoint_before
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, gather_slot, scatter_slot
@@ -28,7 +28,7 @@ from compile_and_serve.custom_ops.step import current_metadata
 def _reference(
     x_TI: torch.Tensor,
     dt_TI: torch.Tensor,
-    a_NI: torch.Tensor,
+    a_IN: torch.Tensor,
     b_TN: torch.Tensor,
     c_TN: torch.Tensor,
     states: torch.Tensor,
@@ -48,7 +48,7 @@ def _reference(
     parts = [(states, states_columns), (inputs, inputs_columns), (keys, keys_columns), (positions, positions_columns)]
     kept = [gather_slot(tensor, columns, metadata.read_pages, blocks).to(wide) for tensor, columns in parts]
     states_SU2NC, inputs_SUR2C, keys_SURN, positions_SU2 = kept
-    a_UNC = a_NI.to(wide).unflatten(1, (blocks, -1)).transpose(0, 1)
+    a_UNC = a_IN.to(wide).unflatten(0, (blocks, -1)).transpose(1, 2)
     dt_TUC, x_TUC = (part.to(wide).unflatten(1, (blocks, -1)) for part in (dt_TI, x_TI))
     out_TI = torch.zeros_like(x_TI)
     starts, computed = metadata.query_start_loc.tolist(), metadata.num_computed.tolist()
@@ -76,7 +76,7 @@ def _reference(
 
 
 def _selective_scan(
-    x_TI: torch.Tensor, dt_TI: torch.Tensor, a_NI: torch.Tensor, b_TN: torch.Tensor, c_TN: torch.Tensor, *args: Any
+    x_TI: torch.Tensor, dt_TI: torch.Tensor, a_IN: torch.Tensor, b_TN: torch.Tensor, c_TN: torch.Tensor, *args: Any
 ) -> torch.Tensor:
     tensors, group = args[:8], args[8] if len(args) > 8 else RECURRENT_STATES
     platform = platform_of(x_TI.device)
@@ -86,14 +86,14 @@ def _selective_scan(
 
         state = list(zip(tensors[::2], tensors[1::2], strict=True))
         out_TI = torch.zeros_like(x_TI, memory_format=torch.contiguous_format)
-        triton_selective_scan.selective_scan(x_TI, dt_TI, a_NI, b_TN, c_TN, state, metadata, out_TI)
+        triton_selective_scan.selective_scan(x_TI, dt_TI, a_IN, b_TN, c_TN, state, metadata, out_TI)
         return out_TI
     reason = cpu_unsupported_reason(x_TI.dtype, tensors[0].dtype, tensors[0].shape[4], tensors[0].shape[3])
     if platform.runs_cpp_kernels and reason is None and load_cpu_kernels():
         return torch.ops.cas.cpu_selective_scan.default(
             x_TI,
             dt_TI,
-            a_NI,
+            a_IN,
             b_TN,
             c_TN,
             *tensors,
@@ -103,7 +103,7 @@ def _selective_scan(
             metadata.write_pages,
             metadata.num_seqs,
         )
-    return _reference(x_TI, dt_TI, a_NI, b_TN, c_TN, *args)
+    return _reference(x_TI, dt_TI, a_IN, b_TN, c_TN, *args)
 
 
 def cpu_unsupported_reason(dtype: torch.dtype, state_dtype: torch.dtype, block: int, state_size: int) -> str | None:
@@ -125,6 +125,12 @@ SELECTIVE_SCAN = define(
     version=1,
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     reference=_reference,
+    sharding=Sharding(
+        inputs={"x": 1, "dt": 1},
+        output=1,
+        weights={"a": SHARE_OF_PARTS},
+        state={f"{name}_columns": (0, "x") for name in ("states", "inputs", "keys", "positions")},
+    ),
     CompositeExplicitAutograd=_selective_scan,
 )
 
@@ -132,7 +138,7 @@ SELECTIVE_SCAN = define(
 def selective_scan(
     x_TI: torch.Tensor,
     dt_TI: torch.Tensor,
-    a_NI: torch.Tensor,
+    a_IN: torch.Tensor,
     b_TN: torch.Tensor,
     c_TN: torch.Tensor,
     state: Sequence[StatePart],
@@ -140,9 +146,9 @@ def selective_scan(
 ) -> torch.Tensor:
     """out_t = Σ_n c_t h_t for the states h of each sequence, which the tokens change as the head of this file says.
 
-    x_TI, dt_TI: [T, I], dt with its bias and before softplus. b_TN, c_TN: [T, N]. All in one dtype. a_NI: float32 [N, I], contiguous,
+    x_TI, dt_TI: [T, I], dt with its bias and before softplus. b_TN, c_TN: [T, N]. All in one dtype. a_IN: float32 [I, N], contiguous,
     below 0. state: the tensors of `SelectiveScanState` with their columns (mutated). group: the state group that they belong to.
     → [T, I] in x's dtype.
     """
     tensors = [tensor for part in state for tensor in part]
-    return SELECTIVE_SCAN(x_TI, dt_TI, a_NI, b_TN, c_TN, *tensors, group)
+    return SELECTIVE_SCAN(x_TI, dt_TI, a_IN, b_TN, c_TN, *tensors, group)

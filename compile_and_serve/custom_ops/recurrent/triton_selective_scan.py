@@ -77,7 +77,7 @@ def _scan_kernel(
         ok_NC = ok_N[:, None] & (cols_C >= 0)[None, :]
         cells_NC = rows_N[:, None] * C + cols_C[None, :]
         channels_C = unit * C + cols_C
-        rates_NC = tl.load(a_ptr + rows_N[:, None] * CHANNELS + channels_C[None, :], mask=ok_NC, other=0.0) * LOG2_E
+        rates_NC = tl.load(a_ptr + channels_C[None, :] * N + rows_N[:, None], mask=ok_NC, other=0.0) * LOG2_E
         source = unit_offset(states_columns_ptr, read, unit, states_stride, STATE_UNITS, 2 * N * C)
         target = unit_offset(states_columns_ptr, write, unit, states_stride, STATE_UNITS, 2 * N * C)
         moves = source != target
@@ -181,7 +181,7 @@ def _chunk_kernel(
         ok_N = rows_N < N
         ok_NC = ok_N[:, None] & (cols_C >= 0)[None, :]
         channels_C = unit * C + cols_C
-        rates_NC = tl.load(a_ptr + rows_N[:, None] * CHANNELS + channels_C[None, :], mask=ok_NC, other=0.0) * LOG2_E
+        rates_NC = tl.load(a_ptr + channels_C[None, :] * N + rows_N[:, None], mask=ok_NC, other=0.0) * LOG2_E
         at = ((start // CHUNK + seq + number) * (CHANNELS // C) + unit).to(tl.int64)
         local = local_ptr + at * N * C + rows_N[:, None] * C + cols_C[None, :]
         state_NC, total_C = tl.zeros((BLOCK_N, C), tl.float32), tl.zeros((C,), tl.float32)
@@ -207,7 +207,7 @@ def _chunk_kernel(
 def selective_scan(
     x_TI: torch.Tensor,
     dt_TI: torch.Tensor,
-    a_NI: torch.Tensor,
+    a_IN: torch.Tensor,
     b_TN: torch.Tensor,
     c_TN: torch.Tensor,
     state: Sequence[StatePart],
@@ -223,7 +223,7 @@ def selective_scan(
     is_short = metadata.max_query_len <= ROLLBACK_TOKENS + 1
     slots = 0 if is_short else num_tokens // chunk + num_seqs + 1
     local, total = (torch.empty(slots, units, size, block, device=x_TI.device) for size in (state_size, 1))
-    rows = x_TI, dt_TI, a_NI, b_TN, c_TN, out_TI, local, total
+    rows = x_TI, dt_TI, a_IN, b_TN, c_TN, out_TI, local, total
     row_strides = tuple(one.stride(0) for one in (x_TI, dt_TI, b_TN, c_TN))
     sizes = {"CHANNELS": num_channels, "C": block, "N": state_size, "RING": inputs.shape[2], "CHUNK": chunk}
     sizes["BLOCK_N"] = max(2, next_power_of_2(state_size))

@@ -119,6 +119,8 @@ def _experts(config: Mapping[str, Any], decoder: DecoderConfig) -> DeepseekMoeCo
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+    if not config.get("mla_use_nope", True):
+        raise UnsupportedConfigError("mla_use_nope must be true: the model's latent attention has no RoPE here.")
     published = {ours: config[theirs] for ours, theirs in _PUBLISHED.items() if config.get(theirs) is not None}
     known = {"max_position_embeddings": 1 << 20, "routed_scaling_factor": 2.446, **published, **config}
     shared_key, nope = positive_int(config, "qk_rope_head_dim", 64), positive_int(config, "qk_nope_head_dim", 128)

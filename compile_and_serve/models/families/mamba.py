@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compile_and_serve.custom_ops.mesh import ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import ConvolutionState, JoinedState, SelectiveScanState, StatePart
 from compile_and_serve.custom_ops.recurrent.selective_scan import selective_scan
 from compile_and_serve.custom_ops.state.kind import LayerState
@@ -22,8 +23,8 @@ from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigErro
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.families.mamba2 import MAX_LENGTH, FinalNorm, Mamba2Layer
 from compile_and_serve.models.hybrid import HybridConfig, LayerKind, hybrid_spec
-from compile_and_serve.models.recurrent_layers import causal_conv1d, convolve
-from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.recurrent_layers import causal_conv1d, convolve, convolved_channels
+from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,9 @@ class MambaConfig:
 
     def state(self, dtype: torch.dtype) -> LayerState:
         """What a layer keeps. dtype: of the model."""
-        convolution = ConvolutionState(channels=self.inner_size, width=self.width, dtype=dtype)
-        return JoinedState(parts=(convolution, SelectiveScanState(channels=self.inner_size, state_size=self.state_size, dtype=dtype)))
+        size, [part] = self.inner_size, convolved_channels(self.inner_size)
+        convolution = ConvolutionState(channels=size, width=self.width, dtype=dtype, parts=(part,))
+        return JoinedState(parts=(convolution, SelectiveScanState(channels=size, state_size=self.state_size, dtype=dtype, part=part)))
 
 
 def dt_rank(config: Mapping[str, Any], name: str, hidden_size: int) -> int:
@@ -51,7 +53,7 @@ def dt_rank(config: Mapping[str, Any], name: str, hidden_size: int) -> int:
     return math.ceil(hidden_size / 16) if config.get(name, "auto") == "auto" else positive_int(config, name)
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(ShardedModule):
     """Mamba. [T, D] → [T, D]"""
 
     def __init__(self, config: MambaConfig) -> None:
@@ -69,6 +71,11 @@ class MambaMixer(nn.Module):
             norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=config.norms == "weighted")
             self.dt_layernorm, self.b_layernorm, self.c_layernorm = norm(config.rank), norm(size), norm(size)
 
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        [part] = convolved_channels(self.config.inner_size)
+        parts = {"in_proj": ColwiseParts((part, part)), "dt_proj": ColwiseParts((part,))}
+        return {**parts, "x_proj": "rowwise", "out_proj": "rowwise"}
+
     def forward(self, x_TD: torch.Tensor, state: Sequence[StatePart]) -> torch.Tensor:
         config = self.config
         x_TI, gate_TI = self.in_proj(x_TD).chunk(2, dim=-1)
@@ -76,8 +83,7 @@ class MambaMixer(nn.Module):
         dt_TR, b_TN, c_TN = self.x_proj(x_TI).split((config.rank, config.state_size, config.state_size), dim=-1)
         if config.norms != "none":
             dt_TR, b_TN, c_TN = self.dt_layernorm(dt_TR), self.b_layernorm(b_TN), self.c_layernorm(c_TN)
-        a_NI = -self.A_log.float().T.contiguous().exp()
-        out_TI = selective_scan(x_TI, self.dt_proj(dt_TR), a_NI, b_TN, c_TN, state[1:])
+        out_TI = selective_scan(x_TI, self.dt_proj(dt_TR), -self.A_log.float().exp(), b_TN, c_TN, state[1:])
         out_TI = (out_TI.float() + self.D.float() * x_TI.float()) * F.silu(gate_TI.float())
         return self.out_proj(out_TI.to(x_TD.dtype))
 

@@ -249,7 +249,7 @@ def _scan(
         return torch.empty_like(hidden_states)
     dt_TI = dt[0].T if delta_bias is None else dt[0].T + delta_bias.to(dt.dtype)
     x_TI, dt_TI, b_TN, c_TN = (part.contiguous() for part in (x_TI, dt_TI.to(x_TI.dtype), B[0].T, C[0].T))
-    out_TI = selective_scan(x_TI, dt_TI, A.float().T.contiguous(), b_TN, c_TN, state).float()
+    out_TI = selective_scan(x_TI, dt_TI, A.float().contiguous(), b_TN, c_TN, state).float()
     if D is not None:
         out_TI = out_TI + D.float() * x_TI.float()
     if z is not None:

@@ -65,7 +65,14 @@ def test_sharded_equals_unsharded(case: str) -> None:
 
 @pytest.mark.parametrize(
     "architecture, size",
-    [("Lfm2ForCausalLM", 4), ("Qwen3_5ForCausalLM", 4), ("Qwen3NextForCausalLM", 2), ("FalconH1ForCausalLM", 2), ("Mamba2ForCausalLM", 4)],
+    [
+        ("Lfm2ForCausalLM", 4),
+        ("Qwen3_5ForCausalLM", 4),
+        ("Qwen3NextForCausalLM", 2),
+        ("FalconH1ForCausalLM", 2),
+        ("Mamba2ForCausalLM", 4),
+        ("MambaForCausalLM", 2),
+    ],
 )
 def test_recurrent_layers_are_shared_by_heads(architecture: str, size: int) -> None:
     """Parts of one projection and one convolution, keys that ranks share, a norm over all ranks, and parameters of elementwise ops."""

@@ -17,10 +17,10 @@ T = 320
 
 
 def make_inputs(channels: int, state_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """x, dt [3, T, I], b, c [3, T, N] of three sequences, and a [N, I]."""
+    """x, dt [3, T, I], b, c [3, T, N] of three sequences, and a [I, N]."""
     torch.manual_seed(channels + state_size)
     rows = [torch.randn(3, T, size).to(dtype) for size in (channels, channels, state_size, state_size)]
-    return [*rows, -torch.rand(state_size, channels) * 4]
+    return [*rows, -torch.rand(channels, state_size) * 4]
 
 
 def run_script(inputs: list[torch.Tensor], op: Any, device: str = "cpu") -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ def test_it_equals_transformers(channels: int, state_size: int, reference: bool)
 
     assert load_cpu_kernels()
     x, dt, b, c, a = inputs = make_inputs(channels, state_size, torch.float32)
-    whole = mamba_selective_scan(*(one.transpose(1, 2) for one in (x, dt)), a.T, b.mT, c.mT, delta_softplus=True).transpose(1, 2)
+    whole = mamba_selective_scan(*(one.transpose(1, 2) for one in (x, dt)), a, b.mT, c.mT, delta_softplus=True).transpose(1, 2)
     op = torch.ops.cas.selective_scan_reference if reference else torch.ops.cas.selective_scan
     for number, (out, (spans, _)) in enumerate(zip(run_script(inputs, op), SCRIPT, strict=True)):
         wanted = torch.cat([whole[s, begin:end] for s, (begin, end) in spans.items()])

@@ -35,7 +35,7 @@ def test_a_state_that_no_cpu_kernel_takes_is_logged_and_reported(tmp_path: Path,
         ("auto", "C++"),
         ("bfloat16", "torch reference: the CPU kernel of selective scans takes float32 or bfloat16"),
     ):
-        core = EngineCore(tiny_config(folder, load_format="auto", state_dtype=state_dtype, num_kv_blocks=64))
+        core = EngineCore(tiny_config(folder, load_format="auto", state_dtype=state_dtype, num_kv_blocks=512))
         assert core.executor.worker.loaded.facts["recurrent_kernels"].startswith(said)  # type: ignore[attr-defined]
         assert len(tokens_of(run_requests(core, [request("one", [5, 6, 7], max_tokens=3)]))["one"]) == 3
         core.shutdown()
