@@ -13,6 +13,8 @@ import numpy as np
 StepDatum = int | float | str | bool  # a value in a request's step data
 ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
 
+ROPE_LENGTH_DATUM = "rope_length"  # in step data: the length that all tokens of a sequence are computed as of; 0: their own
+
 ArrayDtype = Literal["uint8", "int32", "int64", "float16", "bfloat16", "float32"]
 
 
@@ -74,6 +76,23 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     length: int
     arrays: dict[str, StepArray] = {}
+
+
+class LengthRegimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Sequences of more than `limit` tokens are computed in another way than shorter ones, and share no cached prefix with them.
+
+    by_length: nor with prompts of other lengths. recompute: a sequence that grows beyond the limit is computed again.
+    """
+
+    limit: int
+    by_length: bool
+    recompute: bool
+
+    def length_of(self, num_tokens: int) -> int:
+        """`ROPE_LENGTH_DATUM` of a sequence that is computed with so many tokens."""
+        if num_tokens <= self.limit:
+            return 0
+        return num_tokens if self.by_length else self.limit + 1
 
 
 class ArrayInfo(msgspec.Struct, frozen=True, kw_only=True):

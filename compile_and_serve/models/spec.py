@@ -13,6 +13,7 @@ from compile_and_serve.custom_ops.mesh import AlongAxis, ColwiseParts
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec
 from compile_and_serve.custom_ops.step import DECODER_INPUTS, LOGITS, StepInput, StepOutput
+from compile_and_serve.custom_ops.step_data import LengthRegimes
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.custom_ops.stored_weight import TensorPart as TensorPart
 
@@ -69,6 +70,7 @@ class ModelSpec:
     max_model_len: longest sequence that the positions encode.
     buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
     quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized or in another order.
+    length_regimes: None: a token's keys and values follow from those before it alone, however long the sequence is.
     stages: what the ranks along the pipe axis run, one after another, in place of `module`; their parameters have the names that they have
         there. An output of a stage becomes the input of the same name of the next one: one row for each token, `source="device"`. All keep
         the same state groups, each the layers that it has, and the last stage gives the logits. (): the model runs in one piece alone.
@@ -92,6 +94,7 @@ class ModelSpec:
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
     pooling: PoolingSpec | None = None
     whole_prompts: bool = False
+    length_regimes: LengthRegimes | None = None
     stages: tuple[ModelSpec, ...] = ()
     encoder: ModelSpec | None = None
 

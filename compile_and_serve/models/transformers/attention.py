@@ -95,6 +95,7 @@ class RunningForward:
     def __init__(self) -> None:
         self.caches: Mapping[str, Any] = {}
         self.positions: torch.Tensor | None = None
+        self.rope_lengths: torch.Tensor | None = None  # int64 [T]: `changing_rope.py`
         self.num_calls = 0
         self.sites: list[tuple[str, int]] = []  # group and cache of each call
         self.dry_run: DryRun | None = None

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.step import DECODER_INPUTS
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.folder_code import FolderCodeError, class_reference, code_digest, load_class
 from compile_and_serve.models.layers import scaled_positions
@@ -37,6 +38,7 @@ from compile_and_serve.models.transformers.attention import (
     state_groups,
     unsupported,
 )
+from compile_and_serve.models.transformers.changing_rope import ROPE_LENGTH, follow_lengths
 from compile_and_serve.models.transformers.experts import (
     biases_as_parameters,
     expert_parts,
@@ -57,6 +59,7 @@ _NO_LIMIT = 2048  # longest sequence of a model whose config has none, as its tr
 class TransformersModel(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [S], the caches of each state group) → logits [S, V].
 
+    RoPE that follows the length also takes rope_length int64 [T].
     Its children are those of the transformers model, so that parameters have the checkpoint's names. position_offset: what the class
     adds to the positions of tokens (RoBERTa's begin after the padding index).
     """
@@ -73,13 +76,20 @@ class TransformersModel(nn.Module):
         self._selects_rows = "logits_to_keep" in parameters
         self._options = {"use_cache": False} if "use_cache" in parameters else {}
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor, **caches: Any) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        rope_length: torch.Tensor | None = None,
+        **caches: Any,
+    ) -> torch.Tensor:
         if self._position_offset:
             positions = positions + self._position_offset
         running = self._running
-        running.caches, running.positions, running.num_calls = caches, positions, 0
+        running.caches, running.positions, running.rope_lengths, running.num_calls = caches, positions, rope_length, 0
         logits = self._logits(input_ids, positions, logits_indices)
-        running.caches, running.positions, running.num_calls = {}, None, 0
+        running.caches, running.positions, running.rope_lengths, running.num_calls = {}, None, None, 0
         return logits
 
     def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
@@ -132,6 +142,8 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
     mixers = Mixers(model)
     if model._is_stateful and not mixers.states:
         raise Unsupported("it has recurrent state")
+    regimes, frequencies = follow_lengths(model)
+    added |= frequencies
     rope_types = _keep_frequencies(model)
     wrapped = _give_positions(model, running)
     offset = _position_offset(model)
@@ -140,7 +152,7 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
             part.warn_if_padding_and_no_attention_mask = _ignore  # it reads token ids on the host
     module = TransformersModel(model, running, offset).eval()
     ids = torch.zeros(DRY_TOKENS, dtype=torch.int64, device="meta")
-    run = partial(dry_run, model, running, lambda: module(ids, ids, ids[:2]), own_positions=not wrapped)
+    run = partial(dry_run, model, running, lambda: module(ids, ids, ids[:2], None if regimes is None else ids), own_positions=not wrapped)
     called: set[nn.Module] = set()
     try:
         with _recorded(model, called):
@@ -167,7 +179,9 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
         config={**config, "model_impl": f"transformers {transformers.__version__}"},
         state=state,
         vocab_size=int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0]),
-        max_model_len=_max_positions(model.config.get_text_config()) - offset,
+        max_model_len=_max_positions(model.config.get_text_config(), follows_lengths=regimes is not None) - offset,
+        inputs=DECODER_INPUTS if regimes is None else (*DECODER_INPUTS, ROPE_LENGTH),
+        length_regimes=regimes,
         weight_map=names | dict.fromkeys(unused),
         parts=expert_parts(model),
         quantized_weights=arranged,
@@ -252,19 +266,19 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return by_kind or [rope]
 
 
-def _max_positions(config: PreTrainedConfig) -> int:
+def _max_positions(config: PreTrainedConfig, *, follows_lengths: bool) -> int:
     """Longest sequence that the model's positions encode.
 
-    LongRoPE has other frequencies beyond its original length; here only the short ones are used, so that length is the limit.
+    follows_lengths: of LongRoPE and dynamic RoPE. Without it, only the frequencies up to the original length are used, which is the limit.
     """
     trained = next((int(n) for field in _LENGTHS if isinstance(n := getattr(config, field, None), int)), _NO_LIMIT)
     lengths = []
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
-        if kind == "longrope":
+        if kind == "longrope" and not follows_lengths:
             original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", trained)
             lengths.append(min(trained, int(original or trained)))
-        elif kind in ("linear", "yarn"):
+        elif kind in ("linear", "yarn") or (kind == "dynamic" and follows_lengths):
             lengths.append(scaled_positions(rope, trained))
     return min(lengths, default=trained)
 
@@ -308,7 +322,8 @@ def _initialized(model: Any, module: nn.Module, buffers: dict[str, Any], fill: i
 def _keep_frequencies(model: nn.Module) -> dict[nn.Module, Any]:
     """Keep the frequencies that RoPE modules have at first. → their RoPE types
 
-    Classes would change those of types "dynamic" and "longrope" in sequences that are longer than `_max_positions` allows.
+    Classes with several kinds of RoPE would change those of types "dynamic" and "longrope" in sequences that are longer than
+    `_max_positions` allows.
     """
     found: dict[nn.Module, Any] = {}
     rope: Any

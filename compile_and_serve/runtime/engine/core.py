@@ -91,6 +91,7 @@ class EngineCore:
             speculator=speculator,
             drafts_run_ahead=found.drafts_run_ahead,
             whole_prompts=found.whole_prompts,
+            length_regimes=found.length_regimes,
             connector=None if connector is None else connector.scheduler_side(self.config, found.page_bytes),
             encoder=encoder,
         )

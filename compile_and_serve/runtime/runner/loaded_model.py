@@ -250,6 +250,7 @@ class LoadedModel:
             compile_report=flat_report(self.model.report) | self.facts | flat_report(beside),
             pooling=pooling_info(self.config, spec),
             whole_prompts=spec.whole_prompts,
+            length_regimes=spec.length_regimes,
             arrays=[array for one in inputs for array in one.arrays],
             encoder=self.encoder_info,
             media=None if spec.encoder is None else media_info(self.config.model, spec),

@@ -25,7 +25,10 @@ def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     if wanted is None:
         return spec.max_model_len
     if wanted > spec.max_model_len:
-        raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len.")
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len, or extend them with "
+            "--hf-overrides (rope_scaling, max_position_embeddings)."
+        )
     return wanted
 
 

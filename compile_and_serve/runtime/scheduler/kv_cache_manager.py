@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import gcd, lcm
 
+from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.scheduler.block_pool import COMPUTED, BlockPool
 from compile_and_serve.runtime.scheduler.key_chains import KeyChains
 from compile_and_serve.runtime.scheduler.kv_groups import FullBlocks, GroupBlocks, Prefix, SlotBlocks, WindowBlocks
@@ -87,6 +88,11 @@ class KVCacheManager:
     def usage(self) -> float:
         """Part of the blocks that requests hold, 0–1."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks if self.pool.num_blocks else 0.0
+
+    def add_to(self, stats: EngineStats) -> None:
+        """Add the pool's part."""
+        stats.kv_cache_usage, stats.num_free_blocks, stats.num_total_blocks = self.usage, self.pool.num_free, self.pool.num_blocks
+        stats.prefix_cache_queries, stats.prefix_cache_hits = self.prefix_queries, self.prefix_hits
 
     @property
     def num_spare(self) -> int:

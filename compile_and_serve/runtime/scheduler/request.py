@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from copy import copy
 from enum import IntEnum, auto
 from hashlib import sha256
 from typing import Any
@@ -30,7 +31,7 @@ class Prompt:
         blocks that this sequence needed.
     """
 
-    __slots__ = ("contents", "deferred_step", "keys", "num_new_blocks", "root_key", "salt", "token_ids")
+    __slots__ = ("_lengths", "contents", "deferred_step", "keys", "num_new_blocks", "root_key", "salt", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
@@ -40,6 +41,15 @@ class Prompt:
         self.keys: list[bytes] = []
         self.deferred_step = -1
         self.num_new_blocks = 0
+        self._lengths: dict[int, Prompt] = {}
+
+    def of_length(self, length: int) -> Prompt:
+        """The same prompt with the keys of sequences that are computed as of so many tokens (`ROPE_LENGTH_DATUM`)."""
+        if length not in self._lengths:
+            other = self._lengths[length] = copy(self)
+            other.root_key = sha256(b"length" + length.to_bytes(8) + self.root_key).digest()
+            other.keys = []
+        return self._lengths[length]
 
 
 class Request:

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from compile_and_serve.custom_ops.step_data import LengthRegimes
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.connector.connector import SchedulerConnector
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
@@ -41,6 +42,7 @@ from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.failed_steps import forget_failed, untrusted_chunks
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.request_checks import check_queue, check_request
 from compile_and_serve.runtime.scheduler.step_messages import (
@@ -65,8 +67,8 @@ class Scheduler:
 
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one request together, in
     tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of `cache.block_size`. num_adapter_slots: LoRA
-    adapters that one step may use. speculator: None: no step has drafts. drafts_run_ahead, whole_prompts: of `WorkerInfo`. connector: None:
-    no blocks are loaded or stored. encoder: None: there is none.
+    adapters that one step may use. speculator: None: no step has drafts. drafts_run_ahead, whole_prompts, length_regimes: of `WorkerInfo`.
+    connector: None: no blocks are loaded or stored. encoder: None: there is none.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Scheduler:
         whole_prompts: bool = False,
         connector: SchedulerConnector | None = None,
         encoder: EncoderCache | None = None,
+        length_regimes: LengthRegimes | None = None,
     ) -> None:
         if config.max_num_seqs < 1 or config.token_budget < 1:
             raise ValueError(
@@ -126,7 +129,7 @@ class Scheduler:
             transfers=self._transfers,
         )
         self.encoder = encoder
-        self._whole_prompts = whole_prompts
+        self._whole_prompts, self._length_regimes = whole_prompts, length_regimes
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
 
     def add_request(self, request: EngineRequest, waits_for: Iterable[Future[Any]] = ()) -> None:
@@ -146,6 +149,7 @@ class Scheduler:
             if self.config.policy == "priority":
                 key = (float(request.priority), request.arrival_time or now, order)
             new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
+            begin(self._length_regimes, new)
             new.waits_for = list(waits_for)
             if new.adapter is not None:
                 self._adapter_users[new.adapter] += 1
@@ -213,18 +217,9 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The scheduler's part of EngineStats. The fields of the model runner and of the step keep their defaults."""
-        manager = self.manager
-        stats = EngineStats(
-            num_running=len(self._running),
-            num_waiting=len(self._admission.waiting),
-            kv_cache_usage=manager.usage,
-            num_free_blocks=manager.pool.num_free,
-            num_total_blocks=manager.pool.num_blocks,
-            prefix_cache_queries=manager.prefix_queries,
-            prefix_cache_hits=manager.prefix_hits,
-            num_preemptions=self._num_preemptions,
-        )
-        for part in (self._drafting, self._transfers):
+        num_waiting = len(self._admission.waiting)
+        stats = EngineStats(num_running=len(self._running), num_waiting=num_waiting, num_preemptions=self._num_preemptions)
+        for part in (self.manager, self._drafting, self._transfers):
             if part is not None:
                 part.add_to(stats)
         return stats
@@ -366,7 +361,7 @@ class Scheduler:
                     self._finish(chunk.request, output.finish_reason)
                 outputs.append(output)
         if step.drafts:
-            self._take_back_rejected(step, scheduled, result)
+            step.take_back_rejected(scheduled.num_scheduled_tokens, result)
         if self._drafting is not None and step.decodes:
             self._drafting.observe(step, result, seconds)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -396,6 +391,9 @@ class Scheduler:
             if is_last:
                 self._finish(request, output.finish_reason)
             outputs.append(output)
+        for request in outgrown(self._length_regimes, step):
+            if request.status is running:
+                self._compute_again(request, last_step=self._next_step - 1)
         self._drop_finished()
         return outputs
 
@@ -406,13 +404,6 @@ class Scheduler:
         error = f"{self.manager.pool.num_pinned} blocks of the KV cache are kept by transfers that do not end."
         self._finish(request, "error")
         outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind="internal"))
-
-    def _take_back_rejected(self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        for request in step.decodes:
-            if request.status is RequestStatus.RUNNING:
-                request_id = request.request_id
-                num_rejected = scheduled.num_scheduled_tokens[request_id] - len(result.sampled_token_ids[request_id])
-                request.num_computed_tokens -= num_rejected
 
     def _grow(self, request: Request, num_tokens: int, grown: list[CachedRequestData]) -> bool:
         """Give a decode the blocks of its first `num_tokens` tokens. They are taken from the last of the running
@@ -449,16 +440,21 @@ class Scheduler:
             self._drafting.drop_correction(request)  # it is sent again with all its tokens
         self._admission.add(request)
 
+    def _compute_again(self, request: Request, last_step: int | None) -> None:
+        """Preempt a running request, and drop what the steps in flight return for it. last_step: as in `KVCacheManager.free`."""
+        for step in self._in_flight:
+            step.drop(request)
+        self._running.remove(request)
+        self._preempt(request, last_step)
+
     def _fail(self, step: StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
         """End the requests that failed, and forget what they computed. Preempt those that took it up: what this step and the steps in
         flight return for these is dropped.
         """
         for chunk in untrusted_chunks(step, errors):
             for request in forget_failed(chunk, self._in_flight, self.manager):
-                for other in (step, *self._in_flight):
-                    other.drop(request)
-                self._running.remove(request)
-                self._preempt(request, last_step=None)
+                step.drop(request)
+                self._compute_again(request, last_step=None)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
             if request.request_id in errors and request.status is not RequestStatus.FINISHED:
                 self._finish(request, "error")

@@ -30,7 +30,7 @@ from typing import Literal
 
 import msgspec
 
-from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
+from compile_and_serve.custom_ops.step_data import ArrayInfo, LengthRegimes, StepArray
 from compile_and_serve.runtime.connector.messages import FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from compile_and_serve.runtime.media.info import MediaInfo
@@ -206,7 +206,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     has_idle_tasks: whether `Worker.idle` may have work to do. prefix_caching_unsupported: why this model's cache
     cannot be reused by other requests, as a sentence. adapter_targets: the linears
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
-    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. whole_prompts: of `ModelSpec`.
+    compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. whole_prompts, length_regimes: of
+    `ModelSpec`.
     arrays: that requests may bring. encoder: None: there is none.
     """
 
@@ -225,6 +226,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     compile_report: dict[str, int | float | str]
     pooling: PoolingInfo | None = None
     whole_prompts: bool = False
+    length_regimes: LengthRegimes | None = None
     arrays: list[ArrayInfo] = []
     encoder: EncoderInfo | None = None
     media: MediaInfo | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -117,6 +118,13 @@ class StepInFlight:
         return request in self.decodes or any(
             chunk.request is request and chunk.samples and chunk.num_preemptions == request.num_preemptions for chunk in self.chunks
         )
+
+    def take_back_rejected(self, scheduled: Mapping[str, int], result: ModelRunnerOutput) -> None:
+        """Let requests have computed only the drafts that were accepted. scheduled: tokens of each request in this step."""
+        for request in self.decodes:
+            if request.status is RequestStatus.RUNNING:
+                request_id = request.request_id
+                request.num_computed_tokens -= scheduled[request_id] - len(result.sampled_token_ids[request_id])
 
     def drop(self, request: Request) -> None:
         """Ignore what the step returns for the request."""
