@@ -69,7 +69,8 @@ def pytest_sessionfinish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--abuse", choices=("short", "long"), default="short", help="how long the server is abused")
-    parser.addoption("--all-cases", action="store_true", help="parametrized cases that no three values need run, too")
+    parser.addoption("--triples", action="store_true", help="parametrized cases run that three values need together, not only two")
+    parser.addoption("--all-cases", action="store_true", help="all parametrized cases run, whether or not other cases have their values")
     parser.addoption("--all-prompts", action="store_true", help="speculation is tested on 200 prompts instead of 29")
     parser.addoption("--soak-seconds", type=float, default=10.0, help="how long the soak test sends load")
     parser.addoption("--screenshot", metavar="FILE", help="where the explorer's test writes the README's picture")
@@ -86,7 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _choose_pairwise(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that no pair of values needs are slow. Those that no three values need are left out, unless --all-cases is given."""
+    """Cases that no pair of values needs are left out, unless --triples or --all-cases asks for more."""
+    if config.getoption("--all-cases"):
+        return
+    size = 3 if config.getoption("--triples") else 2
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
@@ -94,11 +98,8 @@ def _choose_pairwise(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: set[pytest.Item] = set()
     for cases in tests.values():
         values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-        fast = covering_cases(values, 2)
-        kept = fast | (set(range(len(cases))) if config.getoption("--all-cases") else covering_cases(values, 3))
+        kept = covering_cases(values, size)
         left_out.update(case for number, case in enumerate(cases) if number not in kept)
-        for number in kept - fast:
-            cases[number].add_marker(pytest.mark.slow)
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]

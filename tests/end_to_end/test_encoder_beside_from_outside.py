@@ -1,286 +1,48 @@
 """A model with images whose encoder runs beside it, declared and registered from outside. The encoder's rows replace the embeddings of
-placeholder tokens: the tokens are those of the same rows brought by the request. Ranks find the model as a plug-in: this module.
-
-Shape legend: T tokens of the step, B tokens of an image, D hidden size, H heads, E head size, F features of a patch, R rows.
+placeholder tokens: the tokens are those of the same rows brought by the request.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as functional
-from torch import nn
 
 from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pipeline import compile_model
-from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.dummy_step import make_step
-from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows, row_numbers
-from compile_and_serve.custom_ops.library import OpKind, Sharding, define
-from compile_and_serve.custom_ops.state.group import StateGroup
-from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
-from compile_and_serve.custom_ops.state.tokens import KV_CACHES, KVCacheSpec
-from compile_and_serve.custom_ops.step import (
-    DECODER_INPUTS,
-    SEQUENCES,
-    TOKENS,
-    StepInput,
-    StepOutput,
-    TokenBatch,
-    current_metadata,
-    running,
-)
-from compile_and_serve.custom_ops.step_data import ArrayInfo, MediaItem, StepArray
-from compile_and_serve.models.families import register_model
-from compile_and_serve.models.spec import ModelSpec, full_attention
+from compile_and_serve.custom_ops.encoder_rows import row_numbers
+from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.runner.media_encoder import MediaEncoder
-from compile_and_serve.runtime.scheduler.step_messages import EncodeItem
-from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
-from tests.support.fake_graphs import FakeDevice
-from tests.support.tiny_models import fill, zero_state
-from tests.test_plugins import install
-
-ARCHITECTURE = "LooksForTests"
-VOCAB, D, H, E, F, LAYERS = 320, 32, 2, 16, 6, 2
-IMAGE = 7  # the placeholder's token
-MAX_LEN, MAX_IMAGE = 256, 24
-
-
-def _both_ways(q_THE: torch.Tensor, k_THE: torch.Tensor, v_THE: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(q kᵀ · scale) v within each image."""
-    out_THE = torch.zeros_like(q_THE)
-    lengths = current_metadata(SEQUENCES)
-    starts = lengths.query_start_loc.tolist()
-    for begin, end in pairwise(starts[: lengths.num_seqs + 1]):
-        q_HBE, k_HBE, v_HBE = (x_THE[begin:end].transpose(0, 1) for x_THE in (q_THE, k_THE, v_THE))
-        out_THE[begin:end] = functional.scaled_dot_product_attention(q_HBE, k_HBE, v_HBE, scale=scale).transpose(0, 1)
-    return out_THE
-
-
-BOTH_WAYS = define(
-    "test_within_images(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
-    kind=OpKind.SPLIT_POINT,
-    version=1,
-    fake=lambda q, k, v, scale: torch.empty_like(q),
-    sharding=Sharding(inputs={"q": 1, "k": 1, "v": 1}, output=1),
-    CompositeExplicitAutograd=_both_ways,
+from tests.support.engines import run_requests, tiny_config, tokens_of
+from tests.support.looking_model import (
+    MAX_IMAGE,
+    MIXED,
+    TEXT,
+    build,
+    expected_of_mixed,
+    expected_tokens,
+    image,
+    looking,
+    looking_folder,
+    mixed,
 )
-
-
-class EncoderLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(D, eps=1e-5)
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        y_TD = self.norm(x_TD)
-        q_THE, k_THE, v_THE = (linear(y_TD).view(x_TD.shape[0], -1, E) for linear in (self.q, self.k, self.v))
-        return x_TD + self.o(BOTH_WAYS(q_THE, k_THE, v_THE, E**-0.5).flatten(1))
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Linear(F, D, bias=False)
-        self.places = nn.Embedding(MAX_IMAGE, D)
-        self.layers = nn.ModuleList(EncoderLayer() for _ in range(LAYERS))
-
-    def forward(self, patches: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x_TD = self.patch(patches.to(self.patch.weight.dtype)) + self.places(positions)
-        for layer in self.layers:
-            x_TD = layer(x_TD)
-        return x_TD
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(D, eps=1e-5)
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
-
-    def forward(self, x_TD: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        y_TD = self.norm(x_TD)
-        q_THE, k_THE, v_THE = (linear(y_TD).view(x_TD.shape[0], -1, E) for linear in (self.q, self.k, self.v))
-        return x_TD + self.o(attention(q_THE, k_THE, v_THE, cache, E**-0.5, KV_CACHES).flatten(1))
-
-
-class Looking(nn.Module):
-    """forward without `encoder_row`: no token is of an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.places = nn.Embedding(VOCAB, D), nn.Embedding(MAX_LEN, D)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.head = nn.Linear(D, VOCAB, bias=False)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        images: list[torch.Tensor],
-        logits_indices: torch.Tensor,
-        encoder_row: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x_TD = self.embedding(input_ids)
-        if encoder_row is not None:
-            x_TD = torch.where(encoder_row[:, None] > 0, read_rows(images[0], encoder_row), x_TD)
-        x_TD = x_TD + self.places(positions)
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
-            x_TD = layer(x_TD, cache)
-        return self.head(x_TD[logits_indices])
-
-
-def fill_patches(batch: TokenBatch) -> np.ndarray:
-    return batch.with_rows_of("patches", np.zeros((len(batch.token_ids), F), dtype=np.float32))
-
-
-PATCHES = StepInput(
-    name="patches",
-    dtype=torch.bfloat16,
-    dims=(TOKENS, F),
-    fill=fill_patches,
-    arrays=(ArrayInfo(name="patches", row_shape=(F,), is_floating=True),),
-)
-POSITIONS = DECODER_INPUTS[1]
-PLAN: dict[str, Any] = {f"layers.*.{name}": "colwise" for name in "qkv"} | {"layers.*.o": "rowwise"}
-
-
-def on_meta(module: type[nn.Module], dtype: torch.dtype) -> nn.Module:
-    with torch.device("meta"):
-        return module().to(dtype).requires_grad_(False).eval()
-
-
-def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
-    encoder = ModelSpec(
-        module=on_meta(Encoder, dtype),
-        config=config,
-        state=(),
-        vocab_size=1,
-        max_model_len=MAX_IMAGE,
-        inputs=(PATCHES, POSITIONS),
-        outputs=(StepOutput(name="rows", dims=(TOKENS, D)),),
-        tp_plan=PLAN,
-    )
-    return ModelSpec(
-        module=on_meta(Looking, dtype),
-        config=config,
-        state=(
-            full_attention([KVCacheSpec(num_kv_heads=H, head_dim=E)] * LAYERS),
-            StateGroup(name="images", layers=(EncoderRow(width=D, dtype=dtype),), kind=ENCODER_ROWS),
-        ),
-        vocab_size=VOCAB,
-        max_model_len=MAX_LEN,
-        inputs=(*DECODER_INPUTS, ENCODER_ROW),
-        tp_plan=PLAN,
-        encoder=encoder,
-    )
-
-
-register_model(ARCHITECTURE, build)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The model's folder. Processes find the model, because this module is installed as a plug-in."""
-    site, made = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("looking")
-    install(site, "looking", {"compile_and_serve.models": {"looking": __name__}})
-    config = {"architectures": [ARCHITECTURE], "vocab_size": VOCAB, "eos_token_id": 2, "initializer_range": 0.3}
-    (made / "config.json").write_text(json.dumps(config | {"num_attention_heads": H, "hidden_size": D}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(site))
+    with looking_folder(tmp_path_factory) as made:
         yield made
-
-
-def image(number: int, length: int) -> torch.Tensor:
-    """bfloat16 [B, F]"""
-    return torch.randn(length, F, generator=torch.Generator().manual_seed(number)).bfloat16()
-
-
-def looking(request_id: str, parts: Sequence[list[int] | tuple[int, int]], **params: Any) -> EngineRequest:
-    """A request for a prompt of texts (token ids) and images (number, length)."""
-    token_ids: list[int] = []
-    media: list[MediaItem] = []
-    for part in parts:
-        if isinstance(part, list):
-            token_ids += part
-            continue
-        start, length = len(token_ids), part[1]
-        arrays = {"patches": StepArray.of(image(*part), start=start)}
-        media.append(MediaItem(key=f"image {part}".encode(), position=start, length=length, arrays=arrays))
-        token_ids += [IMAGE] * length
-    one = request(request_id, token_ids, **{"max_tokens": 20} | params)
-    one.media = media
-    return one
-
-
-TEXT = [prompt_of(i, 9 + 5 * i) for i in range(4)]
-MIXED: dict[str, list[list[int] | tuple[int, int]]] = {
-    "text": [TEXT[0]],
-    "middle": [TEXT[1], (1, 12), TEXT[2]],
-    "first": [(2, 10), TEXT[3]],
-    "last": [TEXT[2], (3, 24)],
-    "same": [TEXT[3], (1, 12), TEXT[0]],
-    "three": [TEXT[0], (1, 12), [9, 10], (4, 1), (2, 10), [11]],
-}
-
-
-def mixed() -> list[EngineRequest]:
-    return [looking(name, parts) for name, parts in MIXED.items()]
-
-
-def rows_of_image(encoder: ModelSpec, number: int, length: int) -> torch.Tensor:
-    """[B, D]: the encoder's rows, from its plain module."""
-    made = make_step(encoder.inputs, (), [(0, length)], state={}, tokens_per_page={})
-    inputs = made.inputs | {"patches": image(number, length)}
-    with torch.no_grad(), running(made.metadata):
-        return encoder.module(**inputs)
-
-
-def expected_tokens(core: EngineCore, one: EngineRequest, parts: Sequence[list[int] | tuple[int, int]]) -> list[int]:
-    """Greedy tokens of the plain modules, which compute the whole sequence again for each. The rows come with the request."""
-    loaded = core.executor.worker.loaded  # type: ignore[attr-defined]
-    spec, encoder = loaded.model.spec, loaded.encoder.model.spec
-    rows_RD, read = [torch.zeros(1, D)], [0] * len(one.prompt_token_ids)
-    for item, part in zip(one.media, [part for part in parts if isinstance(part, tuple)], strict=True):
-        begin = sum(map(len, rows_RD))
-        rows_RD.append(rows_of_image(encoder, *part))
-        read[item.position : item.position + item.length] = range(begin, begin + item.length)
-    sequence = list(one.prompt_token_ids)
-    while len(sequence) < len(one.prompt_token_ids) + (one.sampling_params.max_tokens or 0):
-        count = len(sequence)
-        state = zero_state(spec.paged_state, 1, {KV_CACHES: count}, torch.float32)
-        made = make_step(
-            spec.inputs, spec.paged_state, [(0, count)], state=state, tokens_per_page={KV_CACHES: count}, token_ids=np.array(sequence)
-        )
-        inputs = made.inputs | {"encoder_row": torch.tensor(read + [0] * (count - len(read)))}
-        caches = spec.paged_state[0].argument(made.state)
-        with torch.no_grad(), running(made.metadata):
-            sequence.append(int(spec.module(**inputs, kv_caches=caches, images=[torch.cat(rows_RD)])[-1].argmax()))
-    return sequence[len(one.prompt_token_ids) :]
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[int]]:
-    core = EngineCore(tiny_config(folder))
-    tokens = {one.request_id: expected_tokens(core, one, MIXED[one.request_id]) for one in mixed()}
-    core.shutdown()
-    assert len({tuple(one[:8]) for one in tokens.values()}) == len(tokens)
-    return tokens
+    return expected_of_mixed(folder)
 
 
 @pytest.fixture
@@ -297,16 +59,13 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_both_compile_and_every_pass_is_verified(tensor_parallel_size: int) -> None:
+def test_both_compile_and_every_pass_is_verified() -> None:
     spec = build({}, torch.float32)
     assert spec.encoder is not None
     for one in (spec, spec.encoder):
-        config = CompileConfig(use_cache=False, verify_passes=True, tensor_parallel_size=tensor_parallel_size)
+        config = CompileConfig(use_cache=False, verify_passes=True, tensor_parallel_size=2)
         model = compile_model(one, config, device=torch.device("cpu"), dtype=torch.float32)
         assert isinstance(model, CompiledModel)
-        if tensor_parallel_size == 1:
-            fill(model)
         for row in model.report["passes"]:
             assert "failed" not in str(row.get("skipped", "")), row
         if one is spec:
@@ -318,13 +77,12 @@ def test_rows_of_an_item_lie_in_its_pages() -> None:
     assert row_numbers([2, 0], 18).tolist() == [*range(33, 49), 1, 2]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
 def test_tokens_are_those_of_rows_that_come_with_the_request(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]], encoded: list[int], drafts: int
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], encoded: list[int]
 ) -> None:
-    """Images cut by chunks, and steps that mix images, texts and decodes; from a fresh compilation and from artifacts."""
-    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1} if drafts else None
-    for artifact in ("made", "hit"):
+    """Images cut by chunks, and steps that mix images, texts and decodes; from a fresh compilation, and from artifacts with drafts."""
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    for artifact, speculative in (("made", None), ("hit", ngrams)):
         options: dict[str, Any] = {"enforce_eager": False, "cache_dir": tmp_path, "max_num_batched_tokens": 9, "max_encoder_tokens": 64}
         core = EngineCore(tiny_config(folder, **options, speculative_config=speculative))
         report = core.info.compile_report
@@ -425,59 +183,6 @@ def test_it_sleeps_and_wakes(folder: Path, expected: dict[str, list[int]], encod
     held = {storage.data_ptr() for storage in weights._storages}
     encoder = core.executor.worker.loaded.encoder.model  # type: ignore[attr-defined]
     assert {tensor.untyped_storage().data_ptr() for tensor in encoder.weight_memory()} <= held
-    core.shutdown()
-
-
-def test_rows_are_those_without_graphs(folder: Path, tmp_path: Path) -> None:
-    """The fourth step of a bucket captures its graphs; other lengths in the bucket replay them."""
-    core = EngineCore(tiny_config(folder, enforce_eager=False, cache_dir=tmp_path, max_encoder_tokens=64))
-    loaded = core.executor.worker.loaded  # type: ignore[attr-defined]
-    side, spec, info = loaded.encoder, loaded.spec, loaded.encoder_info
-    graphs = CudaGraphRunner(side.model, mode="piecewise", max_num_seqs=1, max_tokens=64, backends=(), device=FakeDevice())
-    replaying, plain = (MediaEncoder(side, steps, spec, info, torch.device("cpu")) for steps in (graphs, PlainRunner(side.model)))
-    for number, lengths in enumerate([(12,), (4, 9), (10,), (13,), (14,), (5, 4, 3), (11,)]):
-        arrays = [{"patches": StepArray.of(image(10 * number + i, one), start=0)} for i, one in enumerate(lengths)]
-        items = [EncodeItem(request_id="", position=0, length=lengths[i], page_ids=[i], arrays=one) for i, one in enumerate(arrays)]
-        for encoder in (replaying, plain):
-            encoder.encode(items)
-        torch.testing.assert_close(replaying.state, plain.state)
-        assert graphs.stats.replays["piecewise"] == max(0, number - 2)
-    core.shutdown()
-
-
-@pytest.mark.parametrize("mode", ["piecewise", "none"])
-def test_graphs_are_captured_in_idle_moments_and_after_sleep(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    module = "compile_and_serve.runtime.runner.cuda_graphs"
-    monkeypatch.setattr(f"{module}.CudaGraphs", lambda _: FakeDevice())
-    monkeypatch.setattr(f"{module}.platform_of", lambda _: SimpleNamespace(replays_graphs=True))
-    dummies, run_dummy = list[int](), MediaEncoder.run_dummy
-    monkeypatch.setattr(MediaEncoder, "run_dummy", lambda self, count: (dummies.append(count), run_dummy(self, count)))
-    options: dict[str, Any] = {"enforce_eager": False, "cache_dir": tmp_path, "max_num_batched_tokens": 9, "max_encoder_tokens": 64}
-    core = EngineCore(tiny_config(folder, cudagraph_mode=mode, **options))
-    worker = core.executor.worker  # type: ignore[attr-defined]
-    for level in (1, 2, 1):
-        graphs = worker._graphs
-        assert dummies == [MAX_IMAGE]  # the warm-up
-        assert (graphs is None) == (mode == "none")
-        if graphs is not None:
-            sizes = [1, 2, 4, *range(8, 65, 8)]
-            assert graphs.estimate_bytes(9, 0, 64) > graphs.estimate_bytes(9, 0) + 10 * len(sizes)
-            while worker.idle():
-                pass
-            assert dummies[1:] == sizes[::-1]
-            assert graphs.encoder._piecewise._captured.keys() == set(sizes)
-        assert tokens_of(run_requests(core, mixed())) == expected
-        core.sleep(level)
-        dummies.clear()
-        core.wake_up()
-    core.shutdown()
-
-
-def test_two_ranks(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    core = EngineCore(tiny_config(folder, cache_dir=tmp_path, tensor_parallel_size=2, max_num_batched_tokens=24))
-    assert tokens_of(run_requests(core, mixed())) == expected
     core.shutdown()
 
 

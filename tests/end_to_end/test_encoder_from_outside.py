@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
@@ -24,8 +23,7 @@ from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.pipeline import compile_model
-from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.step import HIDDEN_STATES, ROWS, SEQUENCES, StepOutput, current_metadata
+from compile_and_serve.custom_ops.step import HIDDEN_STATES, ROWS, StepOutput
 from compile_and_serve.models.families import FAMILIES, register_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 from compile_and_serve.runtime.engine.core import EngineCore
@@ -36,29 +34,10 @@ from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 from tests.support.engines import prompt_of, run_requests, tiny_config
 from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import fill
+from tests.support.within_sequences import WITHIN_SEQUENCES
 
 ARCHITECTURE = "EncodesForTestsModel"
 VOCAB, D, E, LAYERS, MAX_LEN = 320, 32, 16, 2, 64
-
-
-def _both_ways(q_THE: torch.Tensor, k_THE: torch.Tensor, v_THE: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(q kᵀ · scale) v within each sequence."""
-    out_THE = torch.zeros_like(q_THE)
-    lengths = current_metadata(SEQUENCES)
-    starts = lengths.query_start_loc.tolist()
-    for begin, end in pairwise(starts[: lengths.num_seqs + 1]):
-        q_HBE, k_HBE, v_HBE = (x_THE[begin:end].transpose(0, 1) for x_THE in (q_THE, k_THE, v_THE))
-        out_THE[begin:end] = F.scaled_dot_product_attention(q_HBE, k_HBE, v_HBE, scale=scale).transpose(0, 1)
-    return out_THE
-
-
-BOTH_WAYS = define(
-    "test_both_ways(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
-    kind=OpKind.SPLIT_POINT,
-    version=1,
-    fake=lambda q, k, v, scale: torch.empty_like(q),
-    CompositeExplicitAutograd=_both_ways,
-)
 
 
 class Layer(nn.Module):
@@ -69,7 +48,7 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         q_THE, k_THE, v_THE = (linear(x_TD).view(x_TD.shape[0], -1, E) for linear in (self.q, self.k, self.v))
-        return self.norm(x_TD + self.o(BOTH_WAYS(q_THE, k_THE, v_THE, E**-0.5).flatten(1)))
+        return self.norm(x_TD + self.o(WITHIN_SEQUENCES(q_THE, k_THE, v_THE, E**-0.5).flatten(1)))
 
 
 class Encoder(nn.Module):

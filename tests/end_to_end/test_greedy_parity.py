@@ -101,15 +101,11 @@ def test_through_transformers_own_implementation(
 
 
 @pytest.mark.slow
-def test_small_token_budget(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=32)
-    check(reference, prompts, generate(llm, prompts), expected)
-    llm.shutdown()
-
-
-@pytest.mark.slow
-def test_after_preemption(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=192, max_num_seqs=16, num_kv_blocks=24, enable_prefix_caching=False)
+def test_after_preemption_with_a_small_token_budget(
+    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    options: dict[str, Any] = {"max_model_len": 192, "max_num_seqs": 16, "max_num_batched_tokens": 32, "num_kv_blocks": 24}
+    llm = LLM(str(smollm2_dir), dtype="float32", enable_prefix_caching=False, **options)
     check(reference, prompts, generate(llm, prompts), expected)
     stats = llm.engine.core.stats()
     assert stats.num_preemptions > 0
@@ -117,6 +113,7 @@ def test_after_preemption(smollm2_dir: Path, reference: Reference, prompts: list
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_cached_prefix(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
     llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=ALL)
     check(reference, prompts, generate(llm, prompts), expected)

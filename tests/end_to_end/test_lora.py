@@ -116,7 +116,8 @@ def write_rounded(model: Path, folder: Path, quantization: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("quantization", ["int8-weight-only", pytest.param("fp8-weight-only", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "fp8-weight-only"])
 def test_bases_that_are_quantized_here(quantization: str, model: Path, adapters: list[Path], tmp_path: Path) -> None:
     """Adapters themselves are not rounded."""
     rounded = write_rounded(model, tmp_path / "rounded", quantization)

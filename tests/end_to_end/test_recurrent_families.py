@@ -70,10 +70,10 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
     core.shutdown()
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_preemptions(model: Path, *, enable_prefix_caching: bool) -> None:
+@pytest.mark.parametrize("model", QUICK, indirect=True, scope="module")
+def test_preemptions(model: Path) -> None:
     """Three sequences outgrow a pool that has room for one of them at its full length."""
-    options: dict[str, Any] = {"load_format": "auto", "block_size": 16, "enable_prefix_caching": enable_prefix_caching}
+    options: dict[str, Any] = {"load_format": "auto", "block_size": 16}
     pages = pages_of(model)
     slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=0)
     if not per_page:
@@ -109,19 +109,19 @@ def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.parametrize("architecture", [*QUICK[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[3:])])
-def test_compiled(architecture: str, tmp_path: Path) -> None:
-    model = write_recurrent(tmp_path / "model", architecture)
+@pytest.mark.parametrize("model", QUICK[:2], indirect=True, scope="module")
+def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """`test_two_ranks` compiles the others."""
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     with LLM(str(model), **options, cache_dir=tmp_path / "cache", max_num_batched_tokens=96) as llm:
         outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    assert outputs == greedy_tokens(model, PROMPTS, NUM_TOKENS)
+    assert outputs == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", QUICK)
+@pytest.mark.parametrize("architecture", QUICK[2:])
 def test_two_ranks(architecture: str, tmp_path: Path) -> None:
     """Ranks share the heads of attention and of recurrent layers, and a convolution's channels."""
     model = write_recurrent(tmp_path / "model", architecture)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.compiler.config import CompileConfig
@@ -34,13 +33,14 @@ from compile_and_serve.custom_ops.step import DECODER_INPUTS, INPUT_IDS, LOGITS,
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec, full_attention
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.messages import RequestOutput
+from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.runner import loaded_model
 from compile_and_serve.runtime.runner.stages import received_inputs, stages_of
 from compile_and_serve.runtime.sampling.decode_step import begin_step, end_step
 from compile_and_serve.runtime.structured.grammar import to_grammar
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
+from compile_and_serve.serve.cli.main import app
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.fake_graphs import FakeDevice, FakeGraph
 from tests.test_plugins import install
@@ -150,21 +150,29 @@ if REPLAYS_FOLDER in os.environ:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The model's folder. Processes find the model, because this module is installed as a plug-in."""
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -> Iterator[Path]:
+    """The model's folder, with a tokenizer. Processes find the model, because this module is installed as a plug-in."""
     site, made = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("two-stages")
     install(site, "two-stages", {"compile_and_serve.models": {"two-stages": __name__}})
     config = {"architectures": ["TwoStagesForTests"], "vocab_size": VOCAB, "eos_token_id": 2, "initializer_range": 0.3}
     config |= {"num_attention_heads": H, "hidden_size": D}
     (made / "config.json").write_text(json.dumps(config))
+    for file in tiny_llama_dir.glob("*token*"):
+        (made / file.name).symlink_to(file)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
         yield made
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("artifacts")
+def cache_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with both stages, compiled ahead of time."""
+    made = tmp_path_factory.mktemp("artifacts")
+    engine = ["-pp", "2", "--device", "cpu", "--dtype", "float32", "--block-size", "4", "--num-threads", "1"]
+    result = CliRunner().invoke(app, ["compile", str(folder), "--output", str(made), *engine])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("distinct, compiled in") == 2
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +185,10 @@ def expected(folder: Path, cache_dir: Path) -> dict[str, list[RequestOutput]]:
     return outputs
 
 
+def keys_of(store: Path) -> list[str]:
+    return sorted(entry.key for entry in ArtifactStore(store).entries())
+
+
 def start(folder: Path, **options: Any) -> EngineCore:
     """On two ranks, with few blocks, so that requests are preempted."""
     return EngineCore(tiny_config(folder, pipeline_parallel_size=2, max_model_len=120, num_kv_blocks=40, **options))
@@ -184,7 +196,10 @@ def start(folder: Path, **options: Any) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def core(folder: Path, cache_dir: Path) -> Iterator[EngineCore]:
+    stored = keys_of(cache_dir)
     core = start(folder, enforce_eager=False, cache_dir=cache_dir, max_num_batched_tokens=64)
+    assert core.info.compile_report["artifact"] == "hit"
+    assert keys_of(cache_dir) == stored
     yield core
     core.shutdown()
 
@@ -234,6 +249,7 @@ def test_both_stages_sleep_and_wake(core: EngineCore, expected: dict[str, list[R
     check_same(core, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"async_scheduling": True, "enforce_eager": False}], ids=["eager", "ahead"])
 def test_eager_and_with_a_step_ahead(
     options: dict[str, Any], folder: Path, cache_dir: Path, expected: dict[str, list[RequestOutput]]
@@ -243,52 +259,51 @@ def test_eager_and_with_a_step_ahead(
     core.shutdown()
 
 
-def test_graphs_of_both_stages_are_replayed(
+def test_a_step_ahead_replays_graphs_of_both_stages(
     folder: Path, cache_dir: Path, expected: dict[str, list[RequestOutput]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv(REPLAYS_FOLDER, str(tmp_path))
-    core = start(folder, cache_dir=cache_dir, enforce_eager=False, max_num_seqs=4)
-    requests = [request(f"r{i}", prompt_of(i, 5 + 3 * i), max_tokens=20) for i in range(3)]
-    outputs = tokens_of(run_requests(core, requests))
+    core = start(folder, cache_dir=cache_dir, async_scheduling=True, enforce_eager=False, max_num_seqs=4)
+    greedy = [one for one in mixed_requests() if one.sampling_params.temperature == 0]
+    outputs = tokens_of(run_requests(core, greedy))
+    assert outputs == {name: tokens for name, tokens in tokens_of(expected).items() if name in outputs}
     replays = core.stats().graph_replays
     core.shutdown()
-    whole = EngineCore(tiny_config(folder, cache_dir=cache_dir, enforce_eager=False))
-    assert outputs == tokens_of(run_requests(whole, requests))
-    whole.shutdown()
     assert len(list(tmp_path.iterdir())) == 2
     assert replays["full"] > 3
 
 
-def test_structured_output_and_quantized_linears(folder: Path, cache_dir: Path, tiny_llama_dir: Path, tmp_path: Path) -> None:
-    for file in (folder / "config.json", *tiny_llama_dir.glob("*token*")):
-        (tmp_path / file.name).symlink_to(file)
-    tokenizer = load_tokenizer(tmp_path)
+def structured(folder: Path) -> tuple[list[EngineRequest], Callable[[dict[str, list[int]]], None]]:
+    """Requests for texts of a form, and a function that checks their tokens."""
+    tokenizer = load_tokenizer(folder)
     form = StructuredOutputsParams(compiled=to_grammar(StructuredOutputsParams(regex="([0-9a-f]{2} ){6}"), {}))
     ends = {"stop_token_ids": tokenizer.eos_token_ids, "eos_token_ids": tokenizer.eos_token_ids}
     requests = [request(f"s{i}", prompt_of(i, 5 + i), max_tokens=60, structured_outputs=form, **ends) for i in range(3)]
+
+    def check(found: dict[str, list[int]]) -> None:
+        for one in found.values():
+            assert re.fullmatch("([0-9a-f]{2} ){6}", tokenizer.decode([token for token in one if token not in tokenizer.eos_token_ids]))
+
+    return requests, check
+
+
+def test_structured_output(core: EngineCore, folder: Path) -> None:
+    requests, check = structured(folder)
+    check(tokens_of(run_requests(core, requests)))
+
+
+@pytest.mark.slow
+def test_quantized_linears(folder: Path, cache_dir: Path) -> None:
+    requests, check = structured(folder)
     found = []
     for size in (1, 2):
         options = {"enforce_eager": False, "cache_dir": cache_dir, "quantization": "int8-weight-only", "pipeline_parallel_size": size}
-        core = EngineCore(tiny_config(tmp_path, **options))
+        core = EngineCore(tiny_config(folder, **options))
         found.append(tokens_of(run_requests(core, requests)))
         core.shutdown()
     assert found[0] == found[1]
-    for one in found[1].values():
-        assert re.fullmatch("([0-9a-f]{2} ){6}", tokenizer.decode([token for token in one if token not in tokenizer.eos_token_ids]))
-
-
-def test_both_stages_are_compiled_ahead_of_time(folder: Path, tmp_path: Path) -> None:
-    engine = ["-pp", "2", "--device", "cpu", "--dtype", "float32", "--block-size", "4", "--num-threads", "1"]
-    command = [sys.executable, "-m", "compile_and_serve.serve.cli", "compile", str(folder), "--output", str(tmp_path), *engine]
-    made = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    assert made.stderr.count("distinct, compiled in") == 2
-    stored = sorted(entry.key for entry in ArtifactStore(tmp_path).entries())
-    core = start(folder, enforce_eager=False, cache_dir=tmp_path)
-    assert core.info.compile_report["artifact"] == "hit"
-    core.shutdown()
-    assert sorted(entry.key for entry in ArtifactStore(tmp_path).entries()) == stored
+    check(found[1])
 
 
 @pytest.mark.multigpu
@@ -318,7 +333,6 @@ def test_stages_of_two_tensor_parallel_ranks(folder: Path, cache_dir: Path, expe
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"pipeline_parallel_size": 3}, "The model has 2 stages, but pipeline_parallel_size is 3: use 2."),
         ({"enable_lora": True, "enforce_eager": False}, "but enable_lora needs a model in one piece"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "but speculative_config needs a model in one piece"),
         ({"expert_metrics": True}, "but expert_metrics needs a model in one piece"),
@@ -337,6 +351,8 @@ def test_stages_that_do_not_fit_are_a_sentence() -> None:
     first, last = whole.stages
     with pytest.raises(ValueError, match="does not say how it is cut into stages, but pipeline_parallel_size is 2"):
         stages_of(replace(whole, stages=()), Mesh(pipe=2))
+    with pytest.raises(ValueError, match=r"The model has 2 stages, but pipeline_parallel_size is 3: use 2\."):
+        stages_of(whole, Mesh(pipe=3))
     optional = StepInput(name="marks", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.positions, optional=True)
     memories = StateGroup(name="memories", layers=(), kind=Recurrent())
     for change, what in (

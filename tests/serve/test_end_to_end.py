@@ -186,7 +186,7 @@ def test_killed_engine_ends_streams_and_the_server(own_server: ServerProcess) ->
     assert own_server.wait(30) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sigterm_lets_a_short_request_finish(own_server: ServerProcess, stream: bool) -> None:
     answers: list[httpx.Response] = []
     [engine] = own_server.engine_pids()

@@ -25,8 +25,7 @@ GPT_OSS = {"architecture": "GptOssForCausalLM", "num_hidden_layers": LAYERS, "nu
 _LARGE = EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 256}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize(("architecture", "size"), [("MixtralForCausalLM", 1), ("Qwen2MoeForCausalLM", 2), ("Qwen3MoeForCausalLM", 2)])
 def test_passes_are_verified(architecture: str, size: int) -> None:
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **EXPERTS[architecture])
     captured, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=size))
@@ -51,7 +50,7 @@ def test_features_that_ranks_cannot_share() -> None:
         rewrite(spec, CompileConfig(tensor_parallel_size=2), verify=False)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_experts_in_mxfp4_keep_their_codes(size: int) -> None:
     config = config_of(**GPT_OSS, intermediate_size=128, quantization_config={"quant_method": "mxfp4"})
     spec = build_model(config, dtype=torch.bfloat16)

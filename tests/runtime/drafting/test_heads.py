@@ -348,7 +348,7 @@ def test_the_experts_of_a_head_are_not_counted(folders: dict[str, Path], monkeyp
     core.shutdown()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
+@pytest.mark.parametrize("method", ["draft_model", "dflash"])
 def test_a_device_with_memory_of_its_own_drafts_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after it has slept and read the weights again."""
     check_every_draft(monkeypatch)

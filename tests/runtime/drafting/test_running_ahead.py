@@ -101,7 +101,10 @@ def both(
     return core, tokens_of(run_requests(core, given)), expected
 
 
-@pytest.mark.parametrize("method", [*METHODS, "draft_model"])
+QUICK = ("eagle3", "mtp", "draft_model")
+
+
+@pytest.mark.parametrize("method", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK)])
 def test_tokens_are_those_without_drafts(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given, folders = given_requests(), {**folders, "draft_model": folders["llama"]}
     launched = record_steps(monkeypatch)

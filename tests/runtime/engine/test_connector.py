@@ -64,6 +64,7 @@ def test_what_was_stored_is_loaded(core: EngineCore, expected: dict[str, list[in
     assert pool.num_free == pool.num_blocks
 
 
+@pytest.mark.parametrize("core", ["sync", "async", pytest.param("two ranks", marks=pytest.mark.slow)], indirect=True)
 def test_what_cannot_be_loaded_is_computed(core: EngineCore) -> None:
     store = store_of(core)
     assert num_cached(core, "first")[0] == 0
@@ -79,7 +80,7 @@ def test_what_cannot_be_loaded_is_computed(core: EngineCore) -> None:
     assert num_cached(core, "at last") == (56, tokens)
 
 
-@pytest.mark.parametrize("core", ["sync", "two ranks"], indirect=True)
+@pytest.mark.parametrize("core", ["sync", pytest.param("two ranks", marks=pytest.mark.slow)], indirect=True)
 def test_what_was_stored_outlives_sleep(core: EngineCore) -> None:
     _, tokens = num_cached(core, "before")
     core.sleep(1)

@@ -93,8 +93,7 @@ def started(*arguments: str) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["kill a rank", "SIGTERM"])
-def test_32_streams_over_two_ranks_and_their_end(tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path, end: str) -> None:
+def test_32_streams_over_two_ranks_and_their_end(tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path) -> None:
     options = [*OPTIONS, *THREADS, "-tp", "2", "--cache-dir", str(shared_cache_dir), "--shutdown-timeout", "0.2"]
     with started(str(tiny_llama_dir), *options) as server:
         [engine] = server.engine_pids()
@@ -105,26 +104,20 @@ def test_32_streams_over_two_ranks_and_their_end(tiny_llama_dir: Path, temporary
         streams = Streams(server, 32, max_tokens=450)
         wait_until(lambda: all(streams.texts), 60)
         began = time.monotonic()
-        if end == "SIGTERM":
-            server.process.send_signal(signal.SIGTERM)
-        else:
-            os.kill(ranks[1], signal.SIGKILL)
+        os.kill(ranks[1], signal.SIGKILL)
         streams.wait()
         code = server.wait()
         assert time.monotonic() - began < 10
-        if end == "SIGTERM":
-            assert streams.ends == ["[DONE]"] * 32
-            assert code == 0
-        else:
-            reason = "Rank 1 of 2 was ended by signal 9."
-            cut_off = [event for event in streams.ends if event != "[DONE]"]  # some may have ended before
-            assert cut_off
-            assert {(event["message"], event["code"]) for event in cut_off} == {(reason, 503)}
-            assert code == 1
-            assert f"The engine is dead: {reason}" in server.output
+        reason = "Rank 1 of 2 was ended by signal 9."
+        cut_off = [event for event in streams.ends if event != "[DONE]"]  # some may have ended before
+        assert cut_off
+        assert {(event["message"], event["code"]) for event in cut_off} == {(reason, 503)}
+        assert code == 1
+        assert f"The engine is dead: {reason}" in server.output
         wait_until(lambda: not any(map(is_running, processes)), 10)
 
 
+@pytest.mark.slow
 def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llama_dir: Path, temporary: Path) -> None:
     with started(str(tiny_llama_dir), *OPTIONS, *THREADS, "--enforce-eager", "-dp", "2") as server:
         engines = server.engine_pids()
