@@ -27,6 +27,9 @@ PYTEST  := -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 serve: $(VENV)/.installed
 	$(BIN)/compile-and-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
+# Bytecode is kept, whatever the environment says: assertions of all tests take half a minute to rewrite, in each worker and each run.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.installed-dev
 	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
