@@ -1,0 +1,189 @@
+"""What the tiers of the KV cache gain: a prefix that comes back from the host or from disk, beside computing it; conversations in turns.
+
+    python -m benchmarks.kv_tiers MODEL [--work host,disk,conversations,unused] [--prefix 16000] [--kv-cache-memory 20GiB] [--host 40]
+                                  [--folder DIR] [--load-format dummy] [--out FILE]
+
+host: the time to the first token of a prompt of `--prefix` tokens that is new, and again after others have pushed it out of the device's
+    cache into the host's memory.
+disk: the same in a second engine, which finds what the first has left in `--folder`, with the files' pages dropped from memory.
+conversations: `--conversations` of 6 turns, 1 050 new tokens in and 200 out each, all at once, turn by turn; with the host tier and
+    without.
+unused: decode steps of 64 sequences with the host tier, which nothing is stored in, and without, in turns.
+
+Prints one JSON line for each. Prompts are random token ids; every request is greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import environment
+
+WORKS = ("host", "disk", "conversations", "unused")
+TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 1050, 200
+DECODES, DECODE_TOKENS = 64, 128
+
+
+class Engine:
+    """An LLM and its prompts. tiers: options of the tiers."""
+
+    def __init__(self, args: argparse.Namespace, **tiers: Any) -> None:
+        from compile_and_serve import LLM, SamplingParams
+
+        self._params = SamplingParams
+        self._rng = random.Random(os.getpid())  # other prompts in each process
+        cache = {} if args.kv_cache_memory is None else {"kv_cache_memory_bytes": args.kv_cache_memory}
+        options = {"skip_tokenizer_init": True, "max_model_len": args.max_model_len, "load_format": args.load_format, "device": args.device}
+        self.llm = LLM(args.model, **options, **cache, **tiers)
+        self.device = self.llm.info.device
+        vocab = self.llm.info.vocab_size
+        self._vocab = vocab
+        for _ in range(3):  # graphs and kernels of prompts
+            self.run([self.prompt(min(args.prefix, 4096))], 4)
+        while self.llm.core.idle():
+            pass
+
+    def prompt(self, length: int, seed: int | None = None) -> list[int]:
+        rng = self._rng if seed is None else random.Random(seed)
+        return [rng.randrange(self._vocab) for _ in range(length)]
+
+    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Any]]:
+        """Seconds and results."""
+        begin = time.perf_counter()
+        params = self._params(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        results = self.llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+        return time.perf_counter() - begin, results
+
+    def tiers(self) -> dict[str, float]:
+        return {name: round(value, 4) for name, value in self.llm.core.stats().kv_tiers.items()}
+
+
+def measure_host(args: argparse.Namespace) -> dict[str, Any]:
+    engine = Engine(args, kv_offloading_size=args.host)
+    tokens = engine.llm.info.num_kv_blocks * engine.llm.info.block_size
+    prompt = engine.prompt(args.prefix)
+    computed, _ = engine.run([prompt], 1)
+    others = []
+    for _ in range(3):
+        others += [engine.run([engine.prompt(args.prefix)], 1)[0] for _ in range(-(-2 * tokens // args.prefix))]
+        loaded, [result] = engine.run([prompt], 1)
+    row = {"computed_s": round(min([computed, *others]), 4), "loaded_s": round(loaded, 4), "cached_tokens": result.num_cached_tokens}
+    row |= {"ratio": round(loaded / min([computed, *others]), 3), "cache_tokens": tokens, "tiers": engine.tiers(), "device": engine.device}
+    engine.llm.shutdown()
+    return row
+
+
+def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
+    """Two processes: this function runs in each, and the first leaves its prompt's blocks in the folder."""
+    if args.part is None:
+        rows = []
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            for part in ("first", "second"):
+                command = [sys.executable, "-m", "benchmarks.kv_tiers", *sys.argv[1:], "--work", "disk", "--part", part, "--folder", folder]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise SystemExit(done.stderr[-3000:])
+                rows.append(json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1]))
+                size = drop_from_memory(Path(folder))
+        first, second = rows
+        loaded = second["seconds"][0]
+        computed = min(first["seconds"] + second["seconds"][1:])
+        row = {"computed_s": computed, "loaded_s": loaded, "ratio": round(loaded / computed, 3), "file_bytes": size}
+        return row | {"cached_tokens": second["cached_tokens"], "tiers": second["tiers"], "device": second["device"]}
+    engine = Engine(args, kv_offload_dir=args.folder, kv_offloading_size=args.host)
+    seconds, cached = [], 0
+    for number in range(3):
+        taken, [result] = engine.run([engine.prompt(args.prefix, seed=1 if number == 0 else None)], 1)
+        seconds.append(round(taken, 4))
+        cached = cached or result.num_cached_tokens
+    row = {"seconds": seconds, "cached_tokens": cached, "tiers": engine.tiers(), "device": engine.device}
+    engine.llm.shutdown()
+    return row
+
+
+def drop_from_memory(folder: Path) -> int:
+    """Let the system forget the files' pages; → their bytes."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            total += path.stat().st_size
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return total
+
+
+def measure_conversations(args: argparse.Namespace) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name, tiers in (("without", {}), ("with", {"kv_offloading_size": args.host})):
+        engine = Engine(args, **tiers)
+        texts = [engine.prompt(TURN_TOKENS, seed=number) for number in range(args.conversations)]
+        total = 0
+        begin = time.perf_counter()
+        for turn in range(TURNS):
+            _, results = engine.run(texts, ANSWER_TOKENS)
+            total += sum(len(text) + ANSWER_TOKENS for text in texts)
+            rest = [engine.prompt(TURN_TOKENS, seed=1000 * turn + number) for number in range(args.conversations)]
+            texts = [text + list(one.outputs[0].token_ids) + new for text, one, new in zip(texts, results, rest, strict=True)]
+        row[f"{name}_s"] = round(time.perf_counter() - begin, 2)
+        row[f"{name}_tok_s"] = round(total / row[f"{name}_s"], 1)
+        row |= {"tiers": engine.tiers(), "device": engine.device}
+        engine.llm.shutdown()
+    return row | {"ratio": round(row["with_tok_s"] / row["without_tok_s"], 3)}
+
+
+def measure_unused(args: argparse.Namespace) -> dict[str, Any]:
+    steps: dict[str, float] = {}
+    device = ""
+    for name, tiers in (("without", {}), ("with", {"kv_offloading_size": args.host})):
+        engine = Engine(args, **tiers)
+        prompts = [engine.prompt(128) for _ in range(DECODES)]
+        for _ in range(2):
+            engine.run(prompts, DECODE_TOKENS)
+        one = min(engine.run(prompts, 1)[0] for _ in range(3))
+        many = min(engine.run(prompts, 1 + DECODE_TOKENS)[0] for _ in range(3))
+        steps[name], device = (many - one) / DECODE_TOKENS, engine.device
+        engine.llm.shutdown()
+    row: dict[str, Any] = {f"{name}_step_ms": round(1e3 * seconds, 4) for name, seconds in steps.items()}
+    return row | {"ratio": round(steps["without"] / steps["with"], 4), "device": device}
+
+
+MEASURED = {"host": measure_host, "disk": measure_disk, "conversations": measure_conversations, "unused": measure_unused}
+
+
+def main() -> None:
+    from compile_and_serve.option_fields import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--work", type=lambda text: text.split(","), default=list(WORKS))
+    parser.add_argument("--prefix", type=int, default=16000, help="tokens of the prompt")
+    parser.add_argument("--conversations", type=int, default=64)
+    parser.add_argument("--host", type=float, default=40.0, help="GiB of the host tier")
+    parser.add_argument("--kv-cache-memory", type=parse_size, help="of the device")
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--folder", type=Path, help="where the disk's files lie for the time of a run; by default the system's")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="also append the rows to this file")
+    args = parser.parse_args()
+    for work in args.work:
+        row = {"work": work, "model": Path(args.model).name, "prefix": args.prefix, **MEASURED[work](args), **environment()}
+        line = json.dumps(row)
+        print(line, flush=True)
+        if args.out is not None and args.part is None:
+            with args.out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
