@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.custom_ops.tuning import store as tuning
+from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
 from compile_and_serve.serve.cli.cache_command import cache_app
 
 
@@ -81,3 +84,23 @@ def test_prune_keeps_current_measurements(store: ArtifactStore, measurements: Pa
     assert [file.kind for file in tuning.stored_files(measurements)] == ["quantized_linear"]
     assert "removed 2 measurements" in run("prune", "--all", store=store)[1]
     assert list(measurements.iterdir()) == []
+
+
+def test_blocks_of_kv_caches_are_listed_and_removed(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, bytes([7]) * 32, 0, 1 << 30)
+    for number in range(3):
+        folder.write(bytes([number]) * 32, [memoryview(bytes(4096))])
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    os.utime(kept[0], (0, 0))
+    kept[1].rename(f"{kept[1]}.1.2.part")
+    os.utime(f"{kept[1]}.1.2.part", (0, 0))
+
+    def cache(*arguments: str) -> str:
+        result = CliRunner().invoke(cache_app, [*arguments, "--kv-offload-dir", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert re.search(r"070707070707 .* 3 .* 0 ", cache("ls"))
+    assert "removed 1 files" in cache("prune")
+    assert "removed 1 files" in cache("prune", "--older-than", "1")
+    assert "removed 1 files" in cache("prune", "--all")

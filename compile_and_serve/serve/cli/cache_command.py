@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from compile_and_serve.runtime.connector.tiers.disk_folder import files_in, remove_unused
+
 if TYPE_CHECKING:
     from compile_and_serve.compiler.artifacts.store import ArtifactStore
 
@@ -21,12 +23,16 @@ cache_app = typer.Typer(
 )
 
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the artifacts and measurements; the user's cache by default.")]
+KvOffloadDir = Annotated[Path | None, typer.Option(help="Folder of a server's --kv-offload-dir, to be looked at instead.")]
 SECONDS_PER_DAY = 86400.0
 
 
 @cache_app.command("ls")
-def list_artifacts(cache_dir: CacheDir = None) -> None:
+def list_artifacts(cache_dir: CacheDir = None, kv_offload_dir: KvOffloadDir = None) -> None:
     """List the artifacts (content, toolchain, size, days since the last use) and the measurements of kernels."""
+    if kv_offload_dir is not None:
+        Console().print(_kept_blocks(kv_offload_dir))
+        return
     from compile_and_serve.compiler.artifacts.store import ArtifactError
 
     store = _store(cache_dir)
@@ -56,6 +62,18 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
         )
     Console().print(table)
     Console().print(_measurements(cache_dir))
+
+
+def _kept_blocks(root: Path) -> Table:
+    """What a folder keeps of KV caches: a row for each model with its options."""
+    table = Table(title=str(root), title_justify="left")
+    for column in ("model", "files", "MiB", "days unused"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        found = [path.stat() for path in map(Path, files_in(folder)) if path.exists()]
+        days = (time.time() - max((one.st_mtime for one in found), default=time.time())) / SECONDS_PER_DAY
+        table.add_row(folder.name[:12], str(len(found)), f"{sum(one.st_size for one in found) / 2**20:.0f}", f"{days:.1f}")
+    return table
 
 
 def _measurements(cache_dir: Path | None) -> Table:
@@ -97,8 +115,17 @@ def prune_artifacts(
     cache_dir: CacheDir = None,
     older_than: Annotated[float | None, typer.Option(help="Also remove artifacts that were not used for this many days.")] = None,
     all_artifacts: Annotated[bool, typer.Option("--all", help="Remove all artifacts and measurements.")] = False,
+    kv_offload_dir: KvOffloadDir = None,
 ) -> None:
-    """Remove artifacts that can no longer be used (damaged, unfinished, of another torch version) and stale measurements."""
+    """Remove artifacts that can no longer be used (damaged, unfinished, of another torch version) and stale measurements.
+
+    Of a --kv-offload-dir: what processes that died left, and with --older-than or --all what was not used for so long, or everything.
+    """
+    if kv_offload_dir is not None:
+        limit = 0.0 if all_artifacts else float("inf") if older_than is None else older_than * SECONDS_PER_DAY
+        count, num_bytes = remove_unused(kv_offload_dir, limit)
+        typer.echo(f"removed {count} files, {num_bytes / 2**20:.1f} MiB, from {kv_offload_dir}")
+        return
     import torch
 
     from compile_and_serve.compiler.artifacts.store import ArtifactError

@@ -189,6 +189,19 @@ def files_in(root: Path) -> Iterator[str]:
         yield from (f"{folder}/{name}" for name in names)
 
 
+def remove_unused(root: Path, seconds: float) -> tuple[int, int]:
+    """Remove files that were not used for so long, and what processes that died left. → files, bytes"""
+    count = num_bytes = 0
+    now = time.time()
+    for path in files_in(root):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if now - status.st_mtime > (min(seconds, _STALE_SECONDS) if path.endswith(_TEMPORARY) else seconds):
+                os.unlink(path)
+                count, num_bytes = count + 1, num_bytes + status.st_size
+    return count, num_bytes
+
+
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
     for part in parts:
         while part:
