@@ -12,6 +12,7 @@ import numpy as np
 
 StepDatum = int | float | str | bool  # a value in a request's step data
 ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
+SECOND_TEXT = "second_text"  # in step data: the first token of the second text, of a prompt that is a pair of texts
 
 ROPE_LENGTH_DATUM = "rope_length"  # in step data: the length that all tokens of a sequence are computed as of; 0: their own
 

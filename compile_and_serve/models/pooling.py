@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +19,22 @@ from compile_and_serve.models.architecture import architecture_of, with_architec
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.families import known_families
 from compile_and_serve.models.families.gemma import GemmaForCausalLM
+from compile_and_serve.models.pooling_spec import classifier_pooling
 from compile_and_serve.models.registry import ModelImpl, build_model
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 
 _GENERATES, _CLASSIFIES, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
+_CLASSIFIES_TOKENS, _MASKED = "ForTokenClassification", "ForMaskedLM"
 _OLDER_GENERATES = "LMHead"  # of GPT2LMHeadModel or XLMWithLMHeadModel, which end like a decoder without a head
 
 
 def is_pooling_architecture(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json names a class that cannot generate: a sequence classifier, or a decoder without an output head."""
+    """Whether a config.json names a class that cannot generate: a classifier, a masked LM, or a model without an output head."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return False
     name = str(names[0])
-    return name.endswith((_CLASSIFIES, _BARE)) and _OLDER_GENERATES not in name
+    return name.endswith((_CLASSIFIES, _CLASSIFIES_TOKENS, _MASKED, _BARE)) and _OLDER_GENERATES not in name
 
 
 def build_pooling_model(
@@ -69,7 +71,7 @@ def build_pooling_model(
     hidden_size = old_head.in_features
     names: dict[str, str | None] = {"lm_head.weight": None}
     if is_classifier:
-        pooling = _classifier(config)
+        pooling = classifier_pooling(config)
         head: nn.Module = nn.Linear(hidden_size, pooling.width, bias=False, dtype=dtype, device="meta")
         head.requires_grad_(False)
         names["score.weight"] = "lm_head.weight"
@@ -91,18 +93,3 @@ def build_pooling_model(
         outputs=(StepOutput(name=name, dims=(ROWS, pooling.width)),),
         pooling=pooling,
     )
-
-
-def _classifier(config: Mapping[str, Any]) -> PoolingSpec:
-    """The classes of a config.json, as transformers reads them: two without an `id2label`."""
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, Mapping) else int(config.get("num_labels", 2))
-    if count < 1:
-        raise ModelConfigError("The classifier's config names no class: expected id2label to have at least one.")
-    names = tuple(str(labels.get(str(i), i)) for i in range(count)) if isinstance(labels, Mapping) else ()
-    activation: Literal["none", "sigmoid", "softmax"] = "softmax"
-    if config.get("problem_type") == "regression":
-        activation = "none"
-    elif config.get("problem_type") == "multi_label_classification" or count == 1:
-        activation = "sigmoid"
-    return PoolingSpec(kind="classify", width=count, activation=activation, labels=names)

@@ -42,13 +42,16 @@ class PoolingSpec:
     """What a model computes of whole prompts, in place of next tokens. Its first output is pooled.
 
     kind: "embed" pools hidden states, "classify" the logits of classes. width: features of a row of that output.
-    activation: turns pooled class logits into scores. labels: names of the classes.
+    activation: turns pooled class logits into scores. labels: names of the classes. pooling: which rows become the result, unless the
+    checkpoint's files or the options say otherwise; "all": of a classifier of tokens. is_normalized: embeddings get length 1.
     """
 
     kind: Literal["embed", "classify"]
     width: int
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     labels: tuple[str, ...] = ()
+    pooling: Literal["last", "mean", "cls", "max", "all"] = "last"
+    is_normalized: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from compile_and_serve.option_fields import at_least, json_object, option, parse
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 RunnerKind = Literal["auto", "generate", "pooling"]
-PoolingType = Literal["last", "mean", "cls"]
+PoolingType = Literal["last", "mean", "cls", "max"]
 KVCacheDtype = Literal["auto", "model", "fp8", "int8"]
 StateDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MIN_DRAFTED_ROWS = 512  # that steps with drafts have room for, however few sequences may run
@@ -112,8 +112,8 @@ class ModelConfig:
     )
     pooling_type: PoolingType | None = _model_option(
         None,
-        "Which hidden states make an embedding: the last token's, the mean, or the first token's. By default what the "
-        "checkpoint's sentence-transformers files say, else last.",
+        "Which hidden states make an embedding: the last token's, the mean, the first token's, or the largest of each feature. By default "
+        "what the checkpoint's sentence-transformers files say, else what the model does: decoders the last, encoders the mean.",
     )
     max_logprobs: int = _model_option(
         20,

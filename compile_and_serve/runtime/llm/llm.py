@@ -311,7 +311,7 @@ class LLM(PoolingMethods):
     def _pool(self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
         jobs = [self._new_job(prompt.token_ids, prompt.sampling, prompt.pooling) for prompt in prompts]
         count = len(jobs)
-        self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=show_progress)
+        self._run(jobs, [0] * count, [prompt.step_data for prompt in prompts], [lora_request] * count, show_progress=show_progress)
         return [(job.request_id, self._rows(job.completions[0].pooled, p.pooling)) for job, p in zip(jobs, prompts, strict=True)]
 
     def _run(

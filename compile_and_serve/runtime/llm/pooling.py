@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from compile_and_serve.runtime.pooling.results import check_task, cosine, prepare, rows_of, with_rows
+from compile_and_serve.runtime.pooling.results import TOKEN_TASKS, check_task, cosine, prepare, rows_of, with_rows
 from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
     import torch
 
     from compile_and_serve.runtime.lora.request import LoRARequest
+    from compile_and_serve.runtime.messages import StepData
     from compile_and_serve.runtime.sampling_params import SamplingParams
     from compile_and_serve.runtime.text.input_processor import InputProcessor
 
@@ -27,6 +28,7 @@ class PooledPrompt:
     prompt: str | None
     token_ids: list[int]
     sampling: SamplingParams
+    step_data: StepData
     pooling: PoolingParams
 
 
@@ -37,7 +39,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """data: float32 [D], or [T, D] of the task "token_embed"."""
+    """data: float32 [D], or [T, D] of the tasks of tokens."""
 
     data: torch.Tensor
 
@@ -100,7 +102,7 @@ class PoolingMethods(ABC):
         found = self._run_pooling(prompts, pooling_task, pooling_params, lora_request, use_tqdm)
         outputs = []
         for request_id, ids, rows in found:
-            data = torch.from_numpy(rows.copy() if pooling_task == "token_embed" else rows[0].copy())
+            data = torch.from_numpy(rows.copy() if pooling_task in TOKEN_TASKS else rows[0].copy())
             outputs.append(PoolingRequestOutput(request_id, ids, PoolingOutput(data)))
         return outputs
 
@@ -147,7 +149,8 @@ class PoolingMethods(ABC):
     def _prompt(self, prompt: Any, params: PoolingParams, pair: str | None = None) -> PooledPrompt:
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         given = prompt if isinstance(prompt, str) else prompt["prompt_token_ids"]
-        return PooledPrompt(text, *prepare(self._inputs, given, params, pair=pair), params)
+        ready = prepare(self._inputs, given, params, pair=pair)
+        return PooledPrompt(text, ready.token_ids, ready.sampling, ready.step_data, params)
 
     def _run_pooling(
         self, prompts: Any, task: PoolingTask, params: PoolingParams | None, lora_request: Any, show_progress: bool

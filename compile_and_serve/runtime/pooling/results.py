@@ -6,14 +6,18 @@ Shape legend: N rows of a result (1, except for token_embed), D features or clas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from compile_and_serve.runtime.messages import EngineInfo
+from compile_and_serve.runtime.messages import EngineInfo, StepData
+from compile_and_serve.runtime.pooling.texts import encode_texts
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+
+TOKEN_TASKS: tuple[PoolingTask, ...] = ("token_embed", "token_classify")  # their results have a row for each token
 
 
 class UnsupportedTaskError(ValueError):
@@ -35,10 +39,19 @@ def check_generates(info: EngineInfo) -> None:
         raise UnsupportedTaskError(f"This model generates no text: it does {', '.join(info.pooling.tasks)} (see --runner).")
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt for the engine. step_data: as in `EngineRequest`."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    step_data: StepData
+
+
 def prepare(
     inputs: InputProcessor, prompt: str | Sequence[int], params: PoolingParams, *, add_special_tokens: bool = True, pair: str | None = None
-) -> tuple[list[int], SamplingParams]:
-    """Token ids and engine parameters of a prompt. pair: a second text, of a classifier of pairs.
+) -> PreparedPrompt:
+    """A prompt for the engine. pair: a second text, of a classifier of pairs.
 
     Raises `SamplingParamsError` or `PromptTooLongError`.
     """
@@ -54,7 +67,31 @@ def prepare(
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         truncation_side=params.truncation_side,
     )
-    return inputs.prepare(prompt, sampling, add_special_tokens=add_special_tokens, pair=pair)
+    step_data: StepData = {}
+    if isinstance(prompt, str) and pair is None:
+        prompt = _prefix(params, pooling) + prompt
+    if isinstance(prompt, str) and pooling.keeps_specials:
+        prompt, step_data = encode_texts(
+            inputs,
+            prompt,
+            pair,
+            add_special_tokens=add_special_tokens,
+            truncate=params.truncate_prompt_tokens,
+            truncation_side=params.truncation_side,
+        )
+        pair = None
+    return PreparedPrompt(*inputs.prepare(prompt, sampling, add_special_tokens=add_special_tokens, pair=pair), step_data)
+
+
+def _prefix(params: PoolingParams, pooling: PoolingInfo) -> str:
+    """What the checkpoint puts before a text. Raises `SamplingParamsError` for a name that it does not have."""
+    name = pooling.default_prompt if params.prompt_name is None else params.prompt_name
+    if name is None:
+        return ""
+    if name not in pooling.prompts:
+        known = ", ".join(pooling.prompts) or "none"
+        raise SamplingParamsError("prompt_name", f"prompt_name is {name!r:.100}, but the model's prompts are: {known}.")
+    return pooling.prompts[name]
 
 
 def rows_of(pooled: Pooled, params: PoolingParams, info: PoolingInfo) -> np.ndarray:
@@ -65,6 +102,8 @@ def rows_of(pooled: Pooled, params: PoolingParams, info: PoolingInfo) -> np.ndar
     if not params.use_activation:
         return rows_ND
     if info.kind == "embed":
+        if not info.is_normalized:
+            return rows_ND
         norms_N1 = np.linalg.norm(rows_ND.astype(np.float64), axis=1, keepdims=True)
         return (rows_ND / np.maximum(norms_N1, 1e-12)).astype(np.float32)
     return activate(rows_ND, info)
@@ -87,5 +126,5 @@ def cosine(first_D: np.ndarray, second_D: np.ndarray) -> float:
 
 
 def with_rows(params: PoolingParams, task: PoolingTask) -> PoolingParams:
-    """The parameters of a task: token_embed takes all rows."""
-    return msgspec.structs.replace(params, pooling="all") if task == "token_embed" else params
+    """The parameters of a task: those of tokens take all rows."""
+    return msgspec.structs.replace(params, pooling="all") if task in TOKEN_TASKS else params

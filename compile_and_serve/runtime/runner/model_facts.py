@@ -13,7 +13,8 @@ from compile_and_serve.custom_ops.recurrent.cpu_kernels import cpu_unsupported_r
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.media.info import MediaInfo
-from compile_and_serve.runtime.pooling.files import pooling_type_of
+from compile_and_serve.runtime.pooling.files import max_text_tokens, pooling_type_of, prompts_of
+from compile_and_serve.runtime.pooling.projections import output_width
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """The longest sequence in tokens. Raises `ValueError` if the positions end before the length that was asked for."""
     wanted = config.model.max_model_len
     if wanted is None:
-        return spec.max_model_len
+        trained = None if spec.pooling is None else max_text_tokens(config.model)
+        return spec.max_model_len if trained is None else min(trained, spec.max_model_len)
     if wanted > spec.max_model_len:
         raise ValueError(
             f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len, or extend them with "
@@ -37,12 +39,17 @@ def pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
     pooling = spec.pooling
     if pooling is None:
         return None
+    prompts, default = prompts_of(config.model)
     return PoolingInfo(
         kind=pooling.kind,
-        width=pooling.width,
+        width=output_width(config.model, pooling.width),
         activation=pooling.activation,
         labels=list(pooling.labels),
-        pooling=pooling_type_of(config.model),
+        pooling=pooling_type_of(config.model, pooling.pooling),
+        is_normalized=pooling.is_normalized,
+        prompts=prompts,
+        default_prompt=default,
+        keeps_specials=spec.whole_prompts,
     )
 
 

@@ -4,7 +4,7 @@ Shape legend: R batch slots, S sequences with rows in the step, L their rows, F 
 
 A prompt may be computed in chunks. Each step adds its rows to the sum of the request's slot on the device, in float32; the last step
 divides. A single row is a sum of one, so that all kinds of pooling are one computation. Rows of one sequence are summed in order and apart
-from the others, so the result does not depend on the batch.
+from the others, so the result does not depend on the batch. In the place of the sum, "max" keeps the largest of each feature.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.platform import Event
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.pooling.projections import projections_of
 from compile_and_serve.runtime.pooling_params import Pooled, RowPooling
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout, HeldRequest
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
@@ -117,13 +119,14 @@ class PoolingRunner(BaseRunner):
     batch_type = PoolingBatch
     batch: PoolingBatch
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, config: EngineConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
         assert self.spec.pooling is not None
         self._output = self.spec.outputs[0].name
         num_slots = self.batch.num_slots
         self._sums_RD = torch.zeros(num_slots, self.spec.pooling.width, dtype=torch.float32, device=self.device)
         self._has_sum_R = np.zeros(num_slots, dtype=bool)
+        self._projections = [one.to(self.device) for one in projections_of(config.model)]
         self._chunks: dict[str, list[torch.Tensor]] = {}  # of the requests that want all rows
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -152,9 +155,14 @@ class PoolingRunner(BaseRunner):
         if finished:
             slots_F = upload(np.array([one.slot for one in finished], dtype=np.int64))
             counts = [one.num_prompt_tokens if one.pooling == "mean" else 1 for one in finished]
-            pooled_FD = download(self._sums_RD[slots_F] / upload(np.array(counts, dtype=np.float32))[:, None])
+            pooled_FD = download(self._project(self._sums_RD[slots_F] / upload(np.array(counts, dtype=np.float32))[:, None]))
             results += [_Result(one.request_id, (pooled_FD[i : i + 1],)) for i, one in enumerate(finished)]
         return results
+
+    def _project(self, pooled_FD: torch.Tensor) -> torch.Tensor:
+        for projection in self._projections:
+            pooled_FD = projection(pooled_FD)
+        return pooled_FD
 
     def _add(self, rows_LD: torch.Tensor, summed: Sequence[PooledRows], results: list[_Result]) -> None:
         """Add a step's rows to the sums of their slots. Requests that want all rows get them in `results` at their end."""
@@ -166,13 +174,21 @@ class PoolingRunner(BaseRunner):
         for one in summed:
             if one.pooling == "all":
                 chunks = self._chunks.setdefault(one.request_id, [])
-                chunks.append(self.platform.download(rows_LD[first : first + one.count]))
+                chunks.append(self.platform.download(self._project(rows_LD[first : first + one.count])))
                 if one.is_last:
                     results.append(_Result(one.request_id, tuple(chunks)))
             first += one.count
+        lengths, slots = upload(lengths_S), upload(slots_S)
         # unsafe: the lengths are not checked, which would wait for the device.
-        sums_SD = torch.segment_reduce(rows_LD, "sum", lengths=upload(lengths_S), axis=0, unsafe=True)
-        slots = upload(slots_S)
+        sums_SD = torch.segment_reduce(rows_LD, "sum", lengths=lengths, axis=0, unsafe=True)
         has_sum_S1 = upload(self._has_sum_R[slots_S])[:, None]
-        self._sums_RD[slots] = torch.where(has_sum_S1, self._sums_RD[slots] + sums_SD, sums_SD)
+        before_SD = self._sums_RD[slots]
+        joined_SD = before_SD + sums_SD
+        is_max_S = np.array([one.pooling == "max" for one in summed])
+        if is_max_S.any():
+            largest_SD = torch.segment_reduce(rows_LD, "max", lengths=lengths, axis=0, unsafe=True)
+            is_max_S1 = upload(is_max_S)[:, None]
+            sums_SD = torch.where(is_max_S1, largest_SD, sums_SD)
+            joined_SD = torch.where(is_max_S1, torch.maximum(before_SD, largest_SD), joined_SD)
+        self._sums_RD[slots] = torch.where(has_sum_S1, joined_SD, sums_SD)
         self._has_sum_R[slots_S] = True

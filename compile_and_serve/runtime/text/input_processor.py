@@ -69,9 +69,8 @@ class InputProcessor:
         tokenizer = self.require_tokenizer("a text prompt")
         whole = text if isinstance(text, ChatText) else ChatText(text)
         length = len(whole.text)
-        at_least = (length + len(pair or "")) // tokenizer.max_token_chars
-        if truncate is None and at_least > self.limit:
-            raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
+        if truncate is None:
+            self.check_length(length + len(pair or ""), max_tokens)
         if pair is not None:
             return tokenizer.encode_pair(whole.text, pair, add_special_tokens=add_special_tokens)
         # Tokenizing takes about 100 bytes per character, so only as much of a long text is tokenized as can be needed.
@@ -86,6 +85,12 @@ class InputProcessor:
                 raise PromptTooLongError(self._too_long(f"at least {len(ids) - _CUT_TOKENS}", max_tokens))
             size *= 2
         return tokenizer.encode(whole, add_special_tokens=add_special_tokens)
+
+    def check_length(self, num_characters: int, max_tokens: int | None = 0) -> None:
+        """Raise `PromptTooLongError` if no text of so many characters can fit. max_tokens: the requested completion."""
+        at_least = num_characters // self.require_tokenizer("a text prompt").max_token_chars
+        if at_least > self.limit:
+            raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
 
     def prepare(
         self, prompt: str | ChatText | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True, pair: str | None = None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineFullError
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepOutputs, UtilityOptions
+from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData, StepOutputs, UtilityOptions
 from compile_and_serve.runtime.pooling.results import check_generates
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -145,8 +145,9 @@ class AsyncEngine:
         lora: LoRARequest | None = None,
         pooling: PoolingParams | None = None,
         media: Sequence[list[MediaItem]] | None = None,
+        step_data: Sequence[StepData] | None = None,
     ) -> Generation:
-        """Send prepared prompts, each with its `SamplingParams`, as one request.
+        """Send prepared prompts, each with its `SamplingParams`, as one request. step_data: of each prompt.
 
         Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, `ShuttingDownError`, and a
         400 for more sequences than the server ever accepts at once.
@@ -180,6 +181,7 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                     lora=lora,
                     pooling=pooling,
+                    step_data=None if step_data is None else step_data[number],
                 )
                 if media is not None:
                     added.media = media[number]

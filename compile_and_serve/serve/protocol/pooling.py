@@ -24,6 +24,11 @@ class PoolingFields(RequestModel):
     request_id: str | None = Field(default=None, max_length=MAX_ID)
     priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_ID)
+    prompt_name: str | None = Field(
+        default=None,
+        max_length=MAX_ID,
+        description="Which of the checkpoint's prompts is put before each text; by default the checkpoint's own.",
+    )
     user: str | None = Field(default=None, description="Accepted without effect.")
     use_activation: bool | None = Field(default=None, description="Normalize embeddings, turn class logits into scores; true by default.")
 
@@ -31,6 +36,7 @@ class PoolingFields(RequestModel):
         """The engine's parameters."""
         return PoolingParams(
             use_activation=self.use_activation is not False,
+            prompt_name=self.prompt_name,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side or "left",
         )
@@ -70,6 +76,7 @@ class EmbeddingRequest(InputFields):
         return PoolingParams(
             use_activation=shared.use_activation and self.normalize is not False,
             dimensions=self.dimensions,
+            prompt_name=self.prompt_name,
             truncate_prompt_tokens=shared.truncate_prompt_tokens,
             truncation_side=shared.truncation_side,
         )
@@ -78,8 +85,8 @@ class EmbeddingRequest(InputFields):
 class PoolingRequest(EmbeddingRequest):
     """`/pooling`: any task of the model."""
 
-    task: Literal["embed", "token_embed", "classify"] | None = Field(
-        default=None, description="By default embed or classify, as the model does."
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
+        default=None, description="By default what the model does: embed, classify or token_classify."
     )
 
 
@@ -87,6 +94,19 @@ class ClassifyRequest(InputFields):
     """`/classify`."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+
+class SparseRequest(InputFields):
+    """`/embed_sparse`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": "the sea"}]})
+
+    inputs_: Any = Field(default=None, alias="inputs", description="Another name of input.", json_schema_extra=PROMPT_SCHEMA)
+
+    def inputs(self) -> list[str | list[int]]:
+        if self.input is None and self.inputs_ is not None:
+            self.input = self.inputs_
+        return super().inputs()
 
 
 class ScoreRequest(PoolingFields):

@@ -14,9 +14,17 @@ from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.llm.pooling import pairs_of
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.pooling.results import check_task, cosine, prepare, rows_of, with_rows
+from compile_and_serve.runtime.pooling.results import (
+    TOKEN_TASKS,
+    PreparedPrompt,
+    UnsupportedTaskError,
+    check_task,
+    cosine,
+    prepare,
+    rows_of,
+    with_rows,
+)
 from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
-from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, user_errors
 from compile_and_serve.serve.http.json_body import JsonRoute
@@ -34,6 +42,7 @@ from compile_and_serve.serve.protocol.pooling import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    SparseRequest,
 )
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
@@ -48,15 +57,33 @@ Write = Callable[[int, np.ndarray], Any]  # (index of the prompt, float32 [N, D]
 @router.post("/v1/embeddings", summary="Embeddings", responses=RESPONSES)
 async def create_embedding(body: EmbeddingRequest, request: Request, context: Context) -> Response:
     """A vector for each input, of length 1 unless `normalize` is false."""
-    return await _answer_inputs(body, request, context, "embed", "embd", _embedding_writer(body, "embedding", "embedding"))
+    return await _answer_inputs(body, request, context, "embed", "embd", _embedding_writer(body, "embed", "embedding", "embedding"))
+
+
+@router.post("/embed_sparse", summary="Sparse embeddings", responses=RESPONSES)
+async def embed_sparse(body: SparseRequest, request: Request, context: Context) -> Response:
+    """The weights of tokens of the vocabulary for each input, as Text Embeddings Inference answers; of masked LMs (SPLADE)."""
+    info = check_task("embed", context.inputs.info)
+    if info.is_normalized:
+        raise UnsupportedTaskError("This model has no sparse embeddings: it is no masked LM.")
+
+    def write(index: int, rows_ND: np.ndarray) -> msgspec.Raw:
+        row_D = rows_ND[0]
+        used = np.flatnonzero(row_D)
+        return _raw([{"index": i, "value": value} for i, value in zip(used.tolist(), row_D[used].tolist(), strict=True)])
+
+    def complete(found: list[Any], head: Mapping[str, Any], num_tokens: int) -> Response:
+        return json_response(found)
+
+    return await _run(body, request, context, lambda: [(one, None) for one in body.inputs()], body.params(), "sparse", write, complete)
 
 
 @router.post("/pooling", summary="Pooled hidden states", responses=RESPONSES)
 async def create_pooling(body: PoolingRequest, request: Request, context: Context) -> Response:
-    """Whatever the model pools of each input; `task` token_embed gives a vector for each token."""
+    """Whatever the model pools of each input; `task` token_embed and token_classify give a vector for each token."""
     info = context.inputs.info.pooling
-    task = body.task or ("classify" if info is not None and info.kind == "classify" else "embed")
-    return await _answer_inputs(body, request, context, task, "pool", _embedding_writer(body, "pooling", "data"))
+    task = body.task or ("embed" if info is None else info.tasks[0])
+    return await _answer_inputs(body, request, context, task, "pool", _embedding_writer(body, task, "pooling", "data"))
 
 
 @router.post("/classify", summary="Classes", responses=RESPONSES)
@@ -163,21 +190,22 @@ async def _run(
 
     Each result is written as it arrives: writing all at the end would hold up the event loop.
     """
-    ids, sampling, head, lora = await context.bodies.run(request, lambda: _prepare(body, request, context, prompts(), params, prefix))
+    prepared, head, lora = await context.bodies.run(request, lambda: _prepare(body, request, context, prompts(), params, prefix))
     info = context.inputs.info.pooling
     assert info is not None
 
     async def work() -> Response:
         generation = await context.engine.submit(
             head["id"],
-            ids,
-            sampling,
+            [one.token_ids for one in prepared],
+            [one.sampling for one in prepared],
             priority=body.priority or 0,
             cache_salt=cache_salt(body.cache_salt, request, context.settings.api_keys),
             lora=lora,
             pooling=params,
+            step_data=[one.step_data for one in prepared],
         )
-        found: list[Any] = [None] * len(ids)
+        found: list[Any] = [None] * len(prepared)
         try:
             async for deltas in generation:
                 for delta in deltas:
@@ -187,7 +215,7 @@ async def _run(
                         raise ShuttingDownError
                     if delta.pooled is not None:
                         found[delta.index] = write(delta.index, rows_of(delta.pooled, params, info))
-            return complete(found, head, sum(map(len, ids)))
+            return complete(found, head, sum(len(one.token_ids) for one in prepared))
         finally:
             generation.close()
 
@@ -196,16 +224,16 @@ async def _run(
 
 def _prepare(
     body: PoolingFields, request: Request, context: ServerContext, prompts: Prompts, params: PoolingParams, prefix: str
-) -> tuple[list[list[int]], list[SamplingParams], dict[str, Any], LoRARequest | None]:
+) -> tuple[list[PreparedPrompt], dict[str, Any], LoRARequest | None]:
     model, lora = context.adapters.check_model(body.model)
     check_fields(body, priority=body.priority, priorities=context.settings.priorities)
-    ids, sampling, num_tokens = [], [], 0
+    prepared: list[PreparedPrompt] = []
+    num_tokens = 0
     for prompt, pair in prompts:
         with user_errors({"prompt": "input"} if isinstance(body, InputFields) else None):
-            one, one_sampling = prepare(context.inputs, prompt, params, add_special_tokens=body.add_special_tokens is not False, pair=pair)
-        ids.append(one)
-        sampling.append(one_sampling)
-        num_tokens += len(one)
+            one = prepare(context.inputs, prompt, params, add_special_tokens=body.add_special_tokens is not False, pair=pair)
+        prepared.append(one)
+        num_tokens += len(one.token_ids)
         if num_tokens > MAX_PROMPT_TOKENS:
             raise ApiError(413, f"The inputs have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request.")
     info = context.inputs.info.pooling
@@ -213,12 +241,12 @@ def _prepare(
         limit = MAX_TOKEN_NUMBERS // info.width
         raise ApiError(413, f"The task token_embed takes {limit} tokens per request, got {num_tokens}: send fewer.", "input")
     head = {"id": public_id(prefix, body.request_id, request), "created": int(time.time()), "model": model}
-    return ids, sampling, head, lora
+    return prepared, head, lora
 
 
-def _embedding_writer(body: EmbeddingRequest, kind: str, field: str) -> Write:
+def _embedding_writer(body: EmbeddingRequest, task: PoolingTask, kind: str, field: str) -> Write:
     def write(index: int, rows_ND: np.ndarray) -> msgspec.Raw:
-        values = rows_ND if isinstance(body, PoolingRequest) and body.task == "token_embed" else rows_ND[0]
+        values = rows_ND if isinstance(body, PoolingRequest) and task in TOKEN_TASKS else rows_ND[0]
         encoded: Any = values.tolist()
         if body.encoding_format == "base64":
             little_endian = values if sys.byteorder == "little" else values.byteswap()
