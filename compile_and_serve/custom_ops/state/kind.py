@@ -95,6 +95,17 @@ class ExampleTokens:
     seq_lens: np.ndarray
 
 
+def one_behind_the_other(tensors: Mapping[str, StateTensor], tokens_per_page: int = 0) -> GroupLayout:
+    """The layout of pages that hold one tensor behind the other."""
+    placed: dict[str, PlacedTensor] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        assert tensor.dtype is not None
+        placed[name] = PlacedTensor(shape=tensor.shape, dtype=tensor.dtype, offset=offset)
+        offset += placed[name].num_bytes
+    return GroupLayout(tensors=placed, page_bytes=offset, tokens_per_page=tokens_per_page)
+
+
 class StateKind(Protocol):
     """How the layers of a group keep state from step to step.
 

@@ -17,9 +17,9 @@ from compile_and_serve.custom_ops.state.kind import (
     ExampleTokens,
     GroupLayout,
     LayerState,
-    PlacedTensor,
     StateKind,
     StateTensor,
+    one_behind_the_other,
 )
 from compile_and_serve.custom_ops.state.metadata import StepLengths
 
@@ -63,13 +63,7 @@ class Rows:
 
     def layout(self, tensors: Mapping[str, StateTensor], tokens_per_page: int, page_bytes: int | None = None) -> GroupLayout:
         """A "page" is one row of each tensor."""
-        placed: dict[str, PlacedTensor] = {}
-        offset = 0
-        for name, tensor in tensors.items():
-            assert tensor.dtype is not None
-            placed[name] = PlacedTensor(shape=tensor.shape, dtype=tensor.dtype, offset=offset)
-            offset += placed[name].num_bytes
-        return GroupLayout(tensors=placed, page_bytes=offset)
+        return one_behind_the_other(tensors)
 
     def pages_of_request(self, layout: GroupLayout, max_model_len: int, max_step_tokens: int) -> int:
         """None of the pool."""

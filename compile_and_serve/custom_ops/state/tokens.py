@@ -19,9 +19,9 @@ from compile_and_serve.custom_ops.state.kind import (
     ExampleTokens,
     GroupLayout,
     LayerState,
-    PlacedTensor,
     StateKind,
     StateTensor,
+    one_behind_the_other,
 )
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata, StepLengths
 
@@ -123,14 +123,7 @@ class AllTokens:
         return self.window is None or self == other
 
     def layout(self, tensors: Mapping[str, StateTensor], tokens_per_page: int, page_bytes: int | None = None) -> GroupLayout:
-        """One tensor behind the other."""
-        placed: dict[str, PlacedTensor] = {}
-        offset = 0
-        for name, tensor in tensors.items():
-            assert tensor.dtype is not None
-            placed[name] = PlacedTensor(shape=tensor.shape, dtype=tensor.dtype, offset=offset)
-            offset += placed[name].num_bytes
-        return GroupLayout(tensors=placed, page_bytes=offset, tokens_per_page=tokens_per_page)
+        return one_behind_the_other(tensors, tokens_per_page)
 
     def pages_of_request(self, layout: GroupLayout, max_model_len: int, max_step_tokens: int) -> int:
         size = layout.tokens_per_page

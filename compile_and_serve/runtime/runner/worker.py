@@ -126,6 +126,8 @@ class Worker:
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
         connector = self._connector
+        if scheduled.emptied_blocks:
+            self.runner.page_memory().poison(scheduled.emptied_blocks)
         if connector is not None and scheduled.transfers is not None:
             connector.start(scheduled.transfers)
         step = self._launch(scheduled) if scheduled.num_scheduled_tokens else StepWithoutTokens(scheduled.step)

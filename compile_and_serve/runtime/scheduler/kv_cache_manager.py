@@ -29,6 +29,9 @@ from compile_and_serve.runtime.scheduler.kv_groups import FullBlocks, GroupBlock
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 
+SNAPSHOT_DISTANCE = 4096  # tokens: of a prompt's snapshots from each other, at least; each ends a step's part of the prompt
+MAX_SEEN_KEYS = 1 << 16  # of prompts, where no group keeps tokens: a million tokens
+
 
 class KVCacheManager:
     """Gives requests their blocks and keeps the prefix cache.
@@ -81,6 +84,7 @@ class KVCacheManager:
         self._pages = [group for group in self._by_kind if not isinstance(group, SlotBlocks)]
         # More than one step of a request can need: with as many free blocks, nobody counts.
         self._ample = sum(group.pages_per_slot or max_step_tokens // group.block_size + 2 for group in groups)
+        self._seen: dict[bytes, None] = {}  # keys of prompts, where no group keeps tokens, the oldest first
         self._last_step = COMPUTED  # the last step of which blocks were cached
         self._num_wanted = self._ample  # by what takes blocks now, at most
 
@@ -134,8 +138,38 @@ class KVCacheManager:
             if self._last_step == step:
                 prefix.num_ready_tokens = min(group.num_ready(found, prefix, step) for group in self._groups)
         if self._slots:
-            prefix.cuts = sorted({cut for cut in (in_pages, longest) if cut > prefix.num_tokens})
+            if not self._pages:
+                in_pages = self._parting_place(request, longest)
+            distant = self._distant_places(prefix.num_tokens, longest)
+            prefix.cuts = sorted({cut for cut in (in_pages, longest, *distant) if cut > prefix.num_tokens})
         return prefix
+
+    def _distant_places(self, begin: int, end: int) -> list[int]:
+        """Where the prefill of tokens `begin` … `end` - 1 leaves snapshots for requests that part from it: at growing distances from its
+        end. What such a request computes again is then no longer than what it does not share.
+        """
+        places, distance = [], SNAPSHOT_DISTANCE
+        while end - distance >= begin + SNAPSHOT_DISTANCE:
+            places.append((end - distance) // self.alignment * self.alignment)
+            distance *= 2
+        return places
+
+    def _parting_place(self, request: Request, num_tokens: int) -> int:
+        """Up to where an earlier request had the same tokens, where no group keeps tokens and so knows it."""
+        keys = self._keys_of_places(request, num_tokens)
+        return next((number for number in range(len(keys), 0, -1) if keys[number - 1] in self._seen), 0) * self.alignment
+
+    def _remember(self, request: Request) -> None:
+        """Let later requests find where they part from this one."""
+        for key in self._keys_of_places(request, len(request.token_ids)):
+            self._seen[key] = None
+        while len(self._seen) > MAX_SEEN_KEYS:
+            del self._seen[next(iter(self._seen))]
+
+    def _keys_of_places(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        """Of the first `num_tokens` tokens, as far as the chain reaches: the keys at which a snapshot may lie."""
+        step = self.alignment // self.chains.tokens_per_key
+        return request.keys[step - 1 : num_tokens // self.chains.tokens_per_key : step]
 
     def _fit(
         self, groups: Sequence[GroupBlocks], request: Request, num_tokens: int, prefix: Prefix, unready_step: int | None
@@ -211,6 +245,8 @@ class KVCacheManager:
         request.cuts = prefix.cuts.copy()
         request.num_held_tokens = min([group.num_held(request) for group in self._groups], default=sys.maxsize)
         if self.enable_prefix_caching:
+            if not self._pages:
+                self._remember(request)
             request.next_cache_len = min(group.cache(request, prefix.num_tokens, COMPUTED) for group in self._groups)
         else:
             request.next_cache_len = sys.maxsize
@@ -278,10 +314,12 @@ class KVCacheManager:
             request.num_held_tokens = min([group.num_held(request) for group in self._groups], default=sys.maxsize)
             self._promise(request, request.prefill_end)
 
-    def end_step(self) -> None:
-        """A step is complete: no more blocks are handed out for it."""
+    def end_step(self, *, has_tokens: bool = True) -> list[int]:
+        """A step is complete: no more blocks are handed out for it. → `BlockPool.take_emptied`, of a step with tokens"""
+        emptied = self.pool.take_emptied() if has_tokens else []  # before what the step still reads is given back
         for slots in self._slots:
             slots.end_step()
+        return emptied
 
     def uncache(self, request: Request, start: int, end: int, step: int) -> set[bytes]:
         """Remove from the prefix cache what `step` or a later step computes of the request's tokens `start` … `end` - 1.

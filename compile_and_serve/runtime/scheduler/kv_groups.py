@@ -292,7 +292,8 @@ class SlotBlocks(GroupBlocks):
     that takes a snapshot up does the same. In such a step its list has the pages that are read before those that are written;
     `end_step` gives back the first. They must not be handed out in that step, which would write what it reads.
 
-    When a request ends or is preempted, its last state becomes a snapshot, if it can be rolled back to a place where one may lie.
+    When a request ends or is preempted, its last state becomes a snapshot, if it can be rolled back to a place where one may lie. Without a
+    snapshot, the tokens since the one before it would be computed again: that is its worth.
 
     snapshots: whether there are any. alignment: tokens between places where they may lie. max_draft_tokens: of one request in one step.
     """
@@ -355,7 +356,7 @@ class SlotBlocks(GroupBlocks):
         block_ids = [block.block_id for block in prefix.blocks[self.index]]
         if block_ids:
             self._moved.append(request)
-        request.num_cached_blocks.append(0)
+        request.num_cached_blocks.append(prefix.num_tokens)  # where its last snapshot lies
         request.num_freed_blocks.append(0)
         request.block_ids.append(block_ids + self._pool.allocate(self._num_pages))
 
@@ -415,7 +416,11 @@ class SlotBlocks(GroupBlocks):
 
     def _publish(self, request: Request, num_tokens: int, step: int) -> None:
         """Make the request's state a snapshot of its first `num_tokens` tokens, unless there is one."""
-        self._pool.cache_together(request.block_ids[self.index][-self._num_pages :], self._key_at(request, num_tokens), step)
+        index, block_ids = self.index, request.block_ids[self.index][-self._num_pages :]
+        num_saved = num_tokens - request.num_cached_blocks[index]
+        worth = max(num_saved, 1) / (self._num_pages * self.block_size)
+        self._pool.cache_together(block_ids, self._key_at(request, num_tokens), step, worth)
+        request.num_cached_blocks[index] = num_tokens
 
     def _is_snapshot(self, request: Request) -> bool:
         """Whether the pages that hold the request's state must stay as they are."""

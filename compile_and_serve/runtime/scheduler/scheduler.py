@@ -293,7 +293,7 @@ class Scheduler:
             admission.free_slots.was_full = False
         elif budget > 0 and not step.is_ahead:
             budget = admission.admit(self._running, budget, step, scheduled, new_requests)
-        self.manager.end_step()
+        emptied = self.manager.end_step(has_tokens=bool(scheduled))
         if not scheduled:
             return self._transfer_step(step)
 
@@ -314,6 +314,7 @@ class Scheduler:
             is_ahead=step.is_ahead,
             transfers=None if self._transfers is None else self._transfers.take(),
             encodes=[] if self.encoder is None else self.encoder.end_step(),
+            emptied_blocks=emptied,
         )
 
     def _transfer_step(self, step: StepInFlight) -> SchedulerOutput | None:

@@ -141,6 +141,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         if the requests that had some were preempted for the others' blocks.
     transfers: to begin before the step. A step without tokens has only transfers, and asks what has become of earlier ones.
     encodes: media whose rows requests read from this step on, those that it computes among them.
+    emptied_blocks: to be filled with poison before the step, in tests (`POISON_VARIABLE`).
     """
 
     step: int
@@ -156,6 +157,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     is_ahead: bool = False
     transfers: StepTransfers | None = None
     encodes: list[EncodeItem] = []
+    emptied_blocks: list[int] = []
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from compile_and_serve.runtime.scheduler.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
+from compile_and_serve.runtime.scheduler.block_pool import POISON_VARIABLE, BlockPool, FreeBlockQueue, KVCacheBlock
 
 
 def test_queue_keeps_order_under_random_operations() -> None:
@@ -175,3 +175,43 @@ def test_content_that_is_pinned_can_be_forgotten() -> None:
     pool.free([block])
     assert pool.uncache_all()
     assert (pool.cached, pool.num_free) == ({}, 1)
+
+
+def test_blocks_that_lose_their_content_are_named_for_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BlockPool(1).take_emptied() == []
+    monkeypatch.setenv(POISON_VARIABLE, "1")
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"key")
+    assert pool.take_emptied() == [first, second]
+    pool.free([second, first])
+    assert pool.take_emptied() == [second]  # the other can still be found
+    assert first in pool.allocate(3)
+    assert sorted(pool.take_emptied()) == [0, 1, 2]
+    assert pool.take_emptied() == []
+
+
+def test_content_goes_by_worth_and_recency() -> None:
+    """What is worth 4 times as much stays while the rest is replaced 4 times; what is worth little goes before all of its time."""
+    pool = BlockPool(8)
+    dear, followers, cheap, *common = ([block] for block in pool.allocate(8))
+    pool.cache_together([*dear, *followers], b"dear", 0, worth=4.5)
+    pool.cache_together(cheap, b"cheap", 0, worth=0.25)
+    for [block] in common:
+        pool.cache(block, f"{block}".encode(), 0)
+        pool.free([block])
+    pool.free([*dear, *followers, *cheap])
+    gone: list[bytes] = []
+    pool.on_evict = lambda block: gone.append(block.key or b"") or False  # type: ignore[func-returns-value]
+    assert pool.free_queue.block_ids() == [2, 3, 4, 5, 6, 7, 0, 1]
+    number = 0
+    while b"dear" in pool.cached:
+        [block] = pool.allocate(1)
+        if b"dear" in pool.cached:
+            pool.cache(block, b"new %d" % number, 0)
+        pool.free([block])
+        number += 1
+    assert gone[0] == b"cheap"
+    assert gone[1:6] == [b"3", b"4", b"5", b"6", b"7"]
+    assert 3 * 6 < number < 5 * 6
+    assert pool.free_queue.block_ids()[:2] == [0, 1]  # of what followed it nothing can be used

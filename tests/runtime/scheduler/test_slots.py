@@ -82,11 +82,38 @@ def test_without_roll_back_a_prompt_that_goes_on_from_an_answer_makes_a_snapshot
     assert run(driver, "c", conversation + [2] * 10) == 16
 
 
+@pytest.mark.parametrize("groups", [[FULL, SLOT], [SLOT]])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_shared_beginning_gets_a_snapshot_when_it_is_seen_twice(depth: int) -> None:
-    driver = make_driver(FULL, SLOT, depth=depth)
+def test_a_shared_beginning_gets_a_snapshot_when_it_is_seen_twice(depth: int, groups: list[StateGroupInfo]) -> None:
+    driver = make_driver(*groups, depth=depth)
     hits = [run(driver, f"r{i}", SYSTEM + [20 + i] * 9) for i in range(3)]
     assert hits == [0, 0, 40]
+
+
+def test_a_long_prompt_leaves_snapshots_at_growing_distances_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.scheduler.kv_cache_manager.SNAPSHOT_DISTANCE", 16)
+    driver = make_driver(FULL, SLOT)
+    prompt = [i % 17 for i in range(203)]
+    assert run(driver, "a", prompt) == 0
+    assert chunks(driver, "a")[:5] == [72, 64, 32, 16, 16]  # up to 72, 136, 168, 184 and 200
+    assert run(driver, "b", prompt[:180] + [20] * 9) == 168  # computes no more again than what it does not share
+    assert run(driver, "c", prompt[:100] + [20] * 9) == 72
+    assert run(driver, "d", prompt[:31]) == 0  # too short for more than one at its end
+    assert chunks(driver, "d")[0] == 28
+
+
+def test_a_snapshot_that_saves_much_outlives_one_that_saves_little() -> None:
+    """Both are left at the same time; then the cache is replaced by other requests."""
+    driver = make_driver(FULL, SLOT, num_blocks=60)
+    long, short = [i % 17 for i in range(101)], [20 + i % 3 for i in range(5)]
+    for name, prompt in (("long", long), ("short", short)):
+        run(driver, name, prompt, max_tokens=1)
+    cached = driver.scheduler.manager.pool.cached
+    slots = {block.key: block for block in cached.values() if block.followers}
+    assert sorted(block.worth for block in slots.values()) == [4 / 8, 100 / 8]
+    for i in range(8):
+        run(driver, f"{i}", [30 + i] * 23, max_tokens=1)
+    assert {block.worth for key, block in slots.items() if key in cached} == {100 / 8}
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
