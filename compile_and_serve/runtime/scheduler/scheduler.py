@@ -296,7 +296,6 @@ class Scheduler:
         emptied = self.manager.end_step(has_tokens=bool(scheduled))
         if not scheduled:
             return self._transfer_step(step)
-
         self._next_step += 1
         self._in_flight.append(step)
         forget_ids, self._forget_ids = self._forget_ids, []
