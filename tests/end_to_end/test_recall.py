@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.messages import EngineRequest, Sibling
 from compile_and_serve.runtime.scheduler.block_pool import POISON_VARIABLE
 from tests.support.engines import request, run_requests, tiny_config, tokens_of
 from tests.support.recall import END, FOLDER, Conversation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 SEEDS = (1, 3, 4, 5, 7, 9)  # of conversations that the model answers without a mistake
 
 
@@ -39,7 +41,7 @@ def ask(name: str, prompt: Sequence[int]) -> EngineRequest:
     return request(name, prompt, max_tokens=100, eos_token_ids=[END])
 
 
-@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
+@pytest.mark.parametrize("speculative_config", [None, NGRAM, SUFFIX], ids=["plain", "ngram", "suffix"])
 def test_conversations_beside_each_other(speculative_config: dict[str, Any] | None) -> None:
     """Prompts in chunks, prefixes that are found, and drafts: what one turn leaves is what the next begins with."""
     core = core_of(speculative_config=speculative_config)
@@ -68,6 +70,22 @@ def test_preempted_conversations() -> None:
     outputs = run_requests(core, [ask(name, prompt) for name, (prompt, _) in talks.items()])
     assert tokens_of(outputs) == {name: answer for name, (_, answer) in talks.items()}
     assert core.stats().num_preemptions
+    core.shutdown()
+
+
+def test_siblings_and_sleep() -> None:
+    """Sequences of one prompt go on from one state; after a sleep there is none."""
+    core = core_of()
+    prompt, answer = next(turns(SEEDS[0], 1))
+    siblings = [Sibling(f"s{i}") for i in range(3)]
+    outputs = run_requests(core, [msgspec.structs.replace(ask("r", prompt), siblings=siblings)])
+    assert list(tokens_of(outputs).values()) == [answer] * 4
+    for level in (1, 2):
+        core.sleep(level)
+        core.wake_up()
+        outputs = run_requests(core, [ask(f"after {level}", prompt)])
+        assert list(tokens_of(outputs).values()) == [answer]
+        assert max(one.num_cached_tokens for one in outputs[f"after {level}"]) == 0
     core.shutdown()
 
 
