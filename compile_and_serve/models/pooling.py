@@ -58,16 +58,15 @@ def build_pooling_model(
         family = architecture.removesuffix(_CLASSIFIES) + _GENERATES
     elif architecture.endswith(_BARE):
         family = architecture.removesuffix(_BARE) + _GENERATES
+    if model_impl == "transformers" or family not in known_families():
+        raise _refused(architecture)
     named = {**config, "architectures": [family]}
     spec = build_model(named, dtype=dtype, model_impl=model_impl, requantize=requantize, code_folder=code_folder)
     if spec.pooling is not None:
         return spec
     old_head = getattr(spec.module, "lm_head", None)
-    if model_impl == "transformers" or family not in known_families() or not isinstance(old_head, nn.Linear):
-        raise ModelConfigError(
-            f"{architecture} cannot compute embeddings or classes: only models with a native implementation can "
-            f"({', '.join(sorted(known_families()))}, and the same families' {_CLASSIFIES} and {_BARE})."
-        )
+    if not isinstance(old_head, nn.Linear):
+        raise _refused(architecture)
     hidden_size = old_head.in_features
     names: dict[str, str | None] = {"lm_head.weight": None}
     if is_classifier:
@@ -92,4 +91,11 @@ def build_pooling_model(
         tp_plan={module: style for module, style in spec.tp_plan.items() if module != "lm_head"},
         outputs=(StepOutput(name=name, dims=(ROWS, pooling.width)),),
         pooling=pooling,
+    )
+
+
+def _refused(architecture: str) -> ModelConfigError:
+    return ModelConfigError(
+        f"{architecture} cannot compute embeddings or classes: only models with a native implementation can "
+        f"({', '.join(sorted(known_families()))}, and the same families' {_CLASSIFIES} and {_BARE})."
     )

@@ -53,6 +53,29 @@ async def test_base64_dimensions_and_token_ids(start_server: StartServer) -> Non
     np.testing.assert_allclose(answer["data"][0]["embedding"], fake_rows(ids, WIDTH)[-1], atol=1e-6)
 
 
+async def test_sparse_embeddings_have_the_form_of_text_embeddings_inference(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": PoolingInfo(kind="embed", width=WIDTH, is_normalized=False)})
+    [answer] = await post(server, "/embed_sparse", inputs="Hello")
+    row = fake_rows(server.tokenizer.encode("Hello"), WIDTH)[-1]
+    assert [one["index"] for one in answer] == np.flatnonzero(row).tolist()
+    np.testing.assert_allclose([one["value"] for one in answer], row[np.flatnonzero(row)], atol=1e-6)
+    dense = await start_server(engine={"pooling": EMBEDS})
+    assert (await dense.http.post("/embed_sparse", json={"inputs": "Hello"})).status_code == 501
+
+
+async def test_prompts_by_name_and_classes_of_tokens(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": PoolingInfo(kind="embed", width=WIDTH, prompts={"query": "Hello "})})
+    answer = await post(server, "/v1/embeddings", input="there", prompt_name="query")
+    np.testing.assert_allclose(answer["data"][0]["embedding"], embedding(server, "Hello there"), atol=1e-6)
+    wrong = await server.http.post("/v1/embeddings", json={"input": "there", "prompt_name": "passage"})
+    assert wrong.status_code == 400
+    assert "the model's prompts are: query" in wrong.json()["error"]["message"]
+    tokens = await start_server(engine={"pooling": PoolingInfo(kind="classify", width=3, activation="softmax", pooling="all")})
+    [one] = (await post(tokens, "/pooling", input="Hello", task="token_classify"))["data"]
+    assert np.array(one["data"]).shape == (len(tokens.tokenizer.encode("Hello")), 3)
+    np.testing.assert_allclose(np.sum(one["data"], axis=1), 1, atol=1e-5)
+
+
 async def test_token_embed(start_server: StartServer) -> None:
     server = await start_server(engine={"pooling": EMBEDS})
     answer = await post(server, "/pooling", input="Hello", task="token_embed", normalize=False)
