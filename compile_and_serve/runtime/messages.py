@@ -15,7 +15,7 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 REPETITION = "repetition_detected"  # vLLM's `stop_reason` of the finish reason "repetition"
-ErrorKind = Literal["invalid", "overloaded", "internal", "deadline"]  # HTTP 400, 503, 500, 504
+ErrorKind = Literal["invalid", "overloaded", "limited", "internal", "deadline"]  # HTTP 400, 503, 429, 500, 504
 
 StepData = dict[str, StepDatum]  # what a request gives to step inputs (`TokenBatch.step_data`)
 
@@ -33,6 +33,22 @@ class Sibling(msgspec.Struct, array_like=True):
 
     request_id: str
     seed: int | None = None
+
+
+class Tenant(msgspec.Struct, array_like=True, frozen=True):
+    """Whose a request is: an API key, and what it may use. `runtime/scheduler/fairness.py` says how keys share an engine.
+
+    name: of the key. user: of the key; its users share what the key gets. max_running, max_waiting: sequences; None is no limit of its own.
+    """
+
+    name: str
+    weight: float = 1.0
+    max_running: int | None = None
+    max_waiting: int | None = None
+    user: str | None = None
+
+
+NOBODY = Tenant("")  # whose requests are those without a tenant
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -61,6 +77,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     media: list[MediaItem] = []
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
+    tenant: Tenant | None = None  # None: all such requests are of one
 
     @property
     def request_ids(self) -> list[str]:
@@ -157,6 +174,14 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill_seconds: float | None = None  # with the first token: from first scheduled to first token
 
 
+class TenantStats(msgspec.Struct, array_like=True):
+    """A key's state after a step. served: its virtual counter, the cost of what it got divided by its weight."""
+
+    num_running: int
+    num_waiting: int
+    served: float
+
+
 class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     """State after a step. Counters start at 0 when the engine starts."""
 
@@ -183,6 +208,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
     spec_decode_num_accepted_tokens_per_pos: list[int] = []
+    tenants: dict[str, TenantStats] = {}  # of keys with unfinished requests; none where requests have no tenant
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):

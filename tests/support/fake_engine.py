@@ -92,7 +92,8 @@ class FakeEngineClient:
 
     def _add(self, request: EngineRequest) -> None:
         self.requests.append(request)
-        if self.info.max_in_flight is not None and len(self._running) >= self.info.max_in_flight:
+        of_key = [one for one, _, _ in self._running.values() if one.tenant == request.tenant]
+        if self.info.max_in_flight is not None and len(of_key) >= self.info.max_in_flight:
             full = RequestOutput(request_id=request.request_id, finish_reason="error", error="Full.", error_kind="overloaded")
             self._refused.append(full)
             return

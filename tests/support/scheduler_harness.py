@@ -358,7 +358,7 @@ class Driver:
         assert 0 <= manager.num_promised <= pool.num_free or scheduler._transfers is not None
         assert all(request.status is RequestStatus.RUNNING for request in running)
         assert [request.key for request in running] == sorted(request.key for request in running)
-        assert all(not request.block_ids and not request.num_promised_blocks for _, request in scheduler._admission.waiting)
+        assert all(not request.block_ids and not request.num_promised_blocks for request in scheduler._admission.waiting)
         if step is not None:
             counts = step.num_scheduled_tokens
             assert step.total_num_scheduled_tokens == sum(counts.values()) <= scheduler.config.max_num_batched_tokens

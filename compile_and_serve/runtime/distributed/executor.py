@@ -63,8 +63,10 @@ class Executor(Protocol):
         """Wait for the oldest launched step. Raises what the rank raised, or `RankFailedError`."""
         ...
 
-    def compile_grammar(self, grammar: str) -> Future[Any]:
-        """Let every rank compile a checked grammar of structured output. The result may raise `ValueError`."""
+    def compile_grammar(self, grammar: str, tenant: str = "") -> Future[Any]:
+        """Let every rank compile a checked grammar of structured output. The result may raise `ValueError`. tenant: the API key whose
+        request it is.
+        """
         ...
 
     def load_adapter(self, adapter: LoRARequest) -> Future[Any]:

@@ -39,9 +39,9 @@ class InProcessExecutor:
         """Wait for a launched step and return what it sampled."""
         return handle.result()  # type: ignore[attr-defined]
 
-    def compile_grammar(self, grammar: str) -> Future[Any]:
+    def compile_grammar(self, grammar: str, tenant: str = "") -> Future[Any]:
         """Compile a grammar of structured output in a thread."""
-        return self.worker.compile_grammar(grammar)
+        return self.worker.compile_grammar(grammar, tenant)
 
     def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
         """Read an adapter in a thread."""

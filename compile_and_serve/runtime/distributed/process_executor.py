@@ -190,10 +190,10 @@ class DistributedExecutor:
         done.output.transfers = self._transfers.take()
         return done.output
 
-    def compile_grammar(self, grammar: str) -> Future[Any]:
+    def compile_grammar(self, grammar: str, tenant: str = "") -> Future[Any]:
         """Compile a grammar of structured output here, to know whether it can be, and on every rank."""
-        self._broadcast(CompileGrammar(grammar))
-        return self._grammars.compile(grammar)
+        self._broadcast(CompileGrammar(grammar, tenant))
+        return self._grammars.compile(grammar, tenant)
 
     def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
         """Let every rank read an adapter in a thread. `poll`, and what waits for a step, end the future."""

@@ -25,6 +25,7 @@ class CompileGrammar(msgspec.Struct, tag="grammar"):
     """Compile a checked grammar of structured output in a thread: a request that needs it will come."""
 
     grammar: str
+    tenant: str = ""  # the API key whose request it is
 
 
 class LoadAdapter(msgspec.Struct, tag="load adapter"):

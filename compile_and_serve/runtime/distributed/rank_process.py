@@ -164,7 +164,7 @@ class RankProcess:
                 self._steps_begun += 1
                 results.put(worker.launch(command.scheduled), worker.stats())
             elif isinstance(command, CompileGrammar):
-                worker.compile_grammar(command.grammar)
+                worker.compile_grammar(command.grammar, command.tenant)
             elif isinstance(command, LoadAdapter):
                 worker.adapters.load(command.adapter).add_done_callback(partial(self._report_adapter, command.adapter.lora_int_id))
             elif isinstance(command, DropAdapter):

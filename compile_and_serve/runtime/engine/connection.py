@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import zmq
@@ -51,7 +51,11 @@ class EngineStartError(ValueError):
 
 
 class EngineFullError(RuntimeError):
-    """The engine has no room for a request. The message is one sentence."""
+    """The engine has no room for a request. The message is one sentence. is_of_key: its API key has too many."""
+
+    def __init__(self, message: str, *, is_of_key: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_key = is_of_key
 
 
 class EngineConnection:
@@ -122,10 +126,13 @@ class EngineConnection:
         confirm: if other clients send requests too and the engine limits their number, wait for its word, and raise `EngineFullError` if
         there is no room.
         """
-        if not confirm or self._is_sole or self.info.max_in_flight is None:
+        is_limited = self.info.max_in_flight is not None or (request.tenant is not None and request.tenant.max_waiting is not None)
+        if not confirm or self._is_sole or not is_limited:
             await self._send(AddRequest(request=request))
-        elif (error := (await self._call(lambda call_id: AddRequest(request=request, call_id=call_id))).error) is not None:
-            raise EngineFullError(error)
+            return
+        answer = await self._call(lambda call_id: AddRequest(request=request, call_id=call_id))
+        if answer.error is not None:
+            raise EngineFullError(answer.error, is_of_key=bool(answer.value.get("limited")))
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests. Their outputs that are already on the way still arrive."""
@@ -154,7 +161,12 @@ class EngineConnection:
         """Return once the engine has received everything that was sent so far."""
         await self.utility("ping")
 
-    def die(self, reason: str) -> None:
+    @property
+    def dead_replicas(self) -> list[int]:
+        """The engine is its only replica."""
+        return [] if self.dead_reason is None else [0]
+
+    def die(self, reason: str, dead_replicas: Sequence[int] = (0,)) -> None:
         """The engine is dead. It has said so itself, or the process that started it has."""
         if self.dead_reason is not None:
             return

@@ -99,7 +99,7 @@ class EngineCore:
             self.executor,
             found.adapter_targets,
             max_on_host=max(config.max_cpu_loras or 0, config.compile.max_loras),
-            is_used=self._scheduler.is_adapter_used,
+            is_used=self._scheduler.adapter_slots.is_used,
         )
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
@@ -171,14 +171,16 @@ class EngineCore:
         if structured is not None:
             if structured.compiled is None:
                 raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
-            awaited.append(self.executor.compile_grammar(structured.compiled))
+            awaited.append(self.executor.compile_grammar(structured.compiled, "" if request.tenant is None else request.tenant.name))
         if request.lora is not None:
             awaited.append(self.load_adapter(request.lora))
+        # One that ends from here on is seen by `_requests_not_prepared`: until then, the request cannot start.
+        pending = [future for future in awaited if not future.done()]
         for future in awaited:
-            if future.done():
+            if future not in pending:
                 future.result()
-        self._scheduler.add_request(request, awaited)
-        self._preparing += [(request.request_ids, future) for future in awaited if not future.done()]
+        self._scheduler.add_request(request, pending)
+        self._preparing += [(request.request_ids, future) for future in pending]
 
     def load_adapter(self, adapter: LoRARequest) -> Future[None]:
         """Have every rank read an adapter. `poll_adapters` and `step` end the future. This and the future raise `AdapterError`."""

@@ -171,7 +171,7 @@ class EngineProcess:
             self._shutdown = message
 
     def _add(self, client: Client, message: AddRequest) -> None:
-        from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
+        from compile_and_serve.runtime.scheduler.request_checks import QueueFullError, TenantLimitError
 
         request, answer = message.request, UtilityResult(call_id=message.call_id)
         output = RequestOutput(request_id=request.request_id, finish_reason="error")  # of each sequence
@@ -182,7 +182,8 @@ class EngineProcess:
             self._socket.own(client, request.request_ids)
         except QueueFullError as error:
             answer.error = output.error = str(error)
-            output.error_kind = "overloaded"
+            output.error_kind = "limited" if isinstance(error, TenantLimitError) else "overloaded"
+            answer.value = {"limited": isinstance(error, TenantLimitError)}
         except ValueError as error:
             output.error, output.error_kind = str(error), "invalid"
         except Exception:

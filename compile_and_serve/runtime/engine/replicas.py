@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -20,10 +20,11 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.connection import EngineConnection, EngineDeadError, EngineFullError, EngineStartError
-from compile_and_serve.runtime.engine.held_requests import HeldRequests
+from compile_and_serve.runtime.engine.held_requests import HeldRequests, TenantsInFlight
 from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
+    NOBODY,
     EngineInfo,
     EngineRequest,
     FinishReason,
@@ -75,7 +76,8 @@ class DataParallelClient(Generic[Replica]):
         self.replicas = replicas
         # With priorities, a replica may preempt for a request, so it has to have it.
         self._may_hold = config.scheduler.policy != "priority"
-        self._held = HeldRequests()
+        self._in_flight = TenantsInFlight()
+        self._held = HeldRequests(self._in_flight)
         self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
         self._readers: list[asyncio.Task[None]] = []
         self._num_dead = 0  # replicas whose outputs ended with their death
@@ -155,18 +157,31 @@ class DataParallelClient(Generic[Replica]):
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         router, num_held = self._router, self._held.num_sequences
-        if self._may_hold and (num_held or not router.has_room(request)) and router.accepts(request, num_held * self._num_clients):
+        must_wait = num_held or not router.has_room(request)
+        if self._may_hold and must_wait and not self._is_behind(request) and router.accepts(request, num_held * self._num_clients):
             self._held.add(request)
         else:
             await self._send(request)
 
+    def _is_behind(self, request: EngineRequest) -> bool:
+        """Whether the request's API key has fewer sequences on the replicas than its share of their slots. These requests must reach a
+        replica, which takes a slot from the key that has more.
+        """
+        in_flight, tenant = self._in_flight, request.tenant or NOBODY
+        others = [one for name, one in in_flight.tenants.items() if name != tenant.name]
+        if not others or self._held.has(tenant):
+            return False
+        share = tenant.weight / (tenant.weight + sum(one.weight for one in others))
+        return in_flight.counts[tenant.name] + len(request.request_ids) <= share * self.info.max_running
+
     async def _send(self, request: EngineRequest, *, confirm: bool = True) -> None:
         index = self._router.route(request)
+        self._in_flight.add(request)
         try:
             await self.replicas[index].add_request(request, confirm=confirm)
         except (EngineDeadError, EngineFullError) as error:
             for request_id in request.request_ids:
-                self._router.finish(request_id)
+                self._finish(request_id)
             if isinstance(error, EngineFullError):
                 raise
             self._handle_death(index, str(error))
@@ -180,7 +195,7 @@ class DataParallelClient(Generic[Replica]):
             index = self._router.replica_of(request_id)
             if index is not None and self.replicas[index].dead_reason is None:
                 by_replica.setdefault(index, []).append(request_id)
-            self._router.finish(request_id)
+            self._finish(request_id)
         for index, ids in by_replica.items():
             try:
                 await self.replicas[index].abort(ids)
@@ -223,11 +238,16 @@ class DataParallelClient(Generic[Replica]):
         self._router.forget_prefixes()
         await self.utility("ping")
 
-    def die(self, reason: str) -> None:
-        """The process that started the replicas says that one is dead."""
+    @property
+    def dead_replicas(self) -> list[int]:
+        """Indices of the replicas that are dead."""
+        return [index for index, replica in enumerate(self.replicas) if replica.dead_reason is not None]
+
+    def die(self, reason: str, dead_replicas: Sequence[int] = (0,)) -> None:
+        """The process that started the replicas says that some are dead. The requests of the others continue."""
         self.dead_reason, self._was_told = self.dead_reason or reason, True
-        for replica in self.replicas:
-            replica.die(reason)
+        for index in dead_replicas:
+            self.replicas[index].die(reason)
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """Stop all replicas; see `AsyncEngineClient.shutdown`. May be called more than once."""
@@ -262,7 +282,7 @@ class DataParallelClient(Generic[Replica]):
                 step.replica = index
                 for output in step.outputs:
                     if output.finish_reason is not None:
-                        router.finish(output.request_id)
+                        self._finish(output.request_id)
                 if step.stats is not None:
                     router.observe(index, step.stats, step.num_others)
                 await self._hand_out()
@@ -294,6 +314,10 @@ class DataParallelClient(Generic[Replica]):
                 ]
                 self._steps.put_nowait(StepOutputs(outputs=outputs))
 
+    def _finish(self, request_id: str) -> None:
+        self._router.finish(request_id)
+        self._in_flight.remove(request_id)
+
     def _end_held(self, finish_reason: FinishReason, error: str | None = None) -> None:
         outputs = [
             RequestOutput(request_id=request_id, finish_reason=finish_reason, error=error)
@@ -311,7 +335,7 @@ class DataParallelClient(Generic[Replica]):
         self._end_held("error", reason)
         outputs = []
         for request_id in self._router.requests_of(index):
-            self._router.finish(request_id)
+            self._finish(request_id)
             outputs.append(RequestOutput(request_id=request_id, finish_reason="error", error=reason))
         self._steps.put_nowait(StepOutputs(outputs=outputs, replica=index))
 

@@ -130,6 +130,7 @@ class ModelRunner(BaseRunner):
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
         self._sampled_inputs = [one.name for one in spec.inputs if one.advance == "sampled"]
+        self._mask_seconds: dict[str, float] = {}  # of this step
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.mesh.size == 1
         self._shares_memory = platform.shares_host_memory
@@ -176,7 +177,7 @@ class ModelRunner(BaseRunner):
                 batch.will_advance_on_device()
         assert drawn is not None or not self.drafted.runs_ahead, "a step that runs ahead ran without its graph"
         self.captures_due += result.is_capture_due
-        exclude = self._fill_masks(layout, structured) if structured else None
+        exclude = self._fill_masks(layout, structured, is_timed=scheduled.times_masks) if structured else None
         sampled = sampler.sample(logits_SV, plan, buffers.device, drawn, exclude)
         if drawn is not None and sampled.tokens_S is drawn[0]:
             pass  # they are the last tokens already
@@ -194,6 +195,7 @@ class ModelRunner(BaseRunner):
             self.drafted.launched(pending, sampled_in_graph=drawn is not None and sampled.tokens_S is drawn[0])
         self._follow(scheduled, layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
+            pending.mask_seconds, self._mask_seconds = self._mask_seconds, {}
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
             self._structured_step = pending
         return pending
@@ -356,7 +358,9 @@ class ModelRunner(BaseRunner):
             first += 1 + len(drafts)
         return found
 
-    def _fill_masks(self, layout: BatchLayout, structured: list[tuple[int, MaskedRows]]) -> Callable[[torch.Tensor], None] | None:
+    def _fill_masks(
+        self, layout: BatchLayout, structured: list[tuple[int, MaskedRows]], *, is_timed: bool
+    ) -> Callable[[torch.Tensor], None] | None:
         """Compute the masks on the host, while the device runs the model; what applies them. Waits for the tokens of the step before."""
         if self._structured_step is not None:
             self._structured_step.advance_grammars()
@@ -365,8 +369,10 @@ class ModelRunner(BaseRunner):
         if masks is None:
             num_rows = self.batch.max_sampled
             masks = self._masks = TokenMasks(num_rows, self.grammars.num_words, self.device, num_cores())
-        count = masks.fill([rows for _, rows in structured])
+        count = masks.fill([rows for _, rows in structured], is_timed=is_timed)
         for index, rows in structured:
+            if rows.first_row in masks.seconds:
+                self._mask_seconds[layout.sampled_ids[index]] = masks.seconds[rows.first_row]
             if rows.sequence.error is not None:
                 self._errors[layout.sampled_ids[index]] = rows.sequence.error
         return (lambda logits_SV: masks.apply(logits_SV, count)) if count else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -29,10 +30,11 @@ class PromptResult:
 
 
 class PendingStep:
-    """A launched step; `result` waits for it and may be called once. expert_tokens, transfers: what the result reports."""
+    """A launched step; `result` waits for it and may be called once. expert_tokens, mask_seconds, transfers: what the result reports."""
 
     expert_tokens: Sequence[list[int]] = ()
     transfers: FinishedTransfers | None = None
+    mask_seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class PendingStep:
             expert_tokens=list(self.expert_tokens),
             missing_drafts=self._missing_drafts,
             transfers=self.transfers,
+            mask_seconds=dict(self.mask_seconds),
         )
         if self._logprobs is not None:
             assert self._plan is not None

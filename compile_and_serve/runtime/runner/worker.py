@@ -253,10 +253,10 @@ class Worker:
         assert self._started is not None, "the worker has not started, or sleeps"
         return self._started
 
-    def compile_grammar(self, grammar: str) -> Future[Any]:
-        """Compile a grammar of structured output in a thread."""
+    def compile_grammar(self, grammar: str, tenant: str = "") -> Future[Any]:
+        """Compile a grammar of structured output in a thread. tenant: the API key whose request it is."""
         assert isinstance(self.runner, ModelRunner), "only a model that generates follows grammars"
-        return self.runner.grammars.compile(grammar)
+        return self.runner.grammars.compile(grammar, tenant)
 
     @property
     def adapters(self) -> DeviceAdapters:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 
 class AdapterSlots:
     """An adapter that no running request uses keeps its slot until another adapter needs it; the least recently used goes first.
+
+    num_unfinished: of each adapter, requests that wait or run.
 
     Pinned adapters keep theirs. One slot is never pinned, so that every adapter can run.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots, self._free = num_slots, list(range(num_slots))
+        self.num_unfinished: Counter[int] = Counter()
         self._pinned: set[int] = set()
         self._slots: OrderedDict[int, int] = OrderedDict()  # adapter → slot, the least recently used first
         self._num_running: dict[int, int] = {}  # adapter → running requests
@@ -60,6 +63,10 @@ class AdapterSlots:
     def unpin(self, adapter: int) -> None:
         """Undo `pin`; an adapter that is not pinned stays as it is."""
         self._pinned.discard(adapter)
+
+    def is_used(self, adapter: int) -> bool:
+        """Whether an unfinished request uses the adapter, or it is pinned."""
+        return self.num_unfinished[adapter] > 0 or self.is_pinned(adapter)
 
     def is_pinned(self, adapter: int) -> bool:
         return adapter in self._pinned

@@ -1,7 +1,7 @@
 """Admission: which waiting requests start in a step.
 
-Requests start in order. None is overtaken by those behind it, with two exceptions. Both keep back the batch slot and the
-blocks that the request will need:
+Requests start in order: that of their API keys' shares (fair_queue.py), and within a key that of `Request.key`. None is overtaken by those
+behind it, with two exceptions. Both keep back the batch slot and the blocks that the request will need:
 - The step computes blocks that the request can share (MIN_SHARED_TOKENS or more). The next step may read them.
 - It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
@@ -17,16 +17,19 @@ Where every batch slot is taken and requests wait, slots that become free may be
 
 from __future__ import annotations
 
-import heapq
 import sys
 import time
 from bisect import insort
+from collections.abc import Mapping
 
 from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
+from compile_and_serve.runtime.scheduler.fair_queue import FairQueue
+from compile_and_serve.runtime.scheduler.fairness import Fairness, Part
 from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.shares import Account
 from compile_and_serve.runtime.scheduler.step_messages import NewRequestData
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 from compile_and_serve.runtime.scheduler.transfers import Transfers
@@ -37,7 +40,7 @@ ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached o
 
 
 class Admission:
-    """Holds the waiting requests and starts them. waiting: a heap by `Request.key`."""
+    """Holds the waiting requests and starts them."""
 
     def __init__(
         self,
@@ -45,12 +48,14 @@ class Admission:
         adapter_slots: AdapterSlots,
         *,
         max_num_seqs: int,
+        token_budget: int,
         admit_in_groups: bool,
         whole_prompts: bool = False,
         transfers: Transfers | None = None,
     ) -> None:
         """whole_prompts: of `WorkerInfo`."""
-        self.waiting: list[tuple[tuple[float, ...], Request]] = []
+        self.waiting = FairQueue()
+        self.fairness = Fairness(self.waiting, manager, max_num_seqs=max_num_seqs, token_budget=token_budget)
         self.free_slots = FreeSlots(max_num_seqs, admit_in_groups=admit_in_groups)
         self._manager = manager
         self._adapter_slots = adapter_slots
@@ -60,59 +65,59 @@ class Admission:
         # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
         self._blocked: tuple[Request, int, bytes | None] | None = None
 
-    def add(self, request: Request) -> None:
-        """Let a request wait at its place in the order."""
-        heapq.heappush(self.waiting, (request.key, request))
-
-    def drop_finished(self) -> None:
-        """Drop the requests that ended while they waited."""
-        self.waiting = [entry for entry in self.waiting if entry[1].status is RequestStatus.WAITING]
-        heapq.heapify(self.waiting)
-
-    def first_ready(self) -> Request | None:
-        """The first of the waiting requests that could start if there were room."""
-        ready = (entry for entry in self.waiting if entry[1].is_ready and not entry[1].num_pending_steps)
-        first = min(ready, default=None)
-        return None if first is None else first[1]
-
     def may_admit(self, num_running: int) -> bool:
         """Whether a request may start in the next step: one is ready, there is a batch slot, and it is not known that it does not fit."""
         if not self.waiting or num_running >= self._max_num_seqs:
             return False
-        first = self.first_ready()
+        first = self.waiting.first_ready()
         return first is not None and not self._is_blocked(first, self._manager.num_spare - num_running)
 
     def admit(
-        self, running: list[Request], budget: int, step: StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
+        self,
+        running: list[Request],
+        budget: int,
+        step: StepInFlight,
+        scheduled: dict[str, int],
+        new_requests: list[NewRequestData],
+        parts: Mapping[Account, Part] | None = None,
     ) -> int:
         """Start waiting requests, in order, until the first that does not fit. Returns the budget that is left.
 
-        running: sorted by key. The started requests are added to it, to `scheduled` and to `new_requests`.
+        running: sorted by key. The started requests are added to it, to `scheduled` and to `new_requests`. parts: what each API key may
+        have of the step; None: the keys do not share it.
         """
+        waiting = self.waiting
         num_free = self._max_num_seqs - len(running)
         has_prompts = not step.decodes or bool(step.chunks)
-        if self.free_slots.are_held_back(num_free, self.waiting, budget, has_prompts=has_prompts):
+        heap = waiting.only_heap
+        if heap is not None and self.free_slots.are_held_back(num_free, heap, budget, has_prompts=has_prompts):
             return budget
         manager = self._manager
         manager.chains.budget = HASHED_TOKENS if scheduled else sys.maxsize
-        deferred: list[tuple[tuple[float, ...], Request]] = []
-        not_ready: list[tuple[tuple[float, ...], Request]] = []
+        deferred: list[Request] = []
+        not_ready: list[Request] = []
         num_admitted_tokens = 0
         # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
         reserve = len(running)
-        while self.waiting and budget > 0 and len(running) + len(deferred) < self._max_num_seqs:
-            request = self.waiting[0][1]
+        left = {} if parts is None else {account: part.tokens for account, part in parts.items()}
+        for chunk in step.chunks if left else ():
+            if (account := chunk.request.share.account) in left:
+                left[account] -= chunk.end - chunk.start
+        while budget > 0 and len(running) + len(deferred) < self._max_num_seqs and (request := waiting.first()) is not None:
+            account = request.share.account
             if not request.is_ready:
-                not_ready.append(heapq.heappop(self.waiting))
+                not_ready.append(waiting.pop(request))
                 continue
             if request.adapter is not None and not self._adapter_slots.has_room(request.adapter):
-                # Requests without an adapter may overtake it. All others are set aside at once: they may be many.
-                not_ready += [entry for entry in self.waiting if entry[1].adapter is not None]
-                self.waiting = [entry for entry in self.waiting if entry[1].adapter is None]
-                heapq.heapify(self.waiting)
+                # Requests of its key without an adapter may overtake it. All others are set aside at once: they may be many.
+                not_ready += waiting.take(account, _has_adapter)
+                continue
+            room = budget if parts is None else min(budget, left.get(account, 0))
+            if request.num_pending_steps > 0 or room <= 0:
+                account.is_skipped = True
                 continue
             num_tokens = len(request.token_ids)
-            if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
+            if num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
                 break
             if self._whole_prompts and num_tokens > budget:
                 break
@@ -122,7 +127,7 @@ class Admission:
                 # A sibling was deferred just now: spare the look into the prefix cache.
                 if prompt.num_new_blocks > num_spare:
                     break
-                deferred.append(heapq.heappop(self.waiting))
+                deferred.append(waiting.pop(request))
                 reserve += prompt.num_new_blocks + 1
                 continue
             if self._is_blocked(request, num_spare):
@@ -132,11 +137,14 @@ class Admission:
                 break
             num_new = manager.num_new_blocks(request, prefix)
             if num_new > num_spare:
+                if waiting.is_contended and self.fairness.exceeds_blocks(account, num_new, running):
+                    account.is_skipped = True  # it waits for its own requests to end, and the other keys do not
+                    continue
                 self._blocked = (request, num_spare, prefix.missing_key)
                 break
             num_shared = prefix.num_tokens - prefix.num_ready_tokens
             if num_shared >= MIN_SHARED_TOKENS or not step.has_rows(request):
-                deferred.append(heapq.heappop(self.waiting))
+                deferred.append(waiting.pop(request))
                 reserve += num_new + 1
                 if num_tokens == request.num_prompt_tokens:
                     prompt.deferred_step, prompt.num_new_blocks = step.step, num_new
@@ -150,21 +158,23 @@ class Admission:
                 if not manager.chains.reach(request, manager.longest_prefix(request) // manager.chains.tokens_per_key):
                     break
                 if self._transfers.load(request, prefix, num_spare):
-                    not_ready.append(heapq.heappop(self.waiting))
+                    not_ready.append(waiting.pop(request))
                     continue
             if not step.can_read(request, prefix.num_tokens):
                 break
-            heapq.heappop(self.waiting)
+            waiting.pop(request)
             manager.admit(request, prefix)
             if self._transfers is not None:
                 self._transfers.release(request)
-            new_requests.append(self._start(request, running, budget, step, scheduled))
+            new_requests.append(self._start(request, running, room, step, scheduled))
             reserve += 1
+            left[account] = room - scheduled[request.request_id]
             budget -= scheduled[request.request_id]
             num_admitted_tokens += num_tokens
-        for entry in (*deferred, *not_ready):
-            heapq.heappush(self.waiting, entry)
-        self.free_slots.was_full = len(self.waiting) > len(not_ready) and len(running) == self._max_num_seqs
+        for request in (*deferred, *not_ready):
+            waiting.push_back(request)
+        waiting.end_step()
+        self.free_slots.was_full = len(waiting) > len(not_ready) and len(running) == self._max_num_seqs
         return budget
 
     def _is_blocked(self, request: Request, num_spare: int) -> bool:
@@ -184,6 +194,7 @@ class Admission:
     ) -> NewRequestData:
         """Run an admitted request."""
         request.status = RequestStatus.RUNNING
+        request.share.account.num_running += 1
         request.prefill_end = len(request.token_ids)
         request.prefill_step = step.step
         request.first_scheduled_time = request.first_scheduled_time or time.time()
@@ -210,6 +221,10 @@ class Admission:
             else request.prompt.contents.all_arrays(without=() if step.encoder is None else step.encoder.arrays),
             pooling=request.pooling,
         )
+
+
+def _has_adapter(request: Request) -> bool:
+    return request.adapter is not None
 
 
 def _key(request: Request) -> tuple[float, ...]:

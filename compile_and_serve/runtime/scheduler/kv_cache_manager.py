@@ -114,6 +114,10 @@ class KVCacheManager:
             range(1, limit + 1), self.pool.num_blocks, key=lambda num_tokens: sum(group.num_blocks(num_tokens) for group in self._groups)
         )
 
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens needs, if it finds nothing in the prefix cache."""
+        return sum(group.num_blocks(num_tokens) for group in self._groups)
+
     def find_prefix(self, request: Request, step: int, *, only_ready: bool = False) -> Prefix | None:
         """The longest prefix that every group has, for a request whose tokens are all known; `step` is being scheduled.
 

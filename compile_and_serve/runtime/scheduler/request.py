@@ -11,6 +11,7 @@ from typing import Any
 from compile_and_serve.runtime.messages import REPETITION, EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from compile_and_serve.runtime.scheduler.prefix_keys import root_key
 from compile_and_serve.runtime.scheduler.repetition import repeats
+from compile_and_serve.runtime.scheduler.shares import UserShare
 
 
 class RequestStatus(IntEnum):
@@ -76,6 +77,8 @@ class Request:
     changes_logits: of its sampling parameters.
     adapter: the number of its LoRA adapter.
     may_load: whether a connector may be asked for more of its prefix.
+    share: of the key and user whose request it is. num_charged_tokens: tokens that it had before it was last preempted.
+    paused_until: time.monotonic() before which it does not decode while other keys have requests.
     """
 
     __slots__ = (
@@ -83,10 +86,10 @@ class Request:
         "draft_ends", "end_ids", "end_len", "fast_until", "finish_reason",
         "first_scheduled_time",
         "key", "keys", "max_total_tokens", "may_load", "min_total_tokens", "next_cache_len", "num_cached_blocks",
-        "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
-        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end",
+        "num_cached_tokens", "num_charged_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
+        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "paused_until", "pooling", "prefill_end",
         "prefill_step", "prompt",
-        "prompt_logprobs", "repetition", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
+        "prompt_logprobs", "repetition", "request_id", "sampling_params", "share", "status", "step_data", "stop_ids", "token_ids",
         "waits_for", "wants_prompt_logprobs",
     )  # fmt: skip
 
@@ -127,6 +130,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.waits_for: list[Future[Any]] = []
         self.may_load = True
+        self.share: UserShare
+        self.num_charged_tokens = 0
+        self.paused_until = 0.0
         self.adapter = None if request.lora is None else request.lora.lora_int_id
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens
@@ -157,11 +163,16 @@ class Request:
 
     @property
     def is_ready(self) -> bool:
-        """Whether what was prepared for the request while it waits is done."""
+        """Whether what was prepared for the request while it waits is done. What has failed never is: the engine ends the request."""
         waits_for = self.waits_for
         if waits_for:
-            waits_for[:] = [future for future in waits_for if not future.done()]
+            waits_for[:] = [future for future in waits_for if not _has_succeeded(future)]
         return not waits_for
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is finished for ever."""
+        return self.status is RequestStatus.FINISHED
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Take the entries of tokens start+1 …, from a step that computed positions start …. Known entries are skipped."""
@@ -202,3 +213,7 @@ class Request:
         if self.repetition is None or num_tokens < self.min_total_tokens:
             return False
         return repeats(self.token_ids, self.num_prompt_tokens, num_tokens, self.repetition)
+
+
+def _has_succeeded(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
-from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.messages import NOBODY, EngineRequest, Tenant
+from compile_and_serve.runtime.scheduler.fair_queue import FairQueue
 
 
 class QueueFullError(RuntimeError):
     """As many requests run and wait as may; try again later (HTTP 503)."""
 
 
-def check_queue(request: EngineRequest, num_unfinished: int, limit: int | None) -> None:
-    """Raise QueueFullError if the request's sequences would be beyond the limit. None: there is none."""
-    num_added = len(request.request_ids)
-    if limit is not None and num_unfinished + num_added > limit:
+class TenantLimitError(QueueFullError):
+    """As many requests of the API key run and wait as may (HTTP 429)."""
+
+
+def check_queue(request: EngineRequest, queue: FairQueue, limit: int | None, max_running: int) -> None:
+    """Raise QueueFullError if the request's sequences would be beyond the limit of all keys, or of its own.
+
+    limit: None: there is none. max_running: sequences that run at once.
+    """
+    tenant = request.tenant or NOBODY
+    account = queue.accounts.get(tenant.name)
+    own = 0 if account is None else account.num_unfinished
+    others = [(other.tenant, other.num_unfinished) for other in queue.accounts.values() if other is not account]
+    check_places(tenant, len(request.request_ids), own, others, limit, max_running)
+
+
+def check_places(
+    tenant: Tenant, num_added: int, num_own: int, others: Iterable[tuple[Tenant, int]], limit: int | None, max_running: int
+) -> None:
+    """Raise QueueFullError if a key's `num_added` new sequences would be beyond a limit.
+
+    Where keys have filled the queue together, a key may still have its share of the places: the key that fills the queue first does not
+    keep the others out. num_own: unfinished sequences of the key. others: the other keys that have some, and how many.
+    """
+    own_limit = None if tenant.max_waiting is None else min(max_running, tenant.max_running or max_running) + tenant.max_waiting
+    if own_limit is not None and num_own + num_added > own_limit:
+        raise TenantLimitError(
+            f"{num_own} sequences of this API key are running or waiting, and this request adds {num_added}; its limit is {own_limit}. "
+            "Try again later."
+        )
+    if limit is None:
+        return
+    others = list(others)
+    total = num_own + sum(count for _, count in others)
+    places = int(limit * tenant.weight / (tenant.weight + sum(other.weight for other, _ in others)))
+    if total + num_added > limit and (not others or num_own + num_added > places):
         raise QueueFullError(
-            f"{num_unfinished} sequences are running or waiting, and this request adds {num_added}; the limit is {limit}. Try again later."
+            f"{total} sequences are running or waiting, and this request adds {num_added}; the limit is {limit}. Try again later."
         )
 
 

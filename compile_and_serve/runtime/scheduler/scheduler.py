@@ -6,7 +6,8 @@ arrival ("priority"). When blocks run out, the last of the running requests is p
 order, and recomputes its prompt and its generated tokens (its cached blocks are usually still there). The first in order is never
 preempted, so there is always progress.
 
-runtime/scheduler/admission.py says which waiting requests start.
+runtime/scheduler/admission.py says which waiting requests start. Where several API keys have requests, runtime/scheduler/fairness.py says
+what each of them gets, and whose requests are preempted.
 
 Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its tokens when they are
 known, and any number of steps may be in flight between the two (none in a synchronous engine). This has consequences:
@@ -23,9 +24,11 @@ Where the runner drafts, a step with drafts may be in flight when the next one i
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -41,8 +44,10 @@ from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.failed_steps import forget_failed, untrusted_chunks
+from compile_and_serve.runtime.scheduler.fairness import CONTENDED_PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
+from compile_and_serve.runtime.scheduler.prefills import add_chunks
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.request_checks import check_queue, check_request
 from compile_and_serve.runtime.scheduler.step_messages import (
@@ -104,30 +109,26 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_len = self.manager.max_tokens(max_model_len)
         if self.max_len < max_model_len:
-            logger.warning(
-                "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end at %d tokens.",
-                self.max_len,
-                max_model_len,
-                self.max_len,
-            )
+            logger.warning("max_model_len is %d, but sequences end at %d tokens: the KV cache holds no more.", max_model_len, self.max_len)
         self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._in_flight: deque[StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids
-        self._num_added = 0
+        self._numbers = itertools.count()  # of requests, in their order
         self._next_step = 0
         self._num_preemptions = 0
         self.adapter_slots = AdapterSlots(num_adapter_slots)
-        self._adapter_users: Counter[int] = Counter()  # adapter → unfinished requests
         self._admission = Admission(
             self.manager,
             self.adapter_slots,
             max_num_seqs=self.max_num_seqs,
+            token_budget=config.token_budget,
             admit_in_groups=bool(config.admit_in_groups),
             whole_prompts=whole_prompts,
             transfers=self._transfers,
         )
+        self._queue = self._admission.waiting
         self.encoder = encoder
         self._whole_prompts, self._length_regimes = whole_prompts, length_regimes
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
@@ -139,22 +140,20 @@ class Scheduler:
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
         """
         check_request(request, self._requests, max_model_len=self.max_model_len, max_len=self.max_len, whole_prompts=self._whole_prompts)
-        check_queue(request, len(self._requests), self.config.max_in_flight)
+        check_queue(request, self._queue, self.config.max_in_flight, self.max_num_seqs)
         now = time.time()
         prompt = Prompt(request)
+        before = (float(request.priority), request.arrival_time or now) if self.config.policy == "priority" else ()
         for sequence in request.sequences():
-            order = float(self._num_added)
-            self._num_added += 1
-            key: tuple[float, ...] = (order,)
-            if self.config.policy == "priority":
-                key = (float(request.priority), request.arrival_time or now, order)
+            key = (*before, float(next(self._numbers)))
             new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
             begin(self._length_regimes, new)
             new.waits_for = list(waits_for)
             if new.adapter is not None:
-                self._adapter_users[new.adapter] += 1
+                self.adapter_slots.num_unfinished[new.adapter] += 1
             self._requests[new.request_id] = new
-            self._admission.add(new)
+            self._queue.join(new, request.tenant)
+            self._queue.push(new)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in whatever state they are, without an output. Unknown ids (just finished, say) are ignored."""
@@ -177,10 +176,6 @@ class Scheduler:
         self._in_flight.clear()
         self._forget_cached()  # the steps in flight may not have computed what is cached
         return outputs
-
-    def is_adapter_used(self, adapter: int) -> bool:
-        """Whether an unfinished request uses a LoRA adapter, or it is pinned."""
-        return self._adapter_users[adapter] > 0 or self.adapter_slots.is_pinned(adapter)
 
     def has_work(self) -> bool:
         """Whether a request is unfinished, or blocks wait for a transfer. A step in flight of finished requests is no work, but must
@@ -217,9 +212,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The scheduler's part of EngineStats. The fields of the model runner and of the step keep their defaults."""
-        num_waiting = len(self._admission.waiting)
-        stats = EngineStats(num_running=len(self._running), num_waiting=num_waiting, num_preemptions=self._num_preemptions)
-        for part in (self.manager, self._drafting, self._transfers):
+        stats = EngineStats(num_running=len(self._running), num_waiting=len(self._queue), num_preemptions=self._num_preemptions)
+        for part in (self.manager, self._drafting, self._transfers, self._queue):
             if part is not None:
                 part.add_to(stats)
         return stats
@@ -233,7 +227,10 @@ class Scheduler:
             self._transfers.end_overdue()
         if self.encoder is not None:
             self.encoder.begin_step()
-        step = StepInFlight(self._next_step, PROMPT_LOGPROB_ROWS, self.encoder)
+        is_contended = self._queue.is_contended
+        rows = min(PROMPT_LOGPROB_ROWS, CONTENDED_PROMPT_LOGPROB_ROWS) if is_contended else PROMPT_LOGPROB_ROWS
+        step = StepInFlight(self._next_step, rows, self.encoder)
+        order, now = (self._make_room(), time.monotonic()) if is_contended else (self._running, math.inf)
         decodes = step.decodes
         drafts: dict[str, list[int]] = {}
         if self._drafting is not None:
@@ -246,7 +243,7 @@ class Scheduler:
         shorter: dict[str, int] = {}  # decodes with fewer tokens
 
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
-        for request in self._running:
+        for request in order:
             num_computed = request.num_computed_tokens
             wanted = 1
             if drafts:
@@ -254,6 +251,8 @@ class Scheduler:
             if num_computed + wanted > request.fast_until:
                 if num_computed < request.prefill_end:
                     prefilling.append(request)
+                    continue
+                if request.paused_until > now:
                     continue
                 end = min(num_computed + wanted, request.decode_end)
                 if num_computed >= request.decode_end:
@@ -263,7 +262,7 @@ class Scheduler:
                     if not may_go_on or num_computed == request.num_held_tokens:
                         continue
                     end = num_computed + 1
-                if end > request.num_held_tokens and not self._grow(request, end, grown):
+                if end > request.num_held_tokens and not self._grow(request, end, grown, order):
                     break
                 request.fast_until = min(request.decode_end, request.num_held_tokens)
                 if end < num_computed + wanted:
@@ -279,20 +278,20 @@ class Scheduler:
             budget = self.config.token_budget - sum(scheduled.values())
             kept = {name: draft[: scheduled.get(name, 1) - 1] for name, draft in drafts.items()}
             step.drafts = {name: draft for name, draft in kept.items() if draft}
-        for request in prefilling:
-            if budget > 0 and step.has_rows(request) and step.can_read(request, request.num_computed_tokens):
-                if self._transfers is not None and not self.manager.has_room(request, step.chunk_end(request, budget)):
-                    continue
-                new_ids = step.add_chunk(request, budget, scheduled, self.manager)
-                budget -= scheduled[request.request_id]
-                if new_ids is not None:
-                    grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=new_ids))
+        parts, withheld = None, 0
+        if is_contended and not self._whole_prompts:
+            prefilling, parts, withheld = self._admission.fairness.divide(prefilling, budget, step)
+        budget = add_chunks(prefilling, budget - withheld, step, scheduled, grown, self.manager, parts)
         new_requests: list[NewRequestData] = []
         admission = self._admission
-        if not admission.waiting:
+        if not self._queue:
             admission.free_slots.was_full = False
         elif budget > 0 and not step.is_ahead:
-            budget = admission.admit(self._running, budget, step, scheduled, new_requests)
+            budget = admission.admit(self._running, budget, step, scheduled, new_requests, parts)
+        if is_contended:
+            if parts is not None:  # and what nobody could use
+                budget = withheld + add_chunks(prefilling, budget, step, scheduled, grown, self.manager)
+            self._admission.fairness.charge(step, scheduled)
         emptied = self.manager.end_step(has_tokens=bool(scheduled))
         if not scheduled:
             return self._transfer_step(step)
@@ -314,6 +313,7 @@ class Scheduler:
             transfers=None if self._transfers is None else self._transfers.take(),
             encodes=[] if self.encoder is None else self.encoder.end_step(),
             emptied_blocks=emptied,
+            times_masks=is_contended,
         )
 
     def _transfer_step(self, step: StepInFlight) -> SchedulerOutput | None:
@@ -322,7 +322,7 @@ class Scheduler:
         if transfers is None or self._in_flight:
             return None
         if not transfers.is_busy:
-            if not self.manager.pool.num_pinned or not (self._running or self._admission.first_ready()):
+            if not self.manager.pool.num_pinned or not (self._running or self._queue.first_ready()):
                 return None
             if transfers.release_all():
                 return self.schedule()
@@ -364,6 +364,8 @@ class Scheduler:
             step.take_back_rejected(scheduled.num_scheduled_tokens, result)
         if self._drafting is not None and step.decodes:
             self._drafting.observe(step, result, seconds)
+        if self._queue.is_contended:
+            self._admission.fairness.observe(step, result, seconds)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         drafts = step.drafts
         for request in step.decodes:
@@ -399,15 +401,23 @@ class Scheduler:
 
     def _end_first(self, outputs: list[RequestOutput]) -> None:
         """Nothing can run, because transfers that do not end keep blocks: end the first request, which would have run next."""
-        request = self._running[0] if self._running else self._admission.first_ready()
+        request = self._running[0] if self._running else self._queue.first_ready()
         assert request is not None
         error = f"{self.manager.pool.num_pinned} blocks of the KV cache are kept by transfers that do not end."
         self._finish(request, "error")
         outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind="internal"))
 
-    def _grow(self, request: Request, num_tokens: int, grown: list[CachedRequestData]) -> bool:
+    def _make_room(self) -> list[Request]:
+        """Preempt what gives way to keys that are behind. → the running requests, in the order in which they get blocks"""
+        for victim in self._admission.fairness.make_room(self._running):
+            self._running.remove(victim)
+            self._preempt(victim, last_step=self._next_step - 1)
+        # Only where blocks may run out: another order is another batch, for which the runner prepares everything again.
+        return self._running if self.manager.num_spare > 2 * len(self._running) else self._admission.fairness.by_service(self._running)
+
+    def _grow(self, request: Request, num_tokens: int, grown: list[CachedRequestData], order: list[Request]) -> bool:
         """Give a decode the blocks of its first `num_tokens` tokens. They are taken from the last of the running
-        requests where none are free. False if it cannot run in this step.
+        requests, in `order`, where none are free. False if it cannot run in this step.
         """
         # With drafts in flight, the tokens that it has computed may be fewer than num_computed_tokens.
         has_drafts = self._drafting is not None
@@ -420,7 +430,9 @@ class Scheduler:
                 # transfers have ended.
                 assert self.manager.pool.num_pinned or (has_drafts and self._in_flight), request.request_id
                 return False
-            victim = self._running.pop()
+            victim = order.pop()
+            if order is not self._running:
+                self._running.remove(victim)
             self._preempt(victim, last_step=self._next_step - 1)
             if victim is request:
                 return False
@@ -430,6 +442,7 @@ class Scheduler:
     def _preempt(self, request: Request, last_step: int | None) -> None:
         """Take the blocks of a request, which has left `_running`, and let it wait. last_step: as in `KVCacheManager.free`."""
         request.num_pending_steps = sum(step.samples_for(request) for step in self._in_flight)
+        request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
         self._give_back(request, last_step)
         request.fast_until = 0
         request.num_preemptions += 1
@@ -438,7 +451,7 @@ class Scheduler:
         self._num_preemptions += 1
         if self._drafting is not None:
             self._drafting.drop_correction(request)  # it is sent again with all its tokens
-        self._admission.add(request)
+        self._queue.push(request)
 
     def _compute_again(self, request: Request, last_step: int | None) -> None:
         """Preempt a running request, and drop what the steps in flight return for it. last_step: as in `KVCacheManager.free`."""
@@ -465,6 +478,7 @@ class Scheduler:
     def _give_back(self, request: Request, last_step: int | None) -> None:
         """Free all that a running request holds. last_step: as in `KVCacheManager.free`."""
         self.manager.free(request, last_step)
+        request.share.account.num_running -= 1
         if self.encoder is not None:
             self.encoder.release(request)
         if request.adapter is not None:
@@ -482,7 +496,8 @@ class Scheduler:
         elif self._transfers is not None:
             self._transfers.release(request)
         if request.adapter is not None:
-            self._adapter_users[request.adapter] -= 1
+            self.adapter_slots.num_unfinished[request.adapter] -= 1
+        self._queue.leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self._drafting is not None:
@@ -490,7 +505,7 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:
-        if len(self._running) + len(self._admission.waiting) == len(self._requests):
+        if len(self._running) + len(self._queue) == len(self._requests):
             return
         self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-        self._admission.drop_finished()
+        self._queue.drop_finished()

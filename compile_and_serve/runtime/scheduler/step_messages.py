@@ -142,6 +142,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     transfers: to begin before the step. A step without tokens has only transfers, and asks what has become of earlier ones.
     encodes: media whose rows requests read from this step on, those that it computes among them.
     emptied_blocks: to be filled with poison before the step, in tests (`POISON_VARIABLE`).
+    times_masks: `ModelRunnerOutput.mask_seconds` is of interest.
     """
 
     step: int
@@ -158,6 +159,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     transfers: StepTransfers | None = None
     encodes: list[EncodeItem] = []
     emptied_blocks: list[int] = []
+    times_masks: bool = False
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
@@ -188,6 +190,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     expert_tokens: see `EngineStats`.
     missing_drafts: request → draft tokens that the runner was asked for and had no guess for.
     transfers: those that no rank works on any more. None: nothing new.
+    mask_seconds: host time of the masks of structured output, of requests whose masks take long, where the step before took long, too.
     """
 
     step: int
@@ -199,6 +202,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     expert_tokens: list[list[int]] = []
     missing_drafts: dict[str, int] = {}
     transfers: FinishedTransfers | None = None
+    mask_seconds: dict[str, float] = {}
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import llguidance
@@ -34,6 +33,33 @@ class CompiledGrammar(NamedTuple):
 Grammar = Future[CompiledGrammar]
 
 
+class GrammarJobs:
+    """Grammars to compile, one of each API key in turn: a key with many delays the grammar of another by no more than one compilation."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[tuple[str, Grammar]]] = OrderedDict()  # by key; the next one first
+        self._arrived = threading.Condition()
+
+    def put(self, tenant: str, job: tuple[str, Grammar]) -> None:
+        """Add a job of a key."""
+        with self._arrived:
+            self._waiting.setdefault(tenant, deque()).append(job)
+            self._arrived.notify()
+
+    def get(self) -> tuple[str, Grammar]:
+        """Take the next job; waits for one."""
+        with self._arrived:
+            while not self._waiting:
+                self._arrived.wait()
+            tenant, jobs = next(iter(self._waiting.items()))
+            job = jobs.popleft()
+            if jobs:
+                self._waiting.move_to_end(tenant)
+            else:
+                del self._waiting[tenant]
+            return job
+
+
 class Vocabulary(Protocol):
     """What a tokenizer must know: its tokens, as `tokenizers` describes them in JSON, and the ids that end a sequence."""
 
@@ -57,11 +83,11 @@ class GrammarCompiler:
         self._grammars: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()  # all that are alive
         self._recent: OrderedDict[str, Grammar] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        self._jobs: SimpleQueue[tuple[str, Grammar]] = SimpleQueue()
+        self._jobs = GrammarJobs()
         self._num_threads = self._num_queued = 0
 
-    def compile(self, grammar: str) -> Grammar:
-        """The compiled grammar. The result may raise `ValueError`.
+    def compile(self, grammar: str, tenant: str = "") -> Grammar:
+        """The compiled grammar. The result may raise `ValueError`. tenant: the API key whose request it is, which gets its turn.
 
         A grammar stays compiled as long as the caller keeps the result.
         """
@@ -78,7 +104,7 @@ class GrammarCompiler:
             if self._num_threads < min(MAX_THREADS, self._num_queued):
                 self._num_threads += 1
                 self._start_thread()
-        self._jobs.put((grammar, future))
+        self._jobs.put(tenant, (grammar, future))
         return future
 
     @property

@@ -9,6 +9,7 @@ model, and applies them to the logits before sampling.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from compile_and_serve.runtime.structured.compiler import CompiledGrammar
 from compile_and_serve.runtime.structured.distinct_items import DistinctItems
 from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
 
+SLOW_SECONDS = 0.005  # of all masks of a step
+LONG_SECONDS = 0.001  # of one mask
 _PARALLEL_ROWS = 4  # fewer rows are not worth the threads
 _MAX_THREADS = 8
 
@@ -223,10 +226,19 @@ class TokenMasks:
         if not self._shares_memory:
             self._device_masks_MW = torch.zeros_like(self._masks_MW, device=device)
             self._device_rows_M = torch.zeros_like(self._rows_M, device=device)
+        self.seconds: dict[int, float] = {}  # by `MaskedRows.first_row`
+        self._was_slow = False
         self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, num_cores)))
 
-    def fill(self, batch: Sequence[MaskedRows]) -> int:
-        """Compute the masks of the rows whose next token is restricted; → M, how many. Sets `error` where it fails."""
+    def fill(self, batch: Sequence[MaskedRows], *, is_timed: bool = False) -> int:
+        """Compute the masks of the rows whose next token is restricted; → M, how many. Sets `error` where it fails.
+
+        is_timed: where the masks of the step before took `SLOW_SECONDS`, compute one after the other, and note in `seconds` which of them
+        take long.
+        """
+        began = time.perf_counter()
+        is_timed &= self._was_slow
+        self.seconds.clear()
         masked = [rows for rows in batch if rows.sequence.is_masked and rows.sequence.error is None]
         masks, rows_M = self._masks_MW.numpy(), self._rows_M.numpy()
         count = 0
@@ -240,7 +252,7 @@ class TokenMasks:
         for rows in masked:
             jobs += _jobs(rows, first, masks)
             first += 1 + len(rows.drafts)
-        self._compute(jobs, count)
+        self._compute(jobs, count, is_timed=is_timed)
         for job in jobs:
             sequence = job.rows.sequence
             if job.matcher.is_error():
@@ -253,10 +265,21 @@ class TokenMasks:
                 _exclude(masks[job.first + offset], sequence.stop_ids)
             if job.start is not None:
                 _include(masks[job.first], job.start)
+        self._was_slow = time.perf_counter() - began > SLOW_SECONDS
         return count
 
-    def _compute(self, jobs: Sequence[_Job], count: int) -> None:
+    def _compute(self, jobs: Sequence[_Job], count: int, *, is_timed: bool) -> None:
         pointer, width = self._masks_MW.data_ptr(), self._masks_MW.shape[1] * 4
+        if is_timed:
+            for job in jobs:
+                began = time.perf_counter()
+                if job.drafts:
+                    self._executor.unsafe_compute_mask_ptr_with_draft_token([(job.matcher, job.first, job.drafts)], pointer, width, count)
+                else:
+                    job.matcher.unsafe_compute_mask_ptr(pointer + job.first * width, width)
+                if (seconds := time.perf_counter() - began) > LONG_SECONDS:
+                    self.seconds[job.rows.first_row] = seconds
+            return
         if with_drafts := [(job.matcher, job.first, job.drafts) for job in jobs if job.drafts]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, pointer, width, count)
         single = [(job.matcher, job.first) for job in jobs if not job.drafts]

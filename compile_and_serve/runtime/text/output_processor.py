@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, StepData, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, StepData, Tenant, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -139,6 +139,7 @@ class OutputProcessor:
         step_data: StepData | None = None,
         lora: LoRARequest | None = None,
         pooling: PoolingParams | None = None,
+        tenant: Tenant | None = None,
     ) -> EngineRequest:
         """Register a request that `InputProcessor.prepare` has prepared. Returns the message to send to the engine, one for all
         completions.
@@ -164,6 +165,7 @@ class OutputProcessor:
             pooling=pooling,
         )
         request.siblings = siblings
+        request.tenant = tenant
         return request
 
     def process(self, outputs: Iterable[EngineOutput]) -> list[str]:

@@ -98,7 +98,7 @@ def test_requests_wait_for_a_slot_in_their_order() -> None:
     assert run_step(scheduler) == (["b"], [(0, 2)])
     assert run_step(scheduler) == (["c"], [(0, 1)])
     assert not scheduler.has_work()
-    assert not scheduler.is_adapter_used(1)
+    assert not scheduler.adapter_slots.is_used(1)
 
 
 def test_requests_carry_their_slot_and_wait_for_their_file() -> None:

@@ -157,7 +157,7 @@ def test_long_prompts_are_hashed_and_admitted_a_few_per_step() -> None:
     request = make_request("r0", [i % 17 for i in range(3000)], max_tokens=1)
     with patch.multiple(admission, HASHED_TOKENS=1000, ADMITTED_TOKENS=9000):
         driver.add(msgspec.structs.replace(request, siblings=[Sibling(f"r{i}") for i in range(1, 32)]))
-        [prompt] = {id(entry[1].prompt): entry[1].prompt for entry in driver.scheduler._admission.waiting}.values()
+        [prompt] = {id(request.prompt): request.prompt for request in driver.scheduler._admission.waiting}.values()
         assert prompt.keys == []  # nothing is hashed when it comes
         counts = [len(step.new_requests) for _ in range(14) if (step := driver.step())]
     assert counts == [1, *[3] * 10, 1, 0, 0]

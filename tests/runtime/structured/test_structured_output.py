@@ -186,7 +186,7 @@ def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: 
         core.add_request(inputs.engine_request(request_id, prompt, prepared))
 
     with monkeypatch.context() as patch:
-        patch.setattr(core.executor, "compile_grammar", lambda text: grammar)
+        patch.setattr(core.executor, "compile_grammar", lambda text, tenant: grammar)
         submit("slow", SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=AS_JSON))
     submit("free", SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
     seen = [output for _ in range(12) for output in core.step().outputs]
@@ -201,7 +201,7 @@ def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: 
 
     wrong: Future[Any] = Future()
     with monkeypatch.context() as patch:
-        patch.setattr(core.executor, "compile_grammar", lambda text: wrong)
+        patch.setattr(core.executor, "compile_grammar", lambda text, tenant: wrong)
         submit("wrong", SamplingParams(structured_outputs=AS_JSON))
     wrong.set_exception(ValueError("It is wrong."))
     [output] = core.step().outputs
@@ -210,8 +210,8 @@ def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: 
 
 
 def test_masks_that_exceed_the_limits_end_their_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: TokenMasks, batch: list[MaskedRows]) -> int:
-        count = fill(self, batch)
+    def failing(self: TokenMasks, batch: list[MaskedRows], *, is_timed: bool) -> int:
+        count = fill(self, batch, is_timed=is_timed)
         for rows in batch:
             if rows.sequence.num_tokens == 3 and rows.sequence.min_tokens == 1:
                 rows.sequence.error = "The structured output's grammar could not be followed: too complex."

@@ -1,0 +1,274 @@
+"""Bounds that hold while several API keys have unfinished requests.
+
+A key's share of the batch slots, of the KV blocks and of a step's prompt tokens follows from its weight. A key may have more than its
+share as long as no key wants what is left of its own:
+- A key that is behind and waits takes slots and blocks from a key that is ahead: the last request of that key is preempted.
+- While several keys have prompts to compute, each gets its share of the step for them. A key that is ahead gets an
+  `AHEAD_FRACTION`th of a step while a key that is behind decodes. A short prompt that waits gets a `SHORT_FRACTION`th of its key's part
+  although longer prompts of the key are under way.
+- A sequence whose mask of structured output takes long sits out some steps.
+- A key that has its share of the slots starts no more requests while a key with fewer could start one.
+
+Costs are in prompt tokens. A decode costs more than a prompt token; how much more is measured (`TokenCost`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from compile_and_serve.runtime.scheduler.fair_queue import FairQueue, can_start
+from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.request import Request
+from compile_and_serve.runtime.scheduler.shares import Account
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
+from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
+
+AHEAD_FRACTION = 8
+SHORT_FRACTION = 4
+MASK_PAUSE = 4.0  # seconds in which a sequence sits out, for each second of its mask
+STARTS_PER_STEP = 8  # requests for which a step makes room
+CONTENDED_PROMPT_LOGPROB_ROWS = 64  # in place of the scheduler's PROMPT_LOGPROB_ROWS
+
+
+class Part(NamedTuple):
+    """Tokens of a step that a key's prompts may have. kept: of these, for prompts that wait."""
+
+    tokens: int
+    kept: int
+
+
+class TokenCost:
+    """What a decode costs, in prompt tokens: measured over the steps, within limits."""
+
+    DEFAULT, LIMITS = 2.0, (1.0, 16.0)
+    _NEW_PART = 0.1  # of an average
+
+    def __init__(self) -> None:
+        self.decode = self.DEFAULT
+        self._decode_seconds = self._prompt_seconds = 0.0  # of a token
+
+    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step's duration."""
+        if seconds <= 0.0:
+            return
+        if not num_prompt_tokens:
+            self._decode_seconds = self._mean(self._decode_seconds, seconds / num_decodes)
+        elif (rest := seconds - num_decodes * self._decode_seconds) > 0.0:
+            self._prompt_seconds = self._mean(self._prompt_seconds, rest / num_prompt_tokens)
+        if self._decode_seconds and self._prompt_seconds:
+            lowest, highest = self.LIMITS
+            self.decode = min(highest, max(lowest, self._decode_seconds / self._prompt_seconds))
+
+    def _mean(self, before: float, new: float) -> float:
+        return new if not before else before + self._NEW_PART * (new - before)
+
+
+class Fairness:
+    """Counts what keys get, and says who may start, whose prompts go on and who gives way. Call it while `queue.is_contended`."""
+
+    def __init__(self, queue: FairQueue, manager: KVCacheManager, *, max_num_seqs: int, token_budget: int) -> None:
+        self.cost = TokenCost()
+        self._queue = queue
+        self._manager = manager
+        self._max_num_seqs = max_num_seqs
+        self._token_budget = token_budget
+        self._slack = token_budget / 2  # by which a key may be behind; a step may add as much again
+        queue.may_start = self._may_start
+
+    def share(self, account: Account) -> float:
+        """A key's part of everything, 0 to 1."""
+        return account.tenant.weight / sum(other.tenant.weight for other in self._queue.accounts.values())
+
+    def charge(self, step: StepInFlight, scheduled: Mapping[str, int]) -> None:
+        """Count what a step computes. What is computed again after a preemption is not counted again."""
+        for request in step.decodes:
+            self._charge(request, request.num_computed_tokens, scheduled[request.request_id], self.cost.decode)
+        for chunk in step.chunks:
+            self._charge(chunk.request, chunk.end, chunk.end - chunk.start, 1.0)
+
+    def _charge(self, request: Request, end: int, count: int, token_cost: float) -> None:
+        num_new = min(count, end - request.num_charged_tokens)
+        if num_new > 0:
+            cost, user = num_new * token_cost, request.share
+            user.served += cost
+            user.account.served += cost / user.account.tenant.weight
+
+    def observe(self, step: StepInFlight, result: ModelRunnerOutput, seconds: float) -> None:
+        """Learn from a step's result. seconds: its duration.
+
+        Sequences whose masks take long sit out the next steps: together those of a key take one second in 1 + `MASK_PAUSE`, and they come
+        back one after the other, so that a step waits for few of them.
+        """
+        self.cost.observe(len(step.decodes), sum(chunk.end - chunk.start for chunk in step.chunks), seconds)
+        if not result.mask_seconds:
+            return
+        slow: dict[Account, list[Request]] = {}
+        for request in step.decodes:
+            if request.request_id in result.mask_seconds and not request.has_ended:
+                slow.setdefault(request.share.account, []).append(request)
+        now = time.monotonic()
+        for requests in slow.values():
+            pause = MASK_PAUSE * sum(result.mask_seconds[request.request_id] for request in requests)
+            for number, request in enumerate(requests, start=1):
+                request.paused_until = now + pause * number / len(requests)
+                request.fast_until = 0
+
+    def divide(self, prefilling: Sequence[Request], budget: int, step: StepInFlight) -> tuple[list[Request], dict[Account, Part], int]:
+        """Divide what a step's decodes leave of its budget among prompts. → the prefills under way, those of the least served key first;
+        what each key with prompts to compute may have; and how much is withheld from all of them.
+
+        A key that is ahead by more than the slack gets none while the key that is behind has a prompt that waits.
+        """
+        withheld = self._withheld(prefilling, budget, step)
+        demands: Counter[Account] = Counter()
+        for request in prefilling:
+            demands[request.share.account] += request.prefill_end - request.num_computed_tokens
+        first: dict[Account, int] = {}  # tokens of the prompt that is next
+        for account in self._queue.accounts.values():
+            if not account.num_waiting or not self._has_room(account):
+                continue
+            for user in account.waiting_users():
+                # The first entries of a heap are about those that come next.
+                lengths = [len(request.token_ids) for _, request in user.waiting[:STARTS_PER_STEP] if can_start(request)]
+                if lengths:
+                    demands[account] += sum(lengths)
+                    first[account] = min(lengths[0], first.get(account, self._token_budget))
+        lowest = min((account.served for account in first), default=math.inf)
+        demands = Counter({account: count for account, count in demands.items() if account.served - lowest <= self._slack})
+        parts = {}
+        for account, tokens in self._shared_out(demands, budget - withheld).items():
+            is_short = account in first and first[account] <= tokens // SHORT_FRACTION
+            parts[account] = Part(tokens, first[account] if is_short else 0)
+        return self.by_service(prefilling), parts, withheld
+
+    def _withheld(self, prefilling: Sequence[Request], budget: int, step: StepInFlight) -> int:
+        """Tokens of a step's budget that its prompts must leave: all of them are of one key, and a key that is behind decodes."""
+        wanting = {request.share.account for request in prefilling}
+        wanting |= {account for account in self._queue.accounts.values() if account.num_waiting}
+        if len(wanting) != 1:
+            return 0
+        [account] = wanting
+        others = (request.share.account.served for request in step.decodes if request.share.account is not account)
+        if account.served - min(others, default=account.served) <= self._slack:
+            return 0
+        return max(0, budget - max(1, self._token_budget // AHEAD_FRACTION))
+
+    def _shared_out(self, demands: Counter[Account], budget: int) -> dict[Account, int]:
+        """Give each key its part of the budget by weight, and what a key does not need to the others. The least served gets what
+        rounding leaves.
+        """
+        granted: dict[Account, int] = dict.fromkeys(demands, 0)
+        wanting = sorted((account for account in demands if demands[account]), key=lambda account: account.served)
+        while wanting and budget > 0:
+            weights = sum(account.tenant.weight for account in wanting)
+            available = budget
+            for account in wanting:
+                count = min(demands[account] - granted[account], budget, math.ceil(available * account.tenant.weight / weights))
+                granted[account] += count
+                budget -= count
+            wanting = [account for account in wanting if granted[account] < demands[account]]
+        return granted
+
+    def by_service(self, requests: Iterable[Request]) -> list[Request]:
+        """The requests, those of the least served key first; the order within a key stays."""
+        return sorted(requests, key=lambda request: request.share.account.served)
+
+    def make_room(self, running: Sequence[Request]) -> list[Request]:
+        """The running requests to preempt, so that keys which are behind can start what waits. running: in order."""
+        free_slots = self._max_num_seqs - len(running)
+        spare = self._manager.num_spare - len(running)
+        victims: list[Request] = []
+        slots = Counter({account: account.num_running for account in self._queue.accounts.values()})
+        blocks: Counter[Account] | None = None
+        # One that computes again what it lost makes some progress first.
+        candidates = [one for one in running if one.num_computed_tokens > one.num_charged_tokens]
+        for account in sorted(self._queue.accounts.values(), key=lambda account: account.served):
+            if not account.num_waiting:
+                continue
+            limit = account.tenant.max_running
+            for request in self._starting(account):
+                if limit is not None and slots[account] >= limit:
+                    break
+                num_blocks = self._manager.num_blocks(len(request.token_ids))
+                if spare < num_blocks and blocks is None:
+                    blocks = Counter()
+                    for one in running:
+                        if one not in victims:
+                            blocks[one.share.account] += _num_blocks(one)
+                found: list[Request] = []
+                while free_slots + len(found) < 1 or spare + sum(map(_num_blocks, found)) < num_blocks:
+                    needs_slot = free_slots + len(found) < 1
+                    left = [one for one in candidates if one not in victims and one not in found]
+                    if needs_slot or blocks is None:
+                        victim = self._victim(account, slots, 1, self._max_num_seqs, left)
+                    else:
+                        victim = self._victim(account, blocks, num_blocks, self._manager.pool.num_blocks, left)
+                    if victim is None:
+                        found = []
+                        break
+                    found.append(victim)
+                    slots[victim.share.account] -= 1
+                    if blocks is not None:
+                        blocks[victim.share.account] -= _num_blocks(victim)
+                if not found and (free_slots < 1 or spare < num_blocks):
+                    break
+                victims += found
+                free_slots += len(found) - 1
+                spare += sum(map(_num_blocks, found)) - num_blocks
+                slots[account] += 1
+                if blocks is not None:
+                    blocks[account] += num_blocks
+        return victims
+
+    def exceeds_blocks(self, account: Account, num_new: int, running: Sequence[Request]) -> bool:
+        """Whether a key that holds blocks would have more than its share with `num_new` more."""
+        held = sum(_num_blocks(request) for request in running if request.share.account is account)
+        return held > 0 and held + num_new > self.share(account) * self._manager.pool.num_blocks
+
+    def _starting(self, account: Account) -> list[Request]:
+        """Requests of a key that would start next."""
+        found = [one for user in account.waiting_users() for _, one in user.waiting[:STARTS_PER_STEP] if can_start(one)]
+        return found[:STARTS_PER_STEP]
+
+    def _victim(self, account: Account, held: Counter[Account], wanted: int, total: int, running: Sequence[Request]) -> Request | None:
+        """Whose slot or blocks the key may take: the last request of the key that is the most above its share of them, and not behind.
+
+        A key that is behind by more than the slack may take it from the key that is the most ahead, and exceed its own share by less than a
+        request. held: of each key. wanted: by the request that is to start. total: what there is.
+        """
+        own = self.share(account) * total
+        others = {one.share.account for one in running if one.share.account is not account}
+        above = [other for other in others if other.served >= account.served and held[other] > self.share(other) * total]
+        ahead = [other for other in others if other.served - account.served > self._slack]
+        if held[account] + wanted <= own and above:
+            taken_from = max(above, key=lambda other: held[other] - self.share(other) * total)
+        elif held[account] <= own and ahead:
+            taken_from = max(ahead, key=lambda other: other.served)
+        else:
+            return None
+        return next(one for one in reversed(running) if one.share.account is taken_from)
+
+    @staticmethod
+    def _has_room(account: Account) -> bool:
+        limit = account.tenant.max_running
+        return limit is None or account.num_running < limit
+
+    def _may_start(self, account: Account) -> bool:
+        if not self._has_room(account):
+            return False
+        if not self._queue.is_contended or account.num_running + 1 <= self.share(account) * self._max_num_seqs:
+            return True
+        for other in self._queue.accounts.values():
+            if other is account or not other.num_waiting or other.is_skipped:
+                continue
+            if other.num_running + 1 <= self.share(other) * self._max_num_seqs and self._has_room(other):
+                return False
+        return True
+
+
+def _num_blocks(request: Request) -> int:
+    return sum(map(len, request.block_ids)) - sum(request.num_freed_blocks)
