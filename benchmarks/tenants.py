@@ -1,0 +1,275 @@
+"""What one API key gets while another attacks the server. Prints JSON lines.
+
+    python -m benchmarks.tenants [--model smollm2-135m] [--attacks flood,grammars] [--seconds 6] [--slots 8] [-- OPTIONS OF serve]
+
+A server of its own is started, with `--slots` batch slots. Key B keeps half of them busy: each of its streams sends the next request when
+the last one has ended. `fair`: B beside key A, which does the same. Then B beside each attack of A. The clients run at nice 19, each in a
+process of its own. All without `--attacks` takes under four minutes.
+
+`tok_s`: B's tokens per second. `ttft_p50_ms`, `ttft_p99_ms`: to B's first tokens. `gap_ms`: the median between two parts of a stream, about
+a step. `longest_gap_ms`: the longest of them. `statuses`: of B's requests. `attack_statuses`: of A's. Beside an
+attack: `of_fair`, B's tokens per second as a part of the fair run's; `ttft_ratio`, of the medians; `more_steps`, how much longer the
+longest gap is than the fair run's; and `holds`: whether of_fair >= 0.8, ttft_ratio <= 2, more_steps <= 3, and each of B's requests got 200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count, pairwise
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common import cpu_name, environment
+from tests.support.server_process import ServerProcess
+
+KEYS = {"a": "key of a", "b": "key of b"}
+NEW_TOKENS = 32  # of each of B's requests
+MAX_WAITING = 400
+WARM_SECONDS = 1.0  # of an attack, before B is measured
+NUM_ADAPTERS = 6
+_NUMBERS = count()
+
+Attack = Callable[["Client"], Awaitable[None]]
+
+
+class Client:
+    """One key's client. statuses: of its answers; 0: none came."""
+
+    def __init__(self, url: str, key: str) -> None:
+        headers = {"Authorization": f"Bearer {KEYS.get(key, key)}"}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits)
+        self.statuses: Counter[int] = Counter()
+
+    async def post(self, path: str, **body: Any) -> None:
+        """Send a request and read the answer."""
+        try:
+            self.statuses[(await self.http.post(path, json=body)).status_code] += 1
+        except httpx.TransportError:
+            self.statuses[0] += 1
+
+    async def complete(self, prompt: str | list[int] = "Once", **fields: Any) -> None:
+        """A completion."""
+        await self.post("/v1/completions", **{"prompt": prompt, "ignore_eos": True, "max_tokens": NEW_TOKENS, **fields})
+
+    async def stream(self, num_tokens: int, times: list[list[float]]) -> None:
+        """A streamed completion with a prompt that was not seen before; adds when it was sent and when its parts came to `times`."""
+        prompt = f"{next(_NUMBERS)} {random.random()}: once upon a time there was"
+        body = {"prompt": prompt, "ignore_eos": True, "max_tokens": num_tokens, "stream": True}
+        own = [time.monotonic()]
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            self.statuses[response.status_code] += 1
+            own += [time.monotonic() async for line in response.aiter_lines() if line.startswith("data: {")]
+        times.append(own)
+
+    async def repeat(self, number: int, work: Callable[[], Awaitable[Any]]) -> None:
+        """`number` tasks that do the work over and over. A refused client does not wait as long as it was told to."""
+
+        async def again() -> None:
+            while True:
+                await work()
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(*(again() for _ in range(number)))
+
+
+def _schema() -> dict[str, Any]:
+    """A JSON schema that was not seen before."""
+    names = [f"p{next(_NUMBERS)}_{random.random()}" for _ in range(40)]
+    properties = {name: {"type": "array", "items": {"enum": [f"{name}{i}" for i in range(20)]}} for name in names}
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "properties": properties, "required": names}}}
+
+
+def _numbers(length: int) -> list[int]:
+    return [random.randrange(100, 20_000) for _ in range(length)]
+
+
+async def _identical(client: Client, slots: int) -> None:
+    await client.repeat(slots // 2, lambda: client.stream(NEW_TOKENS, []))
+
+
+async def _cancel(client: Client) -> None:
+    async with client.http.stream("POST", "/v1/completions", json={"prompt": "Once", "max_tokens": 500, "stream": True}) as response:
+        client.statuses[response.status_code] += 1
+        async for _ in response.aiter_bytes():
+            break
+
+
+async def _unauthorized(client: Client) -> None:
+    answer = await client.http.post("/v1/completions", json={"prompt": "Once"}, headers={"Authorization": "Bearer wrong"})
+    client.statuses[answer.status_code] += 1
+
+
+async def _metrics(client: Client) -> None:
+    client.statuses[(await client.http.get("/metrics")).status_code] += 1
+
+
+def _chat(client: Client) -> Awaitable[None]:
+    messages = [{"role": "user", "content": "Hi"}]
+    return client.post("/v1/chat/completions", messages=messages, response_format=_schema(), max_tokens=NEW_TOKENS)
+
+
+def _background(client: Client) -> Awaitable[None]:
+    return client.post("/v1/responses", input="Hi", background=True, max_output_tokens=500)
+
+
+ATTACKS: dict[str, Attack] = {
+    "flood": lambda a: a.repeat(400, lambda: a.complete(max_tokens=500)),
+    "queue": lambda a: a.repeat(64, lambda: a.complete(n=16, max_tokens=64)),
+    "background": lambda a: a.repeat(32, lambda: _background(a)),
+    "prompts": lambda a: a.repeat(4, lambda: a.complete(_numbers(6000), max_tokens=4)),
+    "siblings": lambda a: a.repeat(16, lambda: a.complete(n=128, max_tokens=16)),
+    "beams": lambda a: a.repeat(2, lambda: a.complete(n=64, use_beam_search=True, ignore_eos=False, max_tokens=16)),
+    "grammars": lambda a: a.repeat(64, lambda: _chat(a)),
+    "prompt_logprobs": lambda a: a.repeat(4, lambda: a.complete(_numbers(1500), max_tokens=4, prompt_logprobs=5)),
+    "penalties": lambda a: a.repeat(
+        64, lambda: a.complete(max_tokens=100, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.1, temperature=0.7)
+    ),
+    "logprobs": lambda a: a.repeat(32, lambda: a.complete(max_tokens=100, logprobs=20)),
+    "cancels": lambda a: a.repeat(32, lambda: _cancel(a)),
+    "adapters": lambda a: a.repeat(32, lambda: a.complete(model=f"adapter-{random.randrange(NUM_ADAPTERS)}")),
+    "unauthorized": lambda a: a.repeat(32, lambda: _unauthorized(a)),
+    "metrics": lambda a: a.repeat(32, lambda: _metrics(a)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="names separated by commas")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for which B is measured beside each")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("options", nargs="*", help="of serve, after --")
+    arguments = parser.parse_args(argv)
+    names = arguments.attacks.split(",")
+    if unknown := [name for name in names if name not in ATTACKS]:
+        parser.error(f"unknown attacks {', '.join(unknown)}: known are {', '.join(ATTACKS)}.")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tenants.yaml"
+        file.write_text("".join(f"- {{key: '{key}', name: {name}}}\n" for name, key in KEYS.items()))
+        options = ["--port", "0", "--tenants", str(file), "--max-num-seqs", str(arguments.slots), "--max-waiting", str(MAX_WAITING)]
+        options += ["--response-store", "64MiB", "--throughput-log", "0", "--no-access-log"]
+        if "adapters" in names:
+            options += ["--enable-lora", "--max-loras", "2"]
+            for number in range(NUM_ADAPTERS):
+                path = Path(folder) / f"adapter-{number}"
+                _write_adapter(path, arguments.model)
+                options += ["--lora-modules", f"{path.name}={path}"]
+        server = ServerProcess(arguments.model, *options, *arguments.options)
+        os.nice(19)  # of this process and those that it starts from now on
+        try:
+            _measure_all(server.url, names, arguments)
+        finally:
+            server.stop()
+
+
+def _measure_all(url: str, names: Sequence[str], arguments: argparse.Namespace) -> None:
+    where = {"model": arguments.model, "slots": arguments.slots, "cpu": cpu_name(), **environment()}
+    fair = _beside(url, "fair", arguments)
+    print(json.dumps({"tenants": "fair", **fair, **where}), flush=True)
+    for name in names:
+        row = _beside(url, name, arguments)
+        row["of_fair"] = round(row["tok_s"] / fair["tok_s"], 2)
+        row["ttft_ratio"] = round(row["ttft_p50_ms"] / fair["ttft_p50_ms"], 2)
+        row["more_steps"] = round((row["longest_gap_ms"] - fair["longest_gap_ms"]) / fair["gap_ms"], 1)
+        row["holds"] = row["of_fair"] >= 0.8 and row["ttft_ratio"] <= 2 and row["more_steps"] <= 3 and set(row["statuses"]) == {200}
+        print(json.dumps({"tenants": name, **row, **where}), flush=True)
+
+
+def _beside(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """B beside an attack of A in another process."""
+    context = multiprocessing.get_context("spawn")
+    begun, stop, statuses = context.Event(), context.Event(), context.SimpleQueue()
+    attacker = context.Process(target=_attack, args=(url, name, arguments.slots, begun, stop, statuses))
+    attacker.start()
+    if not begun.wait(60):
+        raise SystemExit(f"The process of the attack {name} did not start.")
+    time.sleep(WARM_SECONDS)
+    try:
+        row = asyncio.run(_victim(url, arguments.slots // 2, arguments.seconds))
+    finally:
+        stop.set()
+        row_of_a = statuses.get()
+        attacker.join()
+    return row | {"attack_statuses": row_of_a}
+
+
+def _attack(url: str, name: str, slots: int, begun: Event, stop: Event, statuses: Any) -> None:
+    async def run() -> dict[int, int]:
+        client = Client(url, "a")
+        work = _identical(client, slots) if name == "fair" else ATTACKS[name](client)
+        task = asyncio.ensure_future(work)
+        begun.set()
+        while not stop.is_set() and not task.done():
+            await asyncio.sleep(0.05)
+        if task.done():
+            task.result()  # raises its error
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.http.aclose()
+        return dict(client.statuses)
+
+    statuses.put(asyncio.run(run()))
+
+
+async def _victim(url: str, streams: int, seconds: float) -> dict[str, Any]:
+    client, times = Client(url, "b"), list[list[float]]()
+    end = time.monotonic() + seconds
+
+    async def one() -> None:
+        while time.monotonic() < end:
+            await client.stream(NEW_TOKENS, times)
+
+    began = time.monotonic()
+    await asyncio.gather(*(one() for _ in range(streams)))
+    elapsed = time.monotonic() - began
+    await client.http.aclose()
+    whole = [own for own in times if len(own) > 2]
+    first = sorted((own[1] - own[0]) * 1e3 for own in whole)
+    gaps = [(after - before) * 1e3 for own in whole for before, after in pairwise(own[1:])]
+    return {
+        "tok_s": round(len(whole) * NEW_TOKENS / elapsed, 1),
+        "requests": len(whole),
+        "ttft_p50_ms": round(statistics.median(first), 1),
+        "ttft_p99_ms": round(first[int(len(first) * 0.99)], 1),
+        "gap_ms": round(statistics.median(gaps), 2),
+        "longest_gap_ms": round(max(gaps), 1),
+        "statuses": dict(client.statuses),
+    }
+
+
+def _write_adapter(folder: Path, model: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from compile_and_serve.runtime.weights.checkpoint import read_config
+    from compile_and_serve.runtime.weights.resolve import resolve_model
+
+    config = read_config(resolve_model(model))
+    hidden, rank = config["hidden_size"], 8
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden) * 0.01
+        tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank) * 0.01
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    options = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["o_proj"], "base_model_name_or_path": model}
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+
+
+if __name__ == "__main__":
+    main()
