@@ -1,7 +1,7 @@
 """One of several API processes (`--api-server-count`): the application on the shared port, with a connection of its own to the engine.
 
 Process 0 also listens on a private Unix socket. The other processes pass on to it what one process must do alone: stored responses,
-loading adapters, sleeping and waking.
+loading adapters, sleeping and waking. It also counts the requests and tokens a minute of API keys that have limits of them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from compile_and_serve.serve.processes.reports import report
 from compile_and_serve.serve.processes.siblings import Answer, SharedState, Siblings
 from compile_and_serve.serve.server import _begin, _finish, _loop_factory, _read_files, _uvicorn_config, _wait_any
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.tenants.rate_limits import RateAnswer
 
 if TYPE_CHECKING:
     import httpx
@@ -174,8 +175,14 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
         tokens = context.metrics.tokens
         return tokens.prompt, tokens.generation, context.metrics.num_held
 
-    async def engine_died(reason: str) -> None:
-        client.die(reason)
+    async def begin_request(name: str) -> RateAnswer:
+        return await context.rates.begin(name)
+
+    async def use_tokens(name: str, num_tokens: int) -> None:
+        await context.rates.use(name, num_tokens)
+
+    async def engine_died(reason: str, dead_replicas: list[int]) -> None:
+        client.die(reason, dead_replicas)
 
     async def stop_serving(in_a_hurry: bool) -> None:
         stop.set()
@@ -183,7 +190,8 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
             hurry.set()
 
     set_sleeping = context.engine.set_sleeping
-    return {one.__name__: one for one in (set_sleeping, set_adapter, state, metrics, load, engine_died, stop_serving)}
+    told = (set_sleeping, set_adapter, state, metrics, load, begin_request, use_tokens, engine_died, stop_serving)
+    return {one.__name__: one for one in told}
 
 
 def forwarded_prefixes(settings: ServerSettings) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from compile_and_serve.serve.http.middleware import ApiKeyMiddleware, BodyLimitM
 from compile_and_serve.serve.http.openapi import describe_errors
 from compile_and_serve.serve.http.probes import ProbeMiddleware
 from compile_and_serve.serve.http.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
+from compile_and_serve.serve.http.tenant_middleware import TenantMiddleware
 from compile_and_serve.serve.inspect import router as graphs
 from compile_and_serve.serve.observe.metrics import Metrics, render_families, with_prefix
 from compile_and_serve.serve.observe.orca import OrcaMiddleware
@@ -52,6 +53,8 @@ from compile_and_serve.serve.routers import (
 )
 from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.tenants.rate_limits import LocalRateLimits, RateLimits, SharedRateLimits
+from compile_and_serve.serve.tenants.registry import Tenants
 
 ROUTERS = (
     chat.router,
@@ -90,7 +93,10 @@ def create_app(
     metrics.describe_engine(client.info)
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
-    engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death, process=process, siblings=siblings)
+    tenants = Tenants(settings)
+    rates: RateLimits = LocalRateLimits(tenants.all) if process == 0 or siblings is None else SharedRateLimits(siblings.ask_first)
+    rated = {one.name for one in tenants.all if one.tokens_per_minute is not None}
+    engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death, process=process, siblings=siblings, rates=rates, rated=rated)
     media = MediaWork(client.info.media, tokenizer, metrics.observe_media)
     parsers = served_parsers(tokenizer, settings)
     pool = templates or TemplatePool()
@@ -145,6 +151,7 @@ def create_app(
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
         stored_responses=store if settings.response_store_bytes else None,
         siblings=siblings,
+        rates=rates,
     )
     app.include_router(playground.router)
     for router in ROUTERS:
@@ -165,6 +172,8 @@ def create_app(
     app.add_middleware(ProbeMiddleware)
     app.add_middleware(ContentEncodingMiddleware, max_bytes=settings.max_body_bytes)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    if tenants.is_needed:
+        app.add_middleware(TenantMiddleware, tenants=tenants, rates=rates, metrics=metrics)
     if settings.api_keys or settings.admin_keys:
         app.add_middleware(
             ApiKeyMiddleware,

@@ -20,6 +20,7 @@ from compile_and_serve.serve.observe.rendered import RenderedMetrics
 from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.tenants.rate_limits import RateLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,7 @@ class ServerContext:
     fingerprint: str
     stored_responses: ResponseStore | None = None
     siblings: Siblings | None = None
+    rates: RateLimits
     started: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -16,6 +16,7 @@ import msgspec
 from compile_and_serve.option_fields import MISSING, json_object, option, parse_size
 from compile_and_serve.runtime.logs import LogFormat
 from compile_and_serve.runtime.sampling_params import RepetitionDetectionParams
+from compile_and_serve.serve.tenant_options import TenantOptions, read_tenants
 from compile_and_serve.serve.tls import TlsSettings
 
 MAX_API_SERVERS = 64
@@ -102,7 +103,8 @@ class ServerSettings:
     """Options of the API server.
 
     served_model_names: answers and metrics carry the first.
-    tls: None is plain HTTP. api_keys, admin_keys: empty: no key is needed, or none of their own for admin and LoRA routes.
+    tls: None is plain HTTP. api_keys, admin_keys: empty: no key is needed, or none of their own for admin and LoRA routes. tenants: entries
+        for some of api_keys.
     default_sampling: values for sampling fields that a request leaves out, from the model's generation_config.json.
     priorities: whether requests may have a priority (scheduling policy "priority").
     max_body_bytes: `json_body` has further limits for bodies of more than 64 KiB.
@@ -284,6 +286,21 @@ class ServerSettings:
     )
     connection_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    tenants: tuple[TenantOptions, ...] = option(
+        (),
+        "YAML file with API keys and, for each, a name, a weight and limits: the keys share the engine by weight. Every key of "
+        "--api-key-file without an entry has the weight 1.",
+        panel="Access",
+        metavar="FILE",
+        flag_type=Path,
+        flag_default=None,
+        parse=read_tenants,
+    )
+    fair_by_user: bool = option(
+        False,
+        "Share what an API key gets among its users, too: those whom requests name in `user` (metadata.user_id of Anthropic's API).",
+        panel="Access",
+    )
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_routes: bool = option(
         False,
@@ -329,6 +346,8 @@ class ServerSettings:
             raise ValueError(f"supervisor_port must be in [1, 65535], got {self.supervisor_port}.")
         if not (self.probe_interval > 0 and self.probe_timeout > 0 and self.probe_failures > 0):
             raise ValueError("probe_interval, probe_timeout and probe_failures must be above 0.")
+        if any(tenant.key not in self.api_keys for tenant in self.tenants):
+            raise ValueError("The keys of tenants must be among api_keys.")
         if not all(self.admin_keys):
             raise ValueError("admin_keys must not contain an empty key.")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:

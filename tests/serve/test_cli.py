@@ -59,7 +59,7 @@ FLAGS = {
         "--stream-keepalive", "--api-server-count", "--data-parallel-multi-port-external-lb", "-dpm", "--data-parallel-supervisor-port",
         "--dp-supervisor-probe-interval-s", "--dp-supervisor-probe-timeout-s", "--dp-supervisor-probe-failure-threshold",
         "--log-format", "--throughput-log", "--otlp-traces-endpoint",
-        "--allow-lora-without-admin-key", "--allowed-hosts", "--max-background-responses",
+        "--allow-lora-without-admin-key", "--allowed-hosts", "--tenants", "--fair-by-user", "--max-background-responses",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {

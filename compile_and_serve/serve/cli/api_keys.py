@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from compile_and_serve.serve.tenant_options import TenantOptions
+
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "COMPILE_AND_SERVE_API_KEY"
@@ -39,6 +41,11 @@ def read_api_keys(
         if not keys:
             logger.warning("The environment variable %s contains no key, so it is ignored.", variable)
     return tuple(dict.fromkeys(keys))
+
+
+def with_tenants(keys: Sequence[str], tenants: Sequence[TenantOptions]) -> tuple[str, ...]:
+    """All keys: those of tenants, too."""
+    return tuple(dict.fromkeys([*keys, *(tenant.key for tenant in tenants if tenant.key is not None)]))
 
 
 def hide_arguments(secrets: Sequence[str]) -> None:

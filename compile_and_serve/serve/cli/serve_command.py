@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compile_and_serve.option_fields import make_config
-from compile_and_serve.serve.cli.api_keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, read_api_keys
+from compile_and_serve.serve.cli.api_keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, read_api_keys, with_tenants
 from compile_and_serve.serve.cli.config_file import apply_config_file
 from compile_and_serve.serve.cli.flags import ACCESS_PANEL, CONNECTION_PANEL, ModelArgument
 from compile_and_serve.serve.cli.output import StageDisplay, StageLog, error_console, use_json_logs
@@ -84,7 +84,7 @@ def serve_command(
     options |= {
         "served_model_names": options.get("served_model_names", (model,)),
         "graphs_dir": engine_options["dump_dir"] if enable_graphs else None,
-        "api_keys": read_api_keys(api_key, api_key_file),
+        "api_keys": with_tenants(read_api_keys(api_key, api_key_file), options.get("tenants", ())),
         "admin_keys": read_api_keys(admin_api_key, admin_api_key_file, flag="--admin-api-key", variable=ADMIN_KEY_VARIABLE),
     }
     settings = make_config(ServerSettings, options)

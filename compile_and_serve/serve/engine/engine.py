@@ -11,16 +11,18 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineFullError
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData, StepOutputs, UtilityOptions
+from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData, StepOutputs, Tenant, UtilityOptions
 from compile_and_serve.runtime.pooling.results import check_generates
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.scheduler.request_checks import QueueFullError as RequestsFullError
+from compile_and_serve.runtime.scheduler.request_checks import TenantLimitError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.output_processor import OutputProcessor
 from compile_and_serve.serve.engine.generation import Generation
@@ -30,6 +32,9 @@ from compile_and_serve.serve.observe.metrics import Metrics
 from compile_and_serve.serve.observe.queue_speed import QueueSpeed
 from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.settings import MAX_API_SERVERS
+from compile_and_serve.serve.tenants.current import current_tenant
+from compile_and_serve.serve.tenants.places import Places
+from compile_and_serve.serve.tenants.rate_limits import RateLimits
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +83,8 @@ class EngineClient(Protocol):
 class AsyncEngine:
     """One engine for many concurrent requests, on one event loop.
 
-    on_death: called once with the reason when the engine dies. process: number of this API process among its `siblings`.
+    on_death: called once with the reason when the engine dies. process: number of this API process among its `siblings`. rates: where the
+    tokens of tenants are counted that have a limit of them. rated: their names.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class AsyncEngine:
         on_death: Callable[[str], None] | None = None,
         process: int = 0,
         siblings: Siblings | None = None,
+        rates: RateLimits | None = None,
+        rated: Collection[str] = (),
     ) -> None:
         self.client = client
         self.inputs = inputs
@@ -106,6 +114,9 @@ class AsyncEngine:
         self._reader: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.speed = QueueSpeed()
+        self.places = Places()
+        self._rates, self._rated = rates, rated
+        self._counting: set[asyncio.Task[None]] = set()
 
     @property
     def num_in_flight(self) -> int:
@@ -163,12 +174,14 @@ class AsyncEngine:
         num_sequences = sum(p.n for p in params)
         generation = Generation(self, num_sequences)
         self.speed.started(time.monotonic())
-        first_index = 0
+        first_index, tenant = 0, generation.tenant
         requests: list[EngineRequest] = []
         try:
             for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
                 for index in range(first_index, first_index + prompt_params.n):
-                    generation.clocks[index] = self.metrics.start(len(prompt), None if lora is None else lora.lora_name)
+                    generation.clocks[index] = self.metrics.start(
+                        len(prompt), None if lora is None else lora.lora_name, None if tenant is None else tenant.name
+                    )
                 if generation.trace is not None:
                     generation.trace.sequence_started(len(prompt))
                 added = self._processor.add(
@@ -182,9 +195,12 @@ class AsyncEngine:
                     lora=lora,
                     pooling=pooling,
                     step_data=None if step_data is None else step_data[number],
+                    tenant=tenant,
                 )
                 if media is not None:
                     added.media = media[number]
+                self.places.add(tenant, prompt_params.n)
+                self.count_tokens(tenant, len(prompt))
                 first_index += prompt_params.n
                 generation.engine_ids += added.request_ids
                 requests.append(added)
@@ -194,6 +210,8 @@ class AsyncEngine:
                     await self.client.add_request(request)
             except EngineFullError as error:
                 self.check_accepts(())
+                if error.is_of_key:
+                    raise self._key_full(str(error)) from error
                 raise self._full(num_sequences, in_flight=self.load - num_sequences) from error
             finally:
                 self._num_submitting -= 1
@@ -205,6 +223,8 @@ class AsyncEngine:
     def release(self, generation: Generation) -> None:
         """Abort a generation's unfinished sequences. Never awaits, because it also runs inside cancelled tasks."""
         if num_ended := self.end(generation):
+            self.places.remove(generation.tenant, num_ended)
+            self.count_tokens(generation.tenant, sum(clock.new_tokens for clock in generation.clocks.values()))
             self.metrics.observe_aborted(list(generation.clocks.values()))
             self.speed.finished(num_ended, time.monotonic(), in_flight=self.num_in_flight)
             if generation.trace is not None:
@@ -217,6 +237,17 @@ class AsyncEngine:
         if unfinished:
             self._send(self.client.abort(unfinished))
         return len(unfinished)
+
+    def count_tokens(self, tenant: Tenant | None, num_tokens: int) -> None:
+        """Count tokens of a key whose tokens a minute are limited."""
+        if tenant is not None and num_tokens and tenant.name in self._rated and self._rates is not None:
+            task = asyncio.get_running_loop().create_task(self._count_tokens(self._rates, tenant.name, num_tokens))
+            self._counting.add(task)
+            task.add_done_callback(self._counting.discard)
+
+    @staticmethod
+    async def _count_tokens(rates: RateLimits, name: str, num_tokens: int) -> None:
+        await rates.use(name, num_tokens)
 
     def retry_after(self, num_sequences: int = 1) -> int:
         """Estimated seconds until `num_sequences` more have ended."""
@@ -289,9 +320,18 @@ class AsyncEngine:
             raise ShuttingDownError
         if self.sleeping:
             raise QueueFullError("The server sleeps: wake it with POST /wake_up.", SLEEP_RETRY_SECONDS)
-        limit, count = self.client.info.max_in_flight, sum(p.n for p in params) or 1
-        if limit is None or self.num_in_flight + count <= limit:
+        info = self.client.info
+        limit, count = info.max_in_flight, sum(p.n for p in params) or 1
+        tenant = current_tenant.get()
+        if limit is None and (tenant is None or tenant.max_waiting is None):
             return
+        try:
+            self.places.check(tenant, count, limit, info.max_running)
+            return
+        except TenantLimitError as error:
+            raise self._key_full(str(error)) from error
+        except RequestsFullError:
+            assert limit is not None
         if count > limit:
             raise ApiError(
                 400,
@@ -299,6 +339,10 @@ class AsyncEngine:
                 "n" if params[0].n > 1 else "prompt",
             )
         raise self._full(count, in_flight=self.num_in_flight)
+
+    def _key_full(self, message: str) -> ApiError:
+        """The answer to a request for which its API key has no room."""
+        return ApiError(429, message, retry_after=self.retry_after())
 
     def _full(self, count: int, *, in_flight: int) -> QueueFullError:
         """The answer to a request with `count` sequences for which there is no room. in_flight: sequences of all API processes."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from compile_and_serve.runtime.messages import ErrorKind
+from compile_and_serve.runtime.messages import ErrorKind, Tenant
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.errors import ApiError, error_body
 from compile_and_serve.serve.http.request_scope import current_deadline
@@ -14,14 +14,17 @@ from compile_and_serve.serve.http.responses import event
 from compile_and_serve.serve.observe.metrics import Metrics, SequenceClock
 from compile_and_serve.serve.observe.queue_speed import QueueSpeed
 from compile_and_serve.serve.observe.tracing import current_trace
+from compile_and_serve.serve.tenants.current import current_tenant
+from compile_and_serve.serve.tenants.places import Places
 
-_STATUS: dict[ErrorKind, int] = {"invalid": 400, "overloaded": 503, "internal": 500, "deadline": 504}
+_STATUS: dict[ErrorKind, int] = {"invalid": 400, "overloaded": 503, "limited": 429, "internal": 500, "deadline": 504}
 
 
 class Engine(Protocol):
     """What a generation uses of its `AsyncEngine`. now: when the last step arrived (time.monotonic)."""
 
     metrics: Metrics
+    places: Places
     speed: QueueSpeed
     now: float
     dead_reason: str | None
@@ -37,6 +40,8 @@ class Engine(Protocol):
 
     def retry_after(self) -> int: ...
 
+    def count_tokens(self, tenant: Tenant | None, num_tokens: int) -> None: ...
+
 
 class Generation:
     """All sequences of one HTTP request. `async for deltas in generation` until every sequence is finished."""
@@ -50,6 +55,7 @@ class Generation:
         self.engine_ids: list[str] = []
         self.clocks: dict[int, SequenceClock] = {}
         self.trace = current_trace.get()
+        self.tenant = current_tenant.get()
         self._timer: asyncio.TimerHandle | None = None
         if (deadline := current_deadline.get()) is not None:
             self._timer = engine.call_at(deadline[0], self._expire, deadline[1])
@@ -69,6 +75,8 @@ class Generation:
         if delta.finish_reason is not None:
             self._unfinished -= 1
             self.clocks.pop(delta.index)
+            engine.places.remove(self.tenant, 1)
+            engine.count_tokens(self.tenant, clock.new_tokens)
             engine.speed.finished(1, engine.now, in_flight=engine.num_in_flight)
             if self.trace is not None:
                 self.trace.sequence_finished(clock, delta.finish_reason)
@@ -110,7 +118,7 @@ class Generation:
     def failure(self, delta: CompletionDelta) -> ApiError:
         """The answer to a request that the engine ended with an error."""
         status = 503 if self._engine.dead_reason is not None else _STATUS[delta.error_kind]
-        retry_after = self._engine.retry_after() if delta.error_kind == "overloaded" else None
+        retry_after = self._engine.retry_after() if delta.error_kind in ("overloaded", "limited") else None
         return ApiError(status, delta.error or "", retry_after=retry_after)
 
     def failure_event(self, delta: CompletionDelta) -> bytes:

@@ -23,6 +23,8 @@ from starlette.exceptions import HTTPException
 
 from compile_and_serve.serve.errors import describe_validation
 from compile_and_serve.serve.protocol.fields import RequestModel
+from compile_and_serve.serve.tenants.current import note_user
+from compile_and_serve.serve.tenants.turns import FairTurns
 
 SMALL_BODY = 64 * 1024  # bytes; smaller bodies hold few elements and are decoded at once
 MAX_ELEMENTS = 1 << 16  # JSON values in a field of a large body, except in lists of integers
@@ -35,6 +37,7 @@ _MAX_NUMBER = 32  # characters of a number
 
 # Of large bodies. One thread: each holds the GIL for tens of milliseconds at a time, and the event loop would wait for all of them.
 _DECODING = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+_DECODING_TURNS = FairTurns(1)
 
 _WHITESPACE = b" \t\r\n"
 _INTEGER_LIST_BYTES = b"0123456789-,[]" + _WHITESPACE
@@ -212,12 +215,16 @@ class _JsonRequest(Request):
         body = await self.body()
         try:
             if len(body) <= SMALL_BODY:
-                return decode_body(body, self.fields)
-            # Validating thousands of messages takes long, too. FastAPI takes the model's instance as it is.
-            work = partial(copy_context().run, _decode_model, body, self.fields, self.model)
-            return await asyncio.get_running_loop().run_in_executor(_DECODING, work)
+                value = decode_body(body, self.fields)
+            else:
+                # Validating thousands of messages takes long, too. FastAPI takes the model's instance as it is.
+                work = partial(copy_context().run, _decode_model, body, self.fields, self.model)
+                async with _DECODING_TURNS.turn():
+                    value = await asyncio.get_running_loop().run_in_executor(_DECODING, work)
         except BodyError as error:
             raise HTTPException(error.status, str(error)) from error
+        note_user(value)
+        return value
 
 
 class JsonRoute(APIRoute):

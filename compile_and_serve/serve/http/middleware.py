@@ -97,10 +97,15 @@ class ApiKeyMiddleware:
         return matches[0] if matches else None
 
 
+def tenant_digest(scope: Scope) -> str | None:
+    """A digest of the API key that a request was authenticated with; None for a server without keys, and for its public paths."""
+    digest: str | None = scope.get("state", {}).get(_TENANT)
+    return digest
+
+
 def tenant_of(request: Request) -> str | None:
-    """A digest of the API key that the request was authenticated with; None for a server without keys."""
-    tenant: str | None = request.scope.get("state", {}).get(_TENANT)
-    return tenant
+    """`tenant_digest` of a request."""
+    return tenant_digest(request.scope)
 
 
 def is_admin(request: Request) -> bool:

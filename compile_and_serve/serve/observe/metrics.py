@@ -24,6 +24,8 @@ _NAMES = re.compile(rb"^(# (?:HELP|TYPE) )?cas:", re.MULTILINE)
 _LABEL = "model_name"
 _MAX_ADAPTERS = 100  # labels; further adapters are counted together
 _OTHER_ADAPTERS = "other"
+_MAX_TENANTS = 100
+_OTHER_TENANTS = "other"
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -48,6 +50,13 @@ _REPLICA_GAUGES = {
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the replica's prefix cache since its start."),
     "num_preemptions": ("num_preemptions", "Requests that the replica preempted since its start."),
 }
+_TENANT_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of an API key.",
+    "generation_tokens": "Tokens generated for an API key.",
+    "request_success": "Finished requests of an API key.",
+    "requests_refused": "Requests of an API key beyond its limits a minute.",
+}
+_TENANT_GAUGES = {"running": "Requests of an API key that run.", "waiting": "Requests of an API key that wait."}
 _WAITING = "num_requests_waiting"
 _STAGE = "stages."  # prefix of the stages' seconds in the compile report
 _PASS_GAUGES = {
@@ -66,6 +75,7 @@ class SequenceClock:
     last_token: float = 0.0
     new_tokens: int = 0
     adapter: str | None = None  # label of its LoRA adapter
+    tenant: str | None = None  # label of its API key
 
 
 class Metrics:
@@ -102,6 +112,15 @@ class Metrics:
         self._adapter_tokens = Counter(
             PREFIX + "lora_generation_tokens", "Tokens generated with a LoRA adapter.", labels, registry=self.registry
         )
+        self._tenants: set[str] = set()
+        self._tenant_counters = {
+            name: Counter(PREFIX + "tenant_" + name, text, [_LABEL, "tenant"], registry=self.registry)
+            for name, text in _TENANT_COUNTERS.items()
+        }
+        self._tenant_gauges = {
+            name: Gauge(f"{PREFIX}tenant_num_requests_{name}", text, [_LABEL, "tenant"], registry=self.registry)
+            for name, text in _TENANT_GAUGES.items()
+        }
         self._replays = Counter(PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry)
         self._tiers: dict[str, Gauge] = {}  # by name, as the engine tells them
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
@@ -167,14 +186,14 @@ class Metrics:
             elif group == "failed_passes":
                 failed.labels(self._model, ".".join(rest)).set(1)
 
-    def start(self, prompt_tokens: int, adapter: str | None = None) -> SequenceClock:
-        """The clock of a sequence that is being sent to the engine. adapter: name of its LoRA adapter."""
+    def start(self, prompt_tokens: int, adapter: str | None = None, tenant: str | None = None) -> SequenceClock:
+        """The clock of a sequence that is being sent to the engine. adapter: name of its LoRA adapter. tenant: name of its API key."""
         if adapter is not None and adapter not in self._adapters:
             if len(self._adapters) < _MAX_ADAPTERS:
                 self._adapters.add(adapter)
             else:
                 adapter = _OTHER_ADAPTERS
-        return SequenceClock(arrival=time.monotonic(), prompt_tokens=prompt_tokens, adapter=adapter)
+        return SequenceClock(arrival=time.monotonic(), prompt_tokens=prompt_tokens, adapter=adapter, tenant=self._tenant_label(tenant))
 
     def observe(self, clock: SequenceClock, delta: CompletionDelta, now: float) -> None:
         """Record one delta of a sequence. now: when its step arrived (time.monotonic)."""
@@ -182,12 +201,16 @@ class Metrics:
         if delta.queue_seconds is not None:  # set once per sequence, after the prefill
             self._prompt_tokens.inc(clock.prompt_tokens)
             self.tokens.prompt += clock.prompt_tokens
+            if clock.tenant is not None:
+                self._tenant_counters["prompt_tokens"].labels(self._model, clock.tenant).inc(clock.prompt_tokens)
             self._queue.observe(delta.queue_seconds)
         if delta.prefill_seconds is not None:
             self._prefill.observe(delta.prefill_seconds)
         if count:
             self._generation_tokens.inc(count)
             self.tokens.generation += count
+            if clock.tenant is not None:
+                self._tenant_counters["generation_tokens"].labels(self._model, clock.tenant).inc(count)
             if clock.adapter is not None:
                 self._adapter_tokens.labels(self._model, clock.adapter).inc(count)
             if clock.new_tokens == 0:
@@ -201,6 +224,12 @@ class Metrics:
             clock.last_token = now
         if delta.finish_reason is not None:
             self._finished(clock, delta.finish_reason, now)
+
+    def observe_refused(self, tenant: str) -> None:
+        """Record a request of an API key that has used up what it may have a minute."""
+        label = self._tenant_label(tenant)
+        assert label is not None
+        self._tenant_counters["requests_refused"].labels(self._model, label).inc()
 
     def observe_aborted(self, clocks: Sequence[SequenceClock]) -> None:
         """Record sequences that were aborted because their client disconnected."""
@@ -245,6 +274,8 @@ class Metrics:
         self._describe_replica(replica, stats)
         if stats.expert_tokens:
             self._describe_experts(replica, stats.expert_tokens)
+        if stats.tenants or before.tenants:
+            self._describe_tenants({*stats.tenants, *before.tenants})
 
     def observe_held(self, stats: EngineStats, replica: int) -> None:
         """Note an engine's state after a step that the first API process records. Publish only what waits in this process."""
@@ -269,6 +300,8 @@ class Metrics:
 
     def _finished(self, clock: SequenceClock, reason: FinishReason, now: float) -> None:
         self._success.labels(self._model, reason).inc()
+        if clock.tenant is not None:
+            self._tenant_counters["request_success"].labels(self._model, clock.tenant).inc()
         if clock.adapter is not None:
             self._adapter_requests.labels(self._model, clock.adapter).inc()
         self._e2e.observe(now - clock.arrival)
@@ -276,6 +309,22 @@ class Metrics:
         self._request_generated.observe(clock.new_tokens)
         if clock.new_tokens:
             self._decode.observe(clock.last_token - clock.first_token)
+
+    def _tenant_label(self, name: str | None) -> str | None:
+        if name is None or name in self._tenants:
+            return name
+        if len(self._tenants) >= _MAX_TENANTS:
+            return _OTHER_TENANTS
+        self._tenants.add(name)
+        return name
+
+    def _describe_tenants(self, names: Iterable[str]) -> None:
+        """Publish what the API keys have on all replicas together."""
+        labels = {name: self._tenant_label(name) for name in names}
+        for label in set(labels.values()):
+            known = [one for stats in self.last_stats.values() for name, one in stats.tenants.items() if self._tenant_label(name) == label]
+            self._tenant_gauges["running"].labels(self._model, label).set(sum(one.num_running for one in known))
+            self._tenant_gauges["waiting"].labels(self._model, label).set(sum(one.num_waiting for one in known))
 
     def _describe_replica(self, replica: int, stats: EngineStats) -> None:
         for name, gauge in self._replica_gauges.items():

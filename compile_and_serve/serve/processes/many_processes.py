@@ -235,9 +235,9 @@ async def _watch_engine(client: OwnEngine, stats: dict[int, EngineStats], siblin
             if step.stats is not None:
                 stats[step.replica] = step.stats
             if client.dead_reason is not None:
-                break  # another replica may live on, but the server ends
+                break  # another replica may live on, but the server ends, once its requests have
     logger.error("The engine is dead: %s", client.dead_reason)
-    await siblings.tell("engine_died", client.dead_reason, timeout=_TELL_SECONDS)
+    await siblings.tell("engine_died", client.dead_reason, client.dead_replicas, timeout=_TELL_SECONDS)
 
 
 async def _log_throughput(seconds: float, stats: dict[int, EngineStats], siblings: Siblings) -> None:

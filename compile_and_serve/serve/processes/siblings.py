@@ -61,6 +61,10 @@ class Siblings:
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    async def ask_first(self, name: str, *arguments: Any) -> Any:
+        """Call process 0. Raises `OSError` while it is being started again."""
+        return await _call(self._sockets[0], msgspec.msgpack.encode([name, *arguments]))
+
     async def state(self, process: int) -> SharedState:
         """What the processes besides this one know. Raises `ConnectionError` if none lives."""
         states = await self.call("state", besides=process)

@@ -168,7 +168,7 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    user: str | None = Field(default=None, description="Accepted without effect.")
+    user: str | None = Field(default=None, description="Who of the API key's users it is, for --fair-by-user.")
 
     def names(self) -> dict[str, str]:
         """Field names of other endpoints and of the engine → this request's names for them."""

@@ -76,7 +76,7 @@ class MessagesRequest(PromptFields, SamplingFields):
     )
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = Field(default=None, description="The older name of output_config.format.")
-    metadata: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
+    metadata: dict[str, Any] | None = Field(default=None, description="user_id: who of the API key's users it is, for --fair-by-user.")
     container: Any = Field(default=None, description="Accepted without effect: this server runs no code.")
     mcp_servers: Any = Field(default=None, description="Accepted without effect: this server calls no tools itself.")
     context_management: Any = Field(default=None, description="Accepted without effect.")

@@ -29,7 +29,7 @@ class PoolingFields(RequestModel):
         max_length=MAX_ID,
         description="Which of the checkpoint's prompts is put before each text; by default the checkpoint's own.",
     )
-    user: str | None = Field(default=None, description="Accepted without effect.")
+    user: str | None = Field(default=None, description="Who of the API key's users it is, for --fair-by-user.")
     use_activation: bool | None = Field(default=None, description="Normalize embeddings, turn class logits into scores; true by default.")
 
     def params(self) -> PoolingParams:

@@ -78,7 +78,7 @@ class ResponsesRequest(SamplingFields):
     thinking_token_budget: int | None = Field(
         default=None, ge=-1, lt=2**31, description="Tokens after which the reasoning is ended; -1: no limit."
     )
-    user: str | None = Field(default=None, description="Accepted without effect.")
+    user: str | None = Field(default=None, description="Who of the API key's users it is, for --fair-by-user.")
     conversation: Any = Field(default=None, description="Refused unless null: use previous_response_id.")
     prompt: Any = Field(default=None, description="Refused unless null: this server keeps no prompt templates.")
     context_management: Any = Field(default=None, description="Accepted without effect.")

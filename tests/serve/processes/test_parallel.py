@@ -139,8 +139,12 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
         assert not any(map(is_running, engines))
 
 
-def test_a_server_with_a_dead_replica_answers_503_while_the_others_finish(tiny_llama_dir: Path, temporary: Path) -> None:
-    with started(str(tiny_llama_dir), *OPTIONS, *THREADS, "--enforce-eager", "-dp", "2") as server:
+@pytest.mark.parametrize("num_processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_server_with_a_dead_replica_answers_503_while_the_others_finish(
+    tiny_llama_dir: Path, temporary: Path, num_processes: str
+) -> None:
+    options = ["--enforce-eager", "-dp", "2", "--api-server-count", num_processes]
+    with started(str(tiny_llama_dir), *OPTIONS, *THREADS, *options) as server:
         engines = server.engine_pids()
         with server.client() as client:
             assert client.get("/health").status_code == 200

@@ -1,0 +1,1 @@
+"""API keys as tenants: their shares and limits, and where the limits are kept."""
