@@ -195,7 +195,7 @@ def _beside(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any
     begun, stop, statuses = context.Event(), context.Event(), context.SimpleQueue()
     attacker = context.Process(target=_attack, args=(url, name, arguments.slots, begun, stop, statuses))
     attacker.start()
-    if not begun.wait(60):
+    if not begun.wait(120):
         raise SystemExit(f"The process of the attack {name} did not start.")
     time.sleep(WARM_SECONDS)
     try:

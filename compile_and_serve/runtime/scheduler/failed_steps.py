@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from compile_and_serve.runtime.messages import ErrorKind, RequestOutput
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, is_users_mistake
 from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
+
+
+def failed_output(request_id: str, error: str) -> RequestOutput:
+    """The last output of a request that failed. error: a sentence."""
+    kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
+    return RequestOutput(request_id=request_id, finish_reason="error", error=error, error_kind=kind)
 
 
 def untrusted_chunks(step: StepInFlight, errors: dict[str, str]) -> list[Chunk]:

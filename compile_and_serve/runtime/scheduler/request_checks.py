@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
+from compile_and_serve.runtime.config import SchedulerConfig
 from compile_and_serve.runtime.messages import NOBODY, EngineRequest, Tenant
 from compile_and_serve.runtime.scheduler.fair_queue import FairQueue
+
+
+def check_config(config: SchedulerConfig) -> None:
+    """Raise ValueError for limits with which nothing could run."""
+    if config.max_num_seqs < 1 or config.token_budget < 1:
+        raise ValueError(
+            f"max_num_seqs and max_num_batched_tokens must be at least 1, got {config.max_num_seqs} and {config.token_budget}."
+        )
 
 
 class QueueFullError(RuntimeError):

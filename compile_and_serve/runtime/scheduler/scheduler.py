@@ -38,25 +38,24 @@ from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.connector.connector import SchedulerConnector
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.speculator import Speculator
-from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
+from compile_and_serve.runtime.messages import EngineRequest, EngineStats, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
-from compile_and_serve.runtime.scheduler.failed_steps import forget_failed, untrusted_chunks
+from compile_and_serve.runtime.scheduler.failed_steps import failed_output, forget_failed, untrusted_chunks
 from compile_and_serve.runtime.scheduler.fairness import CONTENDED_PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
 from compile_and_serve.runtime.scheduler.prefills import add_chunks
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
-from compile_and_serve.runtime.scheduler.request_checks import check_queue, check_request
+from compile_and_serve.runtime.scheduler.request_checks import check_config, check_queue, check_request
 from compile_and_serve.runtime.scheduler.step_messages import (
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
     StateGroupInfo,
-    is_users_mistake,
     step_without_tokens,
 )
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
@@ -92,10 +91,7 @@ class Scheduler:
         encoder: EncoderCache | None = None,
         length_regimes: LengthRegimes | None = None,
     ) -> None:
-        if config.max_num_seqs < 1 or config.token_budget < 1:
-            raise ValueError(
-                f"max_num_seqs and max_num_batched_tokens must be at least 1, got {config.max_num_seqs} and {config.token_budget}."
-            )
+        check_config(config)
         self.config = config
         self.groups = [StateGroupInfo("tokens", block_size=cache.block_size)] if groups is None else list(groups)
         self.manager = KVCacheManager(
@@ -116,8 +112,7 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids
         self._numbers = itertools.count()  # of requests, in their order
-        self._next_step = 0
-        self._num_preemptions = 0
+        self._next_step = self._num_preemptions = 0
         self.adapter_slots = AdapterSlots(num_adapter_slots)
         self._admission = Admission(
             self.manager,
@@ -141,8 +136,7 @@ class Scheduler:
         """
         check_request(request, self._requests, max_model_len=self.max_model_len, max_len=self.max_len, whole_prompts=self._whole_prompts)
         check_queue(request, self._queue, self.config.max_in_flight, self.max_num_seqs)
-        now = time.time()
-        prompt = Prompt(request)
+        now, prompt = time.time(), Prompt(request)
         before = (float(request.priority), request.arrival_time or now) if self.config.policy == "priority" else ()
         for sequence in request.sequences():
             key = (*before, float(next(self._numbers)))
@@ -241,7 +235,6 @@ class Scheduler:
         grown: list[CachedRequestData] = []
         prefilling: list[Request] = []
         shorter: dict[str, int] = {}  # decodes with fewer tokens
-
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in order:
             num_computed = request.num_computed_tokens
@@ -270,7 +263,6 @@ class Scheduler:
                     num_computed = end - wanted
             request.num_computed_tokens = num_computed + wanted
             decodes.append(request)
-
         scheduled = dict.fromkeys([request.request_id for request in decodes], 1)
         budget = self.config.token_budget - len(decodes)
         if drafts or shorter:
@@ -366,8 +358,7 @@ class Scheduler:
             self._drafting.observe(step, result, seconds)
         if self._queue.is_contended:
             self._admission.fairness.observe(step, result, seconds)
-        running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
-        drafts = step.drafts
+        running, finished, drafts = RequestStatus.RUNNING, RequestStatus.FINISHED, step.drafts
         for request in step.decodes:
             status = request.status
             if status is finished:
@@ -403,9 +394,9 @@ class Scheduler:
         """Nothing can run, because transfers that do not end keep blocks: end the first request, which would have run next."""
         request = self._running[0] if self._running else self._queue.first_ready()
         assert request is not None
-        error = f"{self.manager.pool.num_pinned} blocks of the KV cache are kept by transfers that do not end."
         self._finish(request, "error")
-        outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind="internal"))
+        error = f"{self.manager.pool.num_pinned} blocks of the KV cache are kept by transfers that do not end."
+        outputs.append(failed_output(request.request_id, error))
 
     def _make_room(self) -> list[Request]:
         """Preempt what gives way to keys that are behind. → the running requests, in the order in which they get blocks"""
@@ -469,11 +460,9 @@ class Scheduler:
                 step.drop(request)
                 self._compute_again(request, last_step=None)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
-            if request.request_id in errors and request.status is not RequestStatus.FINISHED:
+            if request.request_id in errors and not request.has_ended:
                 self._finish(request, "error")
-                error = errors[request.request_id]
-                kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
-                outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind))
+                outputs.append(failed_output(request.request_id, errors[request.request_id]))
 
     def _give_back(self, request: Request, last_step: int | None) -> None:
         """Free all that a running request holds. last_step: as in `KVCacheManager.free`."""
