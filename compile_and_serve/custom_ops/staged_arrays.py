@@ -27,6 +27,7 @@ class StagedArrays:
         for name, (dtype, length) in fields.items():
             offsets[name] = total
             total += -(-length * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._parts = {name: (offsets[name], np.dtype(dtype).itemsize, length) for name, (dtype, length) in fields.items()}
         platform = platform_of(device)
         shares_memory = self._shares_memory = platform.shares_host_memory
         self._raw_host = [platform.host_zeros(total, torch.uint8) for _ in range(1 if shares_memory else 2)]
@@ -68,6 +69,14 @@ class StagedArrays:
         """Copy `host` to `device`, in stream order, without waiting."""
         if not self._shares_memory:
             self._raw_device.copy_(self._raw_host[self._current], non_blocking=True)
+
+    def upload_parts(self, used: Mapping[str, int]) -> None:
+        """As `upload`, but of each array only the first elements, as many as `used` says; where it says nothing, all. For large arrays."""
+        if self._shares_memory:
+            return
+        for name, (begin, size, length) in self._parts.items():
+            part = slice(begin, begin + size * min(used.get(name, length), length))
+            self._raw_device[part].copy_(self._raw_host[self._current][part], non_blocking=True)
 
 
 def _torch_dtype(dtype: type[np.generic]) -> torch.dtype:

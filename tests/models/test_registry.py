@@ -17,7 +17,7 @@ from compile_and_serve.models.transformers.model import TransformersModel
 from tests.support.recurrent_models import FAMILIES as RECURRENT_FAMILIES
 from tests.support.vision_models import QWEN
 
-OTHERS = {*RECURRENT_FAMILIES, *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values())}
+OTHERS = {*RECURRENT_FAMILIES, "LlavaForConditionalGeneration", *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values())}
 FAMILIES = [name for name in ALL_FAMILIES if name not in OTHERS]  # whose sizes and checkpoints' names are alike
 SIZES = {
     "vocab_size": 32,

@@ -16,7 +16,7 @@ from torch import nn
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
-from compile_and_serve.custom_ops.step import INPUT_IDS, LOGITS_INDICES, TOKENS, StepInput, StepOutput
+from compile_and_serve.custom_ops.step import INPUT_IDS, LOGITS_INDICES, POSITIONS, TOKENS, StepInput, StepOutput
 from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.models.config import DecoderConfig
 from compile_and_serve.models.decoder_spec import on_meta
@@ -29,18 +29,19 @@ MEDIA_ROWS = "media_rows"  # the state group that the encoder fills
 class VisionLanguageModel(nn.Module):
     """num_features: K. The first embeds the placeholder; feature k + 1 is added to what layer k gives (DeepStack, arXiv:2406.04334)."""
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module], num_features: int) -> None:
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module], num_features: int, rope: type[nn.Module]) -> None:
+        """rope: `ThreeRowRope`, or `RotaryEmbedding` for positions int64 [T]."""
         super().__init__()
         self.num_features = num_features
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = ThreeRowRope(config)
+        self.rotary_emb = rope(config)
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,
         input_ids_T: torch.Tensor,
-        positions_3T: torch.Tensor,
+        positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
         logits_indices_S: torch.Tensor,
         rows_R: torch.Tensor,
@@ -48,7 +49,7 @@ class VisionLanguageModel(nn.Module):
     ) -> torch.Tensor:
         """→ normed rows [S, D]"""
         x_TD = self.embed_tokens(input_ids_T)
-        cos_TE, sin_TE = self.rotary_emb(positions_3T, x_TD.dtype)
+        cos_TE, sin_TE = self.rotary_emb(positions, x_TD.dtype)
         features: list[torch.Tensor] = []
         if encoder_row_T is not None:
             embedded_TD, *features = read_rows(rows_R, encoder_row_T).chunk(1 + self.num_features, dim=-1)
@@ -65,9 +66,11 @@ class VisionLanguageForCausalLM(nn.Module):
     encoder_row int64 [T]) → logits [S, V]. Without `encoder_row`, no token is a placeholder.
     """
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module], num_features: int = 0) -> None:
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[nn.Module], num_features: int = 0, rope: type[nn.Module] = ThreeRowRope
+    ) -> None:
         super().__init__()
-        self.model = VisionLanguageModel(config, layers, num_features)
+        self.model = VisionLanguageModel(config, layers, num_features, rope)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -96,30 +99,37 @@ def with_encoder(
     stored: Mapping[str, StoredWeight],
     max_item_tokens: int,
     num_features: int = 0,
+    prefixes: tuple[str, ...] = ("model.visual.", "visual."),
+    unused: Iterable[str] = (),
 ) -> ModelSpec:
     """The spec of a model and of its encoder. text: of the decoder. The others are of the encoder; every rank runs it whole.
 
-    Checkpoints have the decoder's tensors below `model.language_model.` or `model.`, and the encoder's below `model.visual.` or `visual.`.
+    Checkpoints have the decoder's tensors below `model.language_model.` or `model.`, or older ones below `language_model.model.`, and the
+    encoder's below one of `prefixes`. unused: tensors of the encoder that this model does not read.
     """
     encoder = on_meta(make_encoder, dtype)
     of_encoder = [name for name, _ in encoder.named_parameters()]
     of_text = [name for name, _ in text.module.named_parameters(remove_duplicate=False)]
-    theirs = {f"{prefix}{name}": name for name in of_encoder for prefix in ("model.visual.", "visual.")}
+    theirs: dict[str, str | None] = {f"{prefix}{name}": name for name in of_encoder for prefix in prefixes}
+    theirs |= dict.fromkeys(f"{prefix}{name}" for name in unused for prefix in prefixes)
     names = [*of_text, *text.weight_map, *text.parts]
     longer = {name: name.replace("model.", "model.language_model.", 1) for name in names if name.startswith("model.")}
+    older = {f"language_model.{name}": text.weight_map.get(name, name) for name in names if name not in text.parts}
+    three_rows = isinstance(text.module.get_submodule("model.rotary_emb"), ThreeRowRope)
     row = EncoderRow(width=decoder.hidden_size * (1 + num_features), dtype=dtype)
     return replace(
         text,
         config=config,
         state=(*text.state, StateGroup(name=MEDIA_ROWS, layers=(row,), kind=ENCODER_ROWS)),
-        inputs=(INPUT_IDS, positions_input(text.max_model_len), LOGITS_INDICES, ENCODER_ROW),
+        inputs=(INPUT_IDS, positions_input(text.max_model_len) if three_rows else POSITIONS, LOGITS_INDICES, ENCODER_ROW),
         weight_map={
             **text.weight_map,
+            **older,
             **{longer[name]: text.weight_map.get(name, name) for name in longer if name not in text.parts},
             **dict.fromkeys(theirs),
         },
         parts={**text.parts, **{longer[name]: part for name, part in text.parts.items()}},
-        buffers={f"model.rotary_emb.{name}": value for name, value in rope_buffers(decoder).items()},
+        buffers={f"model.rotary_emb.{name}": value for name, value in rope_buffers(decoder).items()} if three_rows else text.buffers,
         encoder=ModelSpec(
             module=encoder,
             config=config,
@@ -128,7 +138,7 @@ def with_encoder(
             max_model_len=max_item_tokens,
             inputs=inputs,
             outputs=(StepOutput(name="rows", dims=(TOKENS, row.width)),),
-            weight_map={**theirs, **dict.fromkeys([*names, *longer.values(), "lm_head.weight"])},
+            weight_map={**theirs, **dict.fromkeys([*names, *longer.values(), *older, "lm_head.weight"])},
             buffers=buffers,
             quantized_weights=stored,
         ),

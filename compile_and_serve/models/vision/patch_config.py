@@ -67,6 +67,42 @@ class PatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TowerConfig:
+    """How images of a fixed size become patches (SigLIP). rows, columns: of patches. The other fields are as in `PatchConfig`."""
+
+    patch_size: int
+    channels: int
+    rows: int
+    columns: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> TowerConfig:
+        """As `PatchConfig.read`."""
+        vision, processor = vision_config(config), config.get("image_processor") or {}
+        patch, side = positive_int(vision, "patch_size", 16), positive_int(vision, "image_size", 224)
+        return cls(
+            patch_size=patch,
+            channels=positive_int(vision, "num_channels", 3),
+            rows=side // patch,
+            columns=side // patch,
+            mean=tuple(processor.get("image_mean") or _HALF),
+            std=tuple(processor.get("image_std") or _HALF),
+        )
+
+    @property
+    def values(self) -> int:
+        """Of a patch."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def num_patches(self) -> int:
+        """Of an image."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoConfig:
     """How frames of a video are taken, from the settings of the checkpoint's video processor.
 

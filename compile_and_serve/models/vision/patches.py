@@ -20,22 +20,25 @@ from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTen
 from compile_and_serve.custom_ops.weight_functions import weight_function
 from compile_and_serve.models.layers import rotate_half
 from compile_and_serve.models.vision.names import GRID, PATCHES
-from compile_and_serve.models.vision.patch_config import PatchConfig
+from compile_and_serve.models.vision.patch_config import PatchConfig, TowerConfig
 
 
 def patch_inputs(patches: PatchConfig) -> tuple[StepInput, ...]:
     """The blocks' patches and where each block stands: (y, x, height, width) in patches, of its first patch and of the image."""
     block = (patches.merge**2, patches.values)
-    return _array_input(PATCHES, torch.uint8, block, np.uint8), _array_input(GRID, torch.int32, (4,), np.int32)
+    return array_input(PATCHES, torch.uint8, block), array_input(GRID, torch.int32, (4,))
 
 
-def normalization(patches: PatchConfig) -> dict[str, torch.Tensor]:
+def normalization(patches: PatchConfig | TowerConfig) -> dict[str, torch.Tensor]:
     """float32 [F]: the buffers of a `PatchEmbedding`."""
     repeat = patches.values // patches.channels
     return {name: torch.tensor(values).repeat_interleave(repeat) for name, values in (("mean", patches.mean), ("std", patches.std))}
 
 
-def _array_input(name: str, dtype: torch.dtype, row_shape: tuple[int, ...], numpy_type: type[np.generic]) -> StepInput:
+def array_input(name: str, dtype: torch.dtype, row_shape: tuple[int, ...]) -> StepInput:
+    """An input that has the rows of the items' arrays of its name."""
+    numpy_type = np.dtype(str(dtype).removeprefix("torch."))
+
     def fill(batch: TokenBatch) -> np.ndarray:
         return batch.with_rows_of(name, np.zeros((len(batch.token_ids), *row_shape), dtype=numpy_type))
 
@@ -62,10 +65,13 @@ class PatchEmbedding(nn.Module):
 def stored_embedding(name: str, patches: PatchConfig, width: int, dtype: torch.dtype) -> dict[str, StoredWeight]:
     """How checkpoints hold the weight of a `PatchEmbedding`, which is called `name`."""
     shape = (width, patches.channels, patches.frames, patches.patch_size, patches.patch_size)
-    return {name: ArrangedWeight(value=("flatten_inputs", name), tensors=(StoredTensor(name=name, shape=shape, dtype=dtype),))}
+    return {name: ArrangedWeight(value=(flatten_inputs, name), tensors=(StoredTensor(name=name, shape=shape, dtype=dtype),))}
 
 
-@weight_function("flatten_inputs")
+flatten_inputs = "flatten_inputs"  # the weight function of a convolution that is a product
+
+
+@weight_function(flatten_inputs)
 def _flatten_inputs(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(1)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
+from compile_and_serve.runtime.media.llava import LlavaProcessor
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.media.videos import Frames
@@ -50,6 +51,7 @@ class MediaProcessor(Protocol):
 
 Encode = Callable[[str], list[int]]
 PROCESSORS: dict[str, Callable[[Mapping[str, Any], Encode | None], MediaProcessor]] = {
+    "LlavaForConditionalGeneration": LlavaProcessor,
     "Qwen2_5_VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=True),
     "Qwen3VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),

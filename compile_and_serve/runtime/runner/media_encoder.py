@@ -21,6 +21,7 @@ from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
 from compile_and_serve.runtime.side_model import SideModel
 
+_SHORT_ITEM = 64  # tokens
 STEPS_OF_ROWS = 2  # the region has rows for the items of so many full steps: of the step at hand, and some that others may share
 
 
@@ -85,8 +86,9 @@ class MediaEncoder:
         self.run_dummy(self.max_tokens)
 
     def run_longest_item(self) -> None:
-        """`run_dummy` of one item of the greatest length."""
-        self.run_dummy(self._info.max_item_tokens)
+        """`run_dummy` of one item of the greatest length. On the CPU a short one does, because nothing there is made for a size."""
+        longest = self._info.max_item_tokens
+        self.run_dummy(min(longest, _SHORT_ITEM) if self._platform.shares_host_memory else longest)
 
     def run_dummy(self, num_tokens: int) -> None:
         """Run `dummy_step`, keep nothing, and wait for it."""
@@ -119,7 +121,7 @@ class MediaEncoder:
         longest = int(counts.max())
         size = self._steps.padded_size(num_tokens, num_seqs, longest) or num_tokens
         buffers.fill(batch, size, num_tokens)
-        buffers.upload()
+        buffers.upload_used(size, num_tokens)
         return buffers.step(
             size,
             num_seqs,

@@ -113,6 +113,10 @@ class StepBuffers(StagedArrays):
             assert self._optional is not None
             self._optional.upload()
 
+    def upload_used(self, tokens: int, rows: int) -> None:
+        """As `upload`, but of each input only what a step of so many tokens and rows reads."""
+        self.upload_parts({_INPUT + one.name: math.prod(one.shape(tokens, rows)) for one in self._host_inputs})
+
     def uses_optional(self, batch: TokenBatch) -> bool:
         """Whether an optional input has values other than 0."""
         return any((values := one.values(batch)) is not None and bool(values.any()) for one in self._optional_inputs)
