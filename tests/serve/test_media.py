@@ -155,6 +155,14 @@ async def test_several_images_stand_in_their_order(start: Callable[..., Any], to
     assert "has 4 images, but this server takes 3 at most" in answer.json()["error"]["message"]
 
 
+async def test_large_bodies(start: Callable[..., Any]) -> None:
+    server = await start()
+    noise = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8))
+    answer = await ask(server, chat_part(data_url(encoded(noise))))
+    assert answer.status_code == 200, answer.text
+    assert server.engine.requests[-1].media[0].length == 64
+
+
 async def test_users_cannot_write_placeholders(start: Callable[..., Any], tokenizer: Tokenizer) -> None:
     server = await start()
     answer = await ask(server, {"type": "text", "text": TOKENS[1]}, chat_part())
