@@ -44,7 +44,7 @@ class ToyStore(SchedulerConnector):
     def evicted(self, key: bytes) -> bool:
         return key not in self.stored
 
-    def finished(self, request_id: str, keys: Sequence[bytes]) -> Collection[bytes]:
+    def finished(self, request_id: str, keys: Sequence[bytes], cached_share: float) -> Collection[bytes]:
         return [key for key in keys if key not in self.stored]
 
     def prepare(self, transfer: BlockTransfer, *, is_load: bool) -> bytes:

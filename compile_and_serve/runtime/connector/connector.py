@@ -59,8 +59,11 @@ class SchedulerConnector(ABC):
         """Cached content is about to be overwritten: whether it shall be stored before."""
         return False
 
-    def finished(self, request_id: str, keys: Sequence[bytes]) -> Collection[bytes]:
-        """A request has ended, of which the cache has `keys`: those of them that shall be stored, before their blocks may be evicted."""
+    def finished(self, request_id: str, keys: Sequence[bytes], cached_share: float) -> Collection[bytes]:
+        """A request has ended, of which the cache has `keys`: those of them that shall be stored, before their blocks may be evicted.
+
+        cached_share: of the device's blocks, those that hold cached content.
+        """
         return ()
 
     def prepare(self, transfer: BlockTransfer, *, is_load: bool) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import Future
 from typing import Any
 
@@ -71,7 +72,9 @@ class InProcessExecutor:
         return self.worker.stats()
 
     def shutdown(self) -> None:
-        """Drop the model and its KV cache."""
+        """Drop the model and its KV cache, and give their memory back to the device: another engine may follow in this process."""
         if self._worker is not None:
             self._worker.close()
-        self._worker = None
+            platform, self._worker = self._worker.platform, None
+            gc.collect()  # the runner and its graphs refer to each other
+            platform.release_cached()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import shutil
@@ -80,7 +79,6 @@ class SyncEngine:
         if self._core is not None:
             self._core.shutdown()
             self._core = None
-            gc.collect()  # the runner and its graphs refer to each other, so only the collector frees the cache
 
 
 class AsyncEngineClient(EngineConnection):

@@ -157,7 +157,8 @@ class Transfers:
         """Store what the connector wants of a request that has ended. Its blocks are freed."""
         manager, pool = self._manager, self._pool
         keys = [[key for key in group_keys if self._is_known(key)] for group_keys in manager.keys_left(request)]
-        wanted = set(self._connector.finished(request.request_id, [key for group_keys in keys for key in group_keys]))
+        cached_share = len(pool.cached) / pool.num_blocks
+        wanted = set(self._connector.finished(request.request_id, [key for group_keys in keys for key in group_keys], cached_share))
         for group, group_keys in enumerate(keys):
             stored = [key for key in group_keys if key in wanted]
             blocks = [block for key in stored for block in pool.entry(key)]

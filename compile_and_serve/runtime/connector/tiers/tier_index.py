@@ -1,8 +1,10 @@
 """`TierIndex`: the scheduler's side of the tiers. It knows what the host's memory and the disk have, and decides what goes there.
 
-Without a disk, content is stored when the device is about to lose it. With one, it is stored as soon as its request has ended, so that a
-restart finds it. A preempted request's content goes the same way as other evicted content, and is loaded when the request goes on. Where
-measurements say that computing a prefix again takes less time than loading it, it is not loaded.
+Content is stored when its request has ended, once the device's blocks are half full of what may be needed again: a long prompt evicts so
+many blocks at once that they could not all be stored in time. What is evicted and was not stored before is stored then, as far as there is
+time. With a disk, all that requests leave is stored, so that a restart finds it. A preempted request's content goes the same way as other
+evicted content, and is loaded when the request goes on. Where measurements say that computing a prefix again takes less time than loading
+it, it is not loaded.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ Place = Tier | Literal["device"]
 _KEPT_TIMES = 1000
 _MIN_PROMPT_TOKENS = 64  # of a step whose rate counts
 _NEW_SHARE = 0.2  # of a new measurement, in a mean of which the older ones fade
+_FULL_SHARE = 0.5
 _QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -119,8 +122,10 @@ class TierIndex(SchedulerConnector):
     def evicted(self, key: bytes) -> bool:
         return not self._host.is_known(key) and not (self._disk is not None and self._disk.has(key + self._epoch))
 
-    def finished(self, request_id: str, keys: Sequence[bytes]) -> Collection[bytes]:
-        return () if self._disk is None else [key for key in keys if self.evicted(key)]
+    def finished(self, request_id: str, keys: Sequence[bytes], cached_share: float) -> Collection[bytes]:
+        if self._disk is None and cached_share < _FULL_SHARE:
+            return ()
+        return [key for key in keys if self.evicted(key)]
 
     def prepare(self, transfer: BlockTransfer, *, is_load: bool) -> bytes:
         host, size = self._host, transfer.blocks_per_key
