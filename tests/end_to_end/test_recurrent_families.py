@@ -23,9 +23,16 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [(seed * 131 + i * i * 7 + i * 31) % 317 + 3 for i in range(length)]
 
 
+def engine(model: Path, **options: Any) -> EngineCore:
+    """An eager engine with the model's weights."""
+    # The kernels of latent attention would run in Triton's interpreter, which takes a minute a test.
+    backend = {"attention_backend": "torch"} if "KimiLinear" in (model / "config.json").read_text() else {}
+    return EngineCore(tiny_config(model, load_format="auto", block_size=16, **backend, **options))
+
+
 def pages_of(model: Path) -> PageLayout:
     """The layout of the model's pages, at 16 tokens a block."""
-    probe = EngineCore(tiny_config(model, load_format="auto", block_size=16, num_kv_blocks=4096))
+    probe = engine(model, num_kv_blocks=4096)
     pages: PageLayout = probe.executor.worker.loaded.pages  # type: ignore[attr-defined]
     probe.shutdown()
     return pages
@@ -52,16 +59,11 @@ def expected(model: Path) -> list[list[int]]:
 @pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
 def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
     """Prompts in chunks beside decodes, in a pool with little room."""
-    common: dict[str, Any] = {
-        "load_format": "auto",
-        "block_size": 16,
-        "max_num_batched_tokens": 96,
-        "speculative_config": speculative_config,
-    }
+    common: dict[str, Any] = {"max_num_batched_tokens": 96, "speculative_config": speculative_config}
     pages = pages_of(model)
     slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=16)
     room = 2 * slot + -(-1100 // per_page) + 2 * slot  # for the longest request, and a little more
-    core = EngineCore(tiny_config(model, **common, max_model_len=1100, num_kv_blocks=room))
+    core = engine(model, **common, max_model_len=1100, num_kv_blocks=room)
     requests = [request(f"r{i}", prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
     outputs = tokens_of(run_requests(core, requests))
     assert [outputs[one.request_id] for one in requests] == expected
@@ -73,13 +75,12 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
 @pytest.mark.parametrize("model", QUICK, indirect=True, scope="module")
 def test_preemptions(model: Path) -> None:
     """Three sequences outgrow a pool that has room for one of them at its full length."""
-    options: dict[str, Any] = {"load_format": "auto", "block_size": 16}
     pages = pages_of(model)
     slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=0)
     if not per_page:
         pytest.skip("its state does not grow, so that nothing is preempted")
     prompts, num_tokens = [prompt_of(seed, per_page - 1 - seed) for seed in range(3)], 3 * per_page
-    core = EngineCore(tiny_config(model, **options, max_model_len=4 * per_page, num_kv_blocks=3 * slot + 7))
+    core = engine(model, max_model_len=4 * per_page, num_kv_blocks=3 * slot + 7)
     requests = [request(f"r{i}", prompt, max_tokens=num_tokens, ignore_eos=True) for i, prompt in enumerate(prompts)]
     outputs = tokens_of(run_requests(core, requests))
     assert [outputs[one.request_id] for one in requests] == greedy_tokens(model, prompts, num_tokens)
@@ -88,7 +89,7 @@ def test_preemptions(model: Path) -> None:
 
 
 def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
-    core = EngineCore(tiny_config(model, load_format="auto", block_size=16, num_kv_blocks=4096, max_num_batched_tokens=512))
+    core = engine(model, num_kv_blocks=4096, max_num_batched_tokens=512)
     sizes = core.executor.worker.loaded.pages.tokens_per_page  # type: ignore[attr-defined]
     block = max(sizes.values(), default=16)  # a page holds a unit of the state, so that it may have room for more than 16 tokens
 
