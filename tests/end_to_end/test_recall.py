@@ -115,7 +115,7 @@ def test_what_is_not_its_own_shows(what: str) -> None:
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Any) -> None:
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 4, "block_size": 16}
-    params = SamplingParams(temperature=0.0, max_tokens=100, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=100, stop_token_ids=[END], detokenize=False)
     talks = [list(turns(seed, 2)) for seed in SEEDS[:3]]
     with LLM(str(FOLDER), **options, cache_dir=tmp_path, tensor_parallel_size=2, speculative_config=NGRAM) as llm:
         for turn in range(2):
