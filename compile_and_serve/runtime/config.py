@@ -368,12 +368,31 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVEventsConfig:
+    """How events of the prefix cache are published. The names and defaults are vLLM's.
+
+    endpoint: of a PUB socket. replay_endpoint: of a ROUTER socket; None: batches are sent once. Replica r uses the port r behind each.
+    buffer_steps: batches that are kept for replays. hwm: batches that wait for a slow subscriber. max_queue_size: that wait to be sent.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str = "null"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """All options of one engine.
 
     attention_backend: None is the first one that supports the model, the device and the dtype.
     enable_lora: without it, `make_engine_config` sets `compile.max_loras` to 0.
     speculative: None: one token of a sequence per step. drafter_path: local files of `speculative.model`.
+    kv_events: None: none are published.
     """
 
     model: ModelConfig
@@ -401,6 +420,14 @@ class EngineConfig:
         flag_type=str,
     )
     drafter_path: Path | None = None
+    kv_events: KVEventsConfig | None = _cache_option(
+        None,
+        "Publish over ZMQ which blocks are cached, for routers, as JSON with vLLM's keys, such as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Events contain the tokens of prompts.',
+        name="kv_events_config",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+    )
     expert_metrics: bool = _model_option(False, "Show the tokens of each expert of each layer under /metrics.")
 
     @property

@@ -11,6 +11,7 @@ from compile_and_serve.option_fields import make_config, options_of, require, si
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.config import parse_speculative_config
 from compile_and_serve.runtime.drafting.method import method_of
+from compile_and_serve.runtime.kv_events.config import parse_kv_events_config
 
 
 def make_engine_config(model: str, **options: Any) -> EngineConfig:
@@ -28,7 +29,9 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     quantization = options.pop("quantization", None)
     options["quantization"] = None if names_a_format(quantization) else quantization
     drafting = parse_speculative_config(options.get("speculative_config"))
-    config = make_config(EngineConfig, options | {"model": model, "path": Path(model), "speculative_config": drafting})
+    events = parse_kv_events_config(options.get("kv_events_config"))
+    parsed = {"speculative_config": drafting, "kv_events_config": events}
+    config = make_config(EngineConfig, options | parsed | {"model": model, "path": Path(model)})
     compile_config, mesh = config.compile, config.mesh
     require(
         compile_config.quantization_exclude is None or compile_config.quantization is not None,

@@ -39,7 +39,7 @@ ENGINE_FLAGS = {
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
     "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
     "--logprobs-mode",
-    "--speculative-config", "--expert-metrics", "--hf-overrides", "--download-dir", "--merge-lora",
+    "--speculative-config", "--kv-events-config", "--expert-metrics", "--hf-overrides", "--download-dir", "--merge-lora",
     "--trust-remote-code", "--mm-processor-kwargs", "--limit-mm-per-prompt", "--allowed-media-domains",
 }  # fmt: skip
 

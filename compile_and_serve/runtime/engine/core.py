@@ -24,6 +24,7 @@ from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.engine.adapters import Adapters
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
+from compile_and_serve.runtime.kv_events.publisher import EventPublisher
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,
@@ -40,6 +41,7 @@ from compile_and_serve.runtime.messages import (
 from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
+from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
@@ -95,6 +97,10 @@ class EngineCore:
             connector=None if connector is None else connector.scheduler_side(self.config, found.page_bytes),
             encoder=encoder,
         )
+        self._events: EventPublisher | None = None
+        if config.kv_events is not None:
+            self._events = EventPublisher(config.kv_events, config.parallel.data_parallel_rank)
+            self._scheduler.manager.pool.events = EventRecorder(found.groups)
         self.adapters = Adapters(
             self.executor,
             found.adapter_targets,
@@ -261,10 +267,17 @@ class EngineCore:
             self._idle_since = self._step_began = None
         elif not scheduled.num_scheduled_tokens and not outputs and result.transfers is None:
             self._wait_for_others()
+        self._publish_events()
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         stats.expert_tokens = result.expert_tokens
         return StepOutputs(outputs=outputs, stats=stats)
+
+    def _publish_events(self) -> None:
+        """Tell those who listen what the prefix cache has got and lost."""
+        recorder = self._scheduler.manager.pool.events
+        if self._events is not None and recorder is not None and (batch := recorder.take()) is not None:
+            self._events.publish(batch)
 
     def _wait_for_others(self) -> None:
         """No step can run: wait a little for a grammar, an adapter or blocks."""
@@ -344,6 +357,7 @@ class EngineCore:
             return
         self._refusal = "The engine sleeps: wake it up first."
         self._scheduler.forget_device_memory()
+        self._publish_events()
         self._asleep = set(SLEEP_TAGS)
         self.executor.sleep(level)
 
@@ -382,7 +396,9 @@ class EngineCore:
         if method == "ping":
             return {"ok": True}
         if method == "reset_prefix_cache":
-            return {"ok": self._scheduler.reset_prefix_cache()}
+            is_reset = self._scheduler.reset_prefix_cache()
+            self._publish_events()
+            return {"ok": is_reset}
         if method == "stats":
             stats = self.stats()
             return {name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict | list)}
@@ -402,6 +418,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the executor. The core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
+        if self._events is not None:
+            self._events.close()
         self.executor.shutdown()
 
 

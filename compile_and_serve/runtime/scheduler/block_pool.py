@@ -16,6 +16,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import frexp
 
+from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
+
 POISON_VARIABLE = "COMPILE_AND_SERVE_POISON_BLOCKS"  # set in tests: blocks that lose their content are filled with what must not be read
 COMPUTED = -1  # `KVCacheBlock.step` of content that was computed before it was cached
 
@@ -180,6 +182,7 @@ class BlockPool:
 
     on_evict: called before cached content is handed out, with the first block of its entry. It may pin the entry's blocks and return
     True: then others are handed out. It must leave as many free blocks as the caller of `allocate` wants.
+    events: what is told of content that becomes findable or is forgotten; None: nothing.
     num_pinned: blocks that are pinned and that no request uses. emptied: blocks that lost their content or had none when they were handed
     out, since `take_emptied`; None: nobody asks (POISON_VARIABLE).
     """
@@ -189,6 +192,7 @@ class BlockPool:
         self.free_queue = FreeBlockQueue(self.blocks)
         self.cached: dict[bytes, KVCacheBlock] = {}
         self.on_evict: Callable[[KVCacheBlock], bool] | None = None
+        self.events: EventRecorder | None = None
         self.num_pinned = 0
         self.emptied: list[int] | None = [] if os.environ.get(POISON_VARIABLE) else None
 
@@ -323,13 +327,19 @@ class BlockPool:
         """Forget all content. Returns False, and does nothing, while any block is used. Pinned blocks stay pinned."""
         if self.num_free + self.num_pinned != self.num_blocks:
             return False
+        events, self.events = self.events, None
         for block in list(self.cached.values()):
             self._forget(block)
+        if events is not None:
+            self.events = events
+            events.cleared()
         return True
 
     def _forget(self, first: KVCacheBlock) -> None:
         assert first.key is not None
         del self.cached[first.key]
+        if self.events is not None:
+            self.events.removed(first.key)
         first.key = None
         if first.followers:
             for block in reversed(first.followers):

@@ -212,9 +212,9 @@ class KVCacheManager:
         """Blocks that a key of the group names."""
         return self._groups[group].blocks_per_key
 
-    def publish(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Make pinned blocks findable that were filled from outside."""
-        self._groups[group].publish(keys, block_ids)
+    def publish(self, group: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Make pinned blocks findable that were filled from outside. keys: of the request's prefix."""
+        self._groups[group].publish(request, keys, block_ids)
 
     def allocate_pinned(self, count: int) -> list[int]:
         """Take blocks that no request uses, pinned once. The caller has compared `count` with `num_spare`."""

@@ -70,8 +70,8 @@ class GroupBlocks(ABC):
         return self.prefix_keys(request, num_tokens)
 
     @abstractmethod
-    def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Make blocks that were filled from outside findable, `blocks_per_key` under each key."""
+    def publish(self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Make blocks that were filled from outside findable, `blocks_per_key` under each key, all of the request's prefix."""
 
     @abstractmethod
     def num_blocks(self, num_tokens: int) -> int:
@@ -137,9 +137,20 @@ class GroupBlocks(ABC):
 class _TokenBlocks(GroupBlocks):
     """Pages of tokens."""
 
-    def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+    def publish(self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        if self._pool.events is not None:
+            wanted = set(keys)
+            for number, key in enumerate(self._keys(request, 0, len(request.keys) // self._keys_per_block)):
+                if key in wanted:
+                    self._note(request, number, key)
         for block_id, key in zip(block_ids, keys, strict=True):
             self._pool.cache(block_id, key)
+
+    def _note(self, request: Request, number: int, key: bytes) -> None:
+        """Tell of a block that is about to be cached."""
+        events = self._pool.events
+        if events is not None and key not in self._pool.cached:
+            events.stored(self.index, request, number, block_size=self.block_size, keys_per_block=self._keys_per_block)
 
     def num_ready(self, num_tokens: int, prefix: Prefix, step: int) -> int:
         blocks = prefix.blocks[self.index]
@@ -167,7 +178,11 @@ class _TokenBlocks(GroupBlocks):
             request.num_cached_blocks[index] = stop
             block_ids, keys, num_freed = request.block_ids[index], request.keys, request.num_freed_blocks[index]
             per_block, suffix, cache = self._keys_per_block, self._suffix, self._pool.cache
-            for number in range(num_freed if start < num_freed else start, stop):
+            first = num_freed if start < num_freed else start
+            if self._pool.events is not None:
+                for number in range(first, stop):
+                    self._note(request, number, keys[(number + 1) * per_block - 1] + suffix)
+            for number in range(first, stop):
                 cache(block_ids[number], keys[(number + 1) * per_block - 1] + suffix, step)
         return (stop + 1) * self.block_size
 
@@ -323,9 +338,20 @@ class SlotBlocks(GroupBlocks):
     def keys_left(self, request: Request, num_tokens: int) -> Sequence[bytes]:
         return [self._key_at(request, place) for place in range(self._alignment, num_tokens + 1, self._alignment)]
 
-    def publish(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+    def publish(self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        if self._pool.events is not None:
+            wanted = set(keys)
+            for place in range(self._alignment, len(request.keys) * self._chains.tokens_per_key + 1, self._alignment):
+                if (key := self._key_at(request, place)) in wanted:
+                    self._note(request, place, key)
         for number, key in enumerate(keys):
             self._pool.cache_together(block_ids[number * self._num_pages : (number + 1) * self._num_pages], key, COMPUTED)
+
+    def _note(self, request: Request, num_tokens: int, key: bytes) -> None:
+        """Tell of a snapshot that is about to be cached, as of a block of the last `alignment` tokens before it."""
+        events, size = self._pool.events, self._alignment
+        if events is not None and key not in self._pool.cached:
+            events.stored(self.index, request, num_tokens // size - 1, block_size=size, keys_per_block=size // self._chains.tokens_per_key)
 
     def num_blocks(self, num_tokens: int) -> int:
         return self._num_pages * (2 if self._snapshots else 1)
@@ -419,7 +445,9 @@ class SlotBlocks(GroupBlocks):
         index, block_ids = self.index, request.block_ids[self.index][-self._num_pages :]
         num_saved = num_tokens - request.num_cached_blocks[index]
         worth = max(num_saved, 1) / (self._num_pages * self.block_size)
-        self._pool.cache_together(block_ids, self._key_at(request, num_tokens), step, worth)
+        key = self._key_at(request, num_tokens)
+        self._note(request, num_tokens, key)
+        self._pool.cache_together(block_ids, key, step, worth)
         request.num_cached_blocks[index] = num_tokens
 
     def _is_snapshot(self, request: Request) -> bool:

@@ -45,12 +45,12 @@ def extend_keys(
         return
     for offset in range(0, len(data), stride):
         block_start = start + offset // 8
-        inside = _contents_of_block(contents, block_start, block_start + block_size)
+        inside = contents_of_block(contents, block_start, block_start + block_size)
         parent = sha256(parent + inside + data[offset : offset + stride]).digest()
         keys.append(parent)
 
 
-def _contents_of_block(contents: PromptContents, begin: int, end: int) -> bytes:
+def contents_of_block(contents: PromptContents, begin: int, end: int) -> bytes:
     """What stands beside tokens `begin` … `end` - 1, as bytes; b"" where there is nothing."""
     media = contents.media
     inside = media[bisect_left(media, begin, key=_position) : bisect_left(media, end, key=_position)]

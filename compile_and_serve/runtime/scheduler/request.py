@@ -27,17 +27,19 @@ class Prompt:
 
     contents: what stands beside its tokens; None where there is nothing. salt: of its request, hashed, if there is
         something.
+    lora_name: of the adapter, if it has one.
     keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
     deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
         blocks that this sequence needed.
     """
 
-    __slots__ = ("_lengths", "contents", "deferred_step", "keys", "num_new_blocks", "root_key", "salt", "token_ids")
+    __slots__ = ("_lengths", "contents", "deferred_step", "keys", "lora_name", "num_new_blocks", "root_key", "salt", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
         self.root_key = root_key(request.cache_salt, request.prefix_key, request.step_data)
         self.contents = request.contents()
+        self.lora_name = None if request.lora is None else request.lora.lora_name
         self.salt = b"" if self.contents is None else sha256((request.cache_salt or "").encode()).digest()
         self.keys: list[bytes] = []
         self.deferred_step = -1

@@ -269,7 +269,7 @@ class Transfers:
             for key in transfer.keys:
                 del self._loading[key]
             if load.error is None:
-                self._manager.publish(transfer.group, transfer.keys, transfer.block_ids)
+                self._manager.publish(transfer.group, load.request, transfer.keys, transfer.block_ids)
         if load.error is not None:
             for request in load.waiting:
                 request.may_load = False
