@@ -77,9 +77,9 @@ FLAGS = {
     "bench throughput": ENGINE_FLAGS | {
         "model", "--num-prompts", "--input-len", "--output-len", "--n", "--random-range-ratio", "--output-json",
     },
-    "cache ls": {"--cache-dir"},
+    "cache ls": {"--cache-dir", "--kv-offload-dir"},
     "cache verify": {"--cache-dir"},
-    "cache prune": {"--older-than", "--all", "--cache-dir"},
+    "cache prune": {"--older-than", "--all", "--cache-dir", "--kv-offload-dir"},
     "bench serve": {
         "--base-url", "--model", "--endpoint", "--num-prompts", "--request-rate", "--max-concurrency", "--input-len",
         "--output-len", "--random-range-ratio", "--num-clients", "--ignore-eos", "--no-ignore-eos", "--api-key", "--seed", "--timeout",

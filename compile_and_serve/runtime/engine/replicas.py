@@ -20,6 +20,7 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.connection import EngineConnection, EngineDeadError, EngineFullError, EngineStartError
+from compile_and_serve.runtime.engine.event_follower import EventFollower
 from compile_and_serve.runtime.engine.held_requests import HeldRequests, TenantsInFlight
 from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.lora.request import LoRARequest
@@ -83,6 +84,7 @@ class DataParallelClient(Generic[Replica]):
         self._num_dead = 0  # replicas whose outputs ended with their death
         self._info: EngineInfo | None = None
         self._router: Router
+        self._follower: EventFollower | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -147,6 +149,9 @@ class DataParallelClient(Generic[Replica]):
             enable_prefix_caching=infos[0].prefix_caching,
         )
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(self.replicas))]
+        events = self.config.kv_events
+        if events is not None and EventFollower.can_follow(events):
+            self._follower = EventFollower(events, self._router, len(self.replicas))
         return self._info
 
     async def add_request(self, request: EngineRequest) -> None:
@@ -256,6 +261,8 @@ class DataParallelClient(Generic[Replica]):
         else:
             self._end_held("abort")
         await asyncio.gather(*(replica.shutdown(drain, timeout) for replica in self.replicas))
+        if self._follower is not None:
+            await self._follower.close()
         if self._readers:
             await asyncio.gather(*self._readers)
         self._steps.put_nowait(None)

@@ -4,7 +4,8 @@ Load is a share of a replica's capacity: requests in flight divided by the numbe
 of the KV cache (what the replica last reported, or the prompts sent to it, whichever is larger). A replica that was sent
 the beginning of the prompt before counts as less loaded, by AFFINITY times the share of the prompt that it has seen. So a
 prompt returns to its replica, and a prefix that all requests share spreads as replicas fill up. A request never waits for
-a batch slot while another replica has one free.
+a batch slot while another replica has one free. Replicas that publish events tell what they have, also from other clients'
+prompts, and what they have lost.
 
 Where all batch slots are taken, a replica gets a few requests more, which then start without a round trip to the client
 (AHEAD). For any more there is no room: the client holds them back until a replica has room again. A replica that reports
@@ -17,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from compile_and_serve.runtime.kv_events.wire import DEVICE, AllBlocksCleared, BlockStored, Event
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats
 from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key
 
@@ -143,6 +145,26 @@ class Router:
         replica.num_others = num_others
         replica.kv_cache_usage = stats.kv_cache_usage
         replica.num_running, replica.num_waiting = stats.num_running, stats.num_waiting
+
+    def observe_events(self, index: int, events: Sequence[Event]) -> None:
+        """Record what a replica has cached and forgotten on its device."""
+        mask, seen = 1 << index, self._seen
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                gone = [block for block, holders in seen.items() if holders & mask]
+            elif event.medium != DEVICE or event.group_idx != 0:  # the keys of a prompt are those of the first group
+                continue
+            elif isinstance(event, BlockStored):
+                self._record_blocks(event.block_hashes, index)
+                continue
+            else:
+                gone = event.block_hashes
+            for block in gone:
+                holders = seen.get(block, 0) & ~mask
+                if holders:
+                    seen[block] = holders
+                else:
+                    seen.pop(block, None)
 
     def forget_prefixes(self) -> None:
         """Forget all prompts, after the replicas have reset their prefix caches."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -234,3 +235,22 @@ def test_one_replica_is_a_plain_client_and_several_are_not_one_engine(model_dir:
     assert isinstance(make_client(tiny_config(model_dir)), AsyncEngineClient)
     with pytest.raises(ValueError, match="data_parallel_size is 2, but"):
         SyncEngine(tiny_config(model_dir, data_parallel_size=2))
+
+
+async def test_the_router_follows_the_replicas_events(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that another client has sent to a replica is known to be there, until the replica's cache is reset."""
+    use_fake_workers(monkeypatch, model_dir)
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    async with started(model_dir, kv_events_config=events) as (client, _):
+        router = client._router
+
+        async def seen() -> int:
+            await client.replicas[1].add_request(request(f"other-{time.monotonic()}", prompt(5)))
+            await asyncio.sleep(0.05)
+            return sum(router._cached_prefixes(router._hashes(request("mine", prompt(5)))))
+
+        async with asyncio.timeout(PATIENCE):
+            while not await seen():  # a subscription takes a while
+                await client.replicas[1].utility("reset_prefix_cache")
+        assert router.route(request("mine", prompt(5))) == 1
+        router.finish("mine")

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.engine.router import AFFINITY, Router
+from compile_and_serve.runtime.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from compile_and_serve.runtime.messages import EngineStats, Sibling
+from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key
 from tests.support.engines import request
 
 BLOCK = 4
@@ -251,3 +253,29 @@ def test_all_sequences_of_a_request_go_to_one_replica_that_has_room_for_them() -
     assert router.load(home) == 0.0
     many = replace(request("many", prompt(2)), siblings=[Sibling(f"m{i}") for i in range(9)])
     assert router.route(many) == home  # nobody has room for ten: the least loaded gets them
+
+
+def test_events_say_where_a_prefix_is_and_where_it_is_no_longer() -> None:
+    router = make_router(3)
+    wanted, keys = prompt(0), list[bytes]()
+    extend_keys(keys, root_key(None), wanted, BLOCK, 10)
+    stored = BlockStored(
+        block_hashes=keys,
+        parent_block_hash=None,
+        token_ids=wanted,
+        block_size=BLOCK,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        group_idx=0,
+    )
+    for replica, event in ((1, stored), (0, replace(stored, group_idx=1)), (0, replace(stored, medium="CPU"))):
+        router.observe_events(replica, [event])
+    assert router.route(request("a", wanted)) == 1
+    router.finish("a")
+    router.observe_events(2, [stored])
+    router.observe_events(1, [BlockRemoved(block_hashes=keys[2:], medium="GPU", group_idx=0)])
+    assert router.route(request("b", wanted)) == 2
+    router.finish("b")
+    router.observe_events(2, [AllBlocksCleared()])
+    assert router._cached_prefixes(keys) == [0, 2, 0]
