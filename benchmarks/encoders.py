@@ -39,12 +39,17 @@ CASES = ("16x1", "16x64", "128x1", "128x64", "512x1", "512x64")
 HTTP_CASES = (("1000 texts in one request", 1000, 1, 16), ("64 texts of 512 tokens", 64, 1, 512), ("64 clients, 16 tokens", 1, 64, 16))
 
 
+def with_root() -> dict[str, str]:
+    """This process's environment, in which Python finds this checkout first."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
 class Engine:
     """A process of `encoder_engines.py`."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         python = sys.executable if name == "compile-and-serve" else args.peer_python
-        variables = os.environ | {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
+        variables = with_root() | {"OMP_NUM_THREADS": str(args.threads)}
         self.name = name
         self._process = subprocess.Popen([python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
         job = {"engine": name, "model": str(args.model), "onnx": args.onnx, "gguf": args.gguf, "threads": args.threads}
@@ -121,8 +126,7 @@ def server(args: argparse.Namespace) -> Iterator[tuple[int, float]]:
     command += ["--dtype", args.dtype, "--num-threads", str(args.threads), "--max-model-len", "512"]
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        variables = os.environ | {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=with_root())
         assert process.stdout is not None
         port = 0
         for line in process.stdout:
