@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -419,8 +420,13 @@ class CudaPlatform:
         return torch.zeros(length, dtype=dtype, pin_memory=True)
 
     def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:
-        """See `Platform.host_pages`."""
-        return torch.empty(num_pages, page_bytes, dtype=torch.uint8, pin_memory=True)
+        """See `Platform.host_pages`. Not by torch's allocator: it takes the next power of two. Raises `RuntimeError`."""
+        memory = mmap.mmap(-1, num_pages * page_bytes)
+        pages = torch.frombuffer(memory, dtype=torch.uint8).view(num_pages, page_bytes)
+        runtime, address = torch.cuda.cudart(), pages.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, pages.numel(), 0))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return pages
 
     def side_stream(self) -> SideStream | None:
         """See `Platform.side_stream`."""

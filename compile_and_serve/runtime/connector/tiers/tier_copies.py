@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
-from compile_and_serve.runtime.connector.connector import WorkerConnector
+from compile_and_serve.runtime.connector.connector import ConnectorError, WorkerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.connector.page_memory import PageMemory
 from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
@@ -65,7 +65,13 @@ class TierCopies(WorkerConnector):
         self._shares_memory = self._platform.shares_host_memory
         self._beside = self._platform.side_stream()
         if self._host is None:
-            self._host = self._platform.host_pages(self._num_pages, self._page_bytes)
+            try:
+                self._host = self._platform.host_pages(self._num_pages, self._page_bytes)
+            except RuntimeError as error:
+                size = self._num_pages * self._page_bytes / (1 << 30)
+                raise ConnectorError(
+                    f"{size:.1f} GiB of host memory cannot be page-locked: lower --kv-offloading-size ({error})."
+                ) from error
             if self._disk is not None:
                 self._writers.submit(self._disk.make_room)
 
