@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers
 from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
+from compile_and_serve.runtime.connector.tiers.host_pages import HostPages
 from compile_and_serve.runtime.connector.tiers.tier_copies import TierCopies
 from compile_and_serve.runtime.connector.tiers.tier_index import TierIndex
 from compile_and_serve.runtime.engine.core import EngineCore
@@ -224,6 +226,24 @@ def test_what_takes_longer_than_computing_is_not_loaded(start: Callable[..., Eng
     for number in range(4):
         run_requests(core, [request(f"another {number}", prompt_of(20 + number, 60))])
     assert num_cached(core, "third")[0] > 0
+
+
+def test_loads_side_by_side_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten loads of 100 keys that share one second: a thousand keys a second, not a hundred."""
+    clock = [10.0]
+    monkeypatch.setattr("compile_and_serve.runtime.connector.tiers.tier_index.time.monotonic", lambda: clock[0])
+    index = TierIndex(HostPages(1000), None, 1)
+    keys = [[bytes([number, place]) for place in range(100)] for number in range(10)]
+    for group in keys:
+        for key in group:
+            index._host.allocate(key, 1)
+            index._host.release(key, is_whole=True)
+    for number, group in enumerate(keys):
+        index.prepare(BlockTransfer(transfer_id=number, group=0, keys=group, block_ids=list(range(100))), is_load=True)
+    for number in range(10):
+        clock[0] += 0.1
+        index.update(FinishedTransfers(finished=[number]))
+    assert index._counts["host"].keys_per_second == pytest.approx(1000)
 
 
 def test_the_folder_stays_below_its_limit(start: Callable[..., EngineCore], tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class _Counts:
     stored_blocks: int = 0
     failures: int = 0
     keys_per_second: float = 0.0
+    last_load_end: float = 0.0
     load_times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     store_times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
@@ -151,11 +152,16 @@ class TierIndex(SchedulerConnector):
         return msgspec.msgpack.encode(orders)
 
     def update(self, transfers: FinishedTransfers) -> None:
+        loads: list[_Moved] = []
         for transfer_id in transfers.finished:
             if (moved := self._moved.pop(transfer_id, None)) is not None:
                 self._count(moved)
+                if moved.is_load:
+                    loads.append(moved)
                 for key in moved.keys:
                     self._host.release(key, is_whole=True)
+        for tier, counts in self._counts.items():
+            self._measure(counts, [one for one in loads if one.tier == tier])
         for transfer_id in transfers.failed:
             moved = self._moved.pop(transfer_id, None)
             if moved is None:
@@ -176,8 +182,15 @@ class TierIndex(SchedulerConnector):
             return
         counts.loaded_blocks += moved.num_blocks
         counts.load_times.append(seconds)
-        rate = len(moved.keys) / seconds
-        counts.keys_per_second += (rate - counts.keys_per_second) * (_NEW_SHARE if counts.keys_per_second else 1.0)
+
+    def _measure(self, counts: _Counts, loads: Sequence[_Moved]) -> None:
+        """Loads have ended at the same time. They share the way with others, so only the time since the last end counts."""
+        if loads:
+            now = time.monotonic()
+            begin = max(counts.last_load_end, min(one.began for one in loads))
+            rate = sum(len(one.keys) for one in loads) / max(now - begin, 1e-6)
+            counts.keys_per_second += (rate - counts.keys_per_second) * (_NEW_SHARE if counts.keys_per_second else 1.0)
+            counts.last_load_end = now
 
     def reset(self) -> None:
         self._host.forget()
