@@ -260,8 +260,13 @@ class KVCacheManager:
             self.prefix_hits += prefix.num_tokens
             request.num_cached_tokens = prefix.num_tokens
 
+    @property
+    def may_lack_room(self) -> bool:
+        """Whether blocks that were promised to a prefill may not be there: pinned, or out of its window but still in use by others."""
+        return self.pool.num_pinned > 0 or (bool(self._windows) and self.enable_prefix_caching)
+
     def has_room(self, request: Request, end: int) -> bool:
-        """Whether a prefill can have its first `end` tokens. Always, unless blocks that were promised to it are pinned."""
+        """Whether a prefill can have its first `end` tokens. Always, unless `may_lack_room`."""
         if end <= request.num_held_tokens:
             return True
         for windows in self._windows:

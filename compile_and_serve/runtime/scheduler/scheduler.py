@@ -286,7 +286,7 @@ class Scheduler:
             self._admission.fairness.charge(step, scheduled)
         emptied = self.manager.end_step(has_tokens=bool(scheduled))
         if not scheduled:
-            return self._transfer_step(step)
+            return self._step_without_tokens(step)
         self._next_step += 1
         self._in_flight.append(step)
         forget_ids, self._forget_ids = self._forget_ids, []
@@ -308,20 +308,21 @@ class Scheduler:
             times_masks=is_contended,
         )
 
-    def _transfer_step(self, step: StepInFlight) -> SchedulerOutput | None:
-        """A step without tokens; None if there is nothing to transfer, or steps in flight will tell."""
+    def _step_without_tokens(self, step: StepInFlight) -> SchedulerOutput | None:
+        """A step of transfers; None if there is nothing to transfer, or steps in flight will tell."""
         transfers = self._transfers
-        if transfers is None or self._in_flight:
+        is_busy = transfers is not None and transfers.is_busy
+        if self._in_flight or not (is_busy or self._running or self._queue.first_ready()):
             return None
-        if not transfers.is_busy:
-            if not self.manager.pool.num_pinned or not (self._running or self._queue.first_ready()):
-                return None
-            if transfers.release_all():
+        if not is_busy:
+            if transfers is not None and transfers.release_all():
                 return self.schedule()
-            if not transfers.may_end and len(self._running) > 1:
+            step.is_last_poll = transfers is not None and not transfers.may_end
+            if (transfers is None or step.is_last_poll) and len(self._running) > 1:  # see `KVCacheManager.may_lack_room`
                 self._preempt(self._running.pop(), last_step=self._next_step - 1)
                 return self.schedule()
-            step.is_last_poll = not transfers.may_end
+        if transfers is None or not (is_busy or self.manager.pool.num_pinned):
+            return None
         self._next_step += 1
         self._in_flight.append(step)
         return step_without_tokens(step.step, transfers.take())

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
@@ -13,6 +13,21 @@ from tests.support.scheduler_harness import BLOCK, Driver, FakeRunner, assert_as
 from tests.support.scheduler_workloads import TOKENS, WORKLOADS, check_workload, slots
 
 
+@example(  # blocks that one prefill leaves behind its window, and another still reads, do not become free
+    groups=[StateGroupInfo("tokens", 2, 9)],
+    num_blocks=11,
+    caching=True,
+    seed=41017,
+    num_requests=2,
+    num_draft_tokens=0,
+    max_num_seqs=2,
+    budget=5,
+    depth=0,
+    policy="fcfs",
+    num_aborts=0,
+    admit_in_groups=False,
+    min_gained_tokens=1,
+)
 @settings(max_examples=200, deadline=None)
 @given(
     groups=st.lists(st.one_of(TOKENS, slots(st.booleans())), max_size=3), num_blocks=st.integers(6, 24), caching=st.booleans(), **WORKLOADS
