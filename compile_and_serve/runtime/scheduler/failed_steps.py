@@ -28,13 +28,18 @@ def untrusted_chunks(step: StepInFlight, errors: dict[str, str]) -> list[Chunk]:
 
 
 def forget_failed(failed: Chunk, in_flight: Iterable[StepInFlight], manager: KVCacheManager) -> list[Request]:
-    """Forget the content that a failed prefill computed, and what later prefills computed from it. → those of their requests that run"""
+    """Forget the content that a failed prefill computed, and what later prefills computed from it. → those of their requests that run, or
+    that were preempted and wait for steps in flight
+    """
     keys = manager.uncache(failed.request, failed.prefill_start, failed.end, failed.prefill_step)
     misled: list[Request] = []
     for chunk in [chunk for later in in_flight for chunk in later.chunks]:
         request = chunk.request
         if request is not failed.request and manager.has_prefix(request, chunk.prefill_start, keys):
             keys |= manager.uncache(request, chunk.prefill_start, chunk.end, chunk.prefill_step)
-            if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.num_preemptions:
+            is_preempted = request.status is RequestStatus.WAITING and request.num_pending_steps > 0
+            if (
+                request.status is RequestStatus.RUNNING or is_preempted
+            ) and request.num_preemptions - is_preempted == chunk.num_preemptions:
                 misled.append(request)
     return list(dict.fromkeys(misled))

@@ -284,6 +284,13 @@ class WindowBlocks(_TokenBlocks):
         request.num_freed_blocks.append(num_unread)
         request.block_ids.append([0] * num_unread + [block.block_id for block in blocks])
 
+    def uncache(self, request: Request, start: int, end: int, step: int) -> set[bytes]:
+        cached, suffix = self._pool.cached, self._suffix
+        keys = self._keys(request, start // self.block_size, end // self.block_size)
+        # A block that is not there may have been evicted since: who took it up does not hold it any more once it is behind the window.
+        gone = {key.removesuffix(suffix) for key in keys if key not in cached}
+        return gone | super().uncache(request, start, end, step)
+
     def free_unread(self, request: Request, first_read: int) -> None:
         """Free blocks of tokens that neither token `first_read` nor a later one reads."""
         block_ids = request.block_ids[self.index]

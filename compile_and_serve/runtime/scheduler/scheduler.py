@@ -445,21 +445,20 @@ class Scheduler:
             self._drafting.drop_correction(request)  # it is sent again with all its tokens
         self._queue.push(request)
 
-    def _compute_again(self, request: Request, last_step: int | None) -> None:
-        """Preempt a running request, and drop what the steps in flight return for it. last_step: as in `KVCacheManager.free`."""
-        for step in self._in_flight:
+    def _compute_again(self, request: Request, last_step: int | None, *steps: StepInFlight) -> None:
+        """Drop what these steps and those in flight return for a request, and preempt it if it runs. last_step: of `_preempt`."""
+        for step in (*steps, *self._in_flight):
             step.drop(request)
-        self._running.remove(request)
-        self._preempt(request, last_step)
+        request.num_pending_steps = 0
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._preempt(request, last_step)
 
     def _fail(self, step: StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
-        """End the requests that failed, and forget what they computed. Preempt those that took it up: what this step and the steps in
-        flight return for these is dropped.
-        """
+        """End the requests that failed, and forget what they computed; those that took it up compute it again."""
         for chunk in untrusted_chunks(step, errors):
             for request in forget_failed(chunk, self._in_flight, self.manager):
-                step.drop(request)
-                self._compute_again(request, last_step=None)
+                self._compute_again(request, None, step)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
             if request.request_id in errors and not request.has_ended:
                 self._finish(request, "error")
