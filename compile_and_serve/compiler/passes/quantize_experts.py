@@ -2,8 +2,9 @@
 
     experts(x, ids, weights, Wgu, Wd, …)  →  experts(x, ids, weights, pack(Qgu), pack(Qd), …, scale_gu, scale_d, activations)
 
-MXFP4 and 8-bit experts of a checkpoint keep its values and scales. With `--quantization`, experts that are not excluded are quantized
-while they are loaded. Without a kernel, the weights stay as the module has them. On the CPU, each expert is packed as a linear's weight is.
+MXFP4 and 8-bit experts of a checkpoint keep its values and scales, on the CPU also codes with a scale per group of inputs. With
+`--quantization`, experts that are not excluded are quantized while they are loaded. Without a kernel, the weights stay as the module has
+them. On the CPU, each expert is packed as a linear's weight is.
 
 Activations are rounded to float8 if the scheme or the checkpoint asks for it and the weights are float8. A log line says where they are
 not rounded as the checkpoint asks for.
@@ -34,11 +35,16 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, quantized_parts, stored_parts
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
-from compile_and_serve.custom_ops.moe.packed_experts import packed_8bit_unsupported_reason, packed_mxfp4_unsupported_reason
+from compile_and_serve.custom_ops.moe.packed_experts import (
+    CodeFormat,
+    packed_8bit_unsupported_reason,
+    packed_codes_unsupported_reason,
+    packed_mxfp4_unsupported_reason,
+)
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, dtype_name
 from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
-from compile_and_serve.custom_ops.stored_weight import Mxfp4Parts, Parts, ScaledParts, StoredWeight
+from compile_and_serve.custom_ops.stored_weight import GroupedParts, Mxfp4Parts, Parts, ScaledParts, StoredWeight
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +83,14 @@ class QuantizeExperts(BasePass):
                 continue
             activations, remark = self._activations([args[linear] for linear in LINEARS], ctx)
             try:
-                for linear in LINEARS:
-                    args[linear], args[f"{linear}_scale"] = self._pack(gm, args[linear], ctx)
+                forms = [self._pack(gm, args, linear, ctx) for linear in LINEARS]
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
                 if activations != "none":
                     remarks.add(f"Activations of experts stay in {ctx.dtype}, because the weights are not quantized: {reason}.")
                 continue
             args["activations"] = activations
+            args["codes"] = "|".join(forms) if any(forms) else ""
             remarks |= {remark} if remark else set()
             with gm.graph.inserting_before(node):
                 quantized = ctx.call(gm, EXPERTS, *args.values(), origin=node)
@@ -126,8 +132,9 @@ class QuantizeExperts(BasePass):
             return ("dynamic", "Activations of experts get one scale per token: the checkpoint's static scales are not used.")
         return "dynamic", None
 
-    def _pack(self, gm: GraphModule, node: Node, ctx: PassContext) -> tuple[Node, Node]:
-        """The values of a weight in the kernel's layout, and their scales."""
+    def _pack(self, gm: GraphModule, args: dict[str, Any], linear: str, ctx: PassContext) -> str:
+        """Replace a weight among the arguments by its values in the kernel's layout, with scales and offsets. → `CodeFormat.name`"""
+        node, offset, codes = args[linear], None, ""
         weight = weight_of(node)
         if weight is None:
             raise CannotQuantizeError("a weight is computed, not a parameter")
@@ -136,7 +143,8 @@ class QuantizeExperts(BasePass):
             parts = stored_parts(expression, ctx.weights)
         else:
             parts = quantized_parts(expression, ctx.weights, self.scheme.dtype, self.scheme.scales)
-        if PACKED_KERNEL in ctx.kernels and (reason := _cpu_unsupported_reason(parts, tensor_of(node).shape[2], ctx)) is not None:
+        in_features = tensor_of(node).shape[2]
+        if PACKED_KERNEL in ctx.kernels and (reason := _cpu_unsupported_reason(parts, in_features, ctx)) is not None:
             raise CannotQuantizeError(reason)
         if isinstance(parts, ScaledParts):
             values, scale, form = parts.values, parts.scale, dtype_name(parts.dtype)
@@ -148,13 +156,31 @@ class QuantizeExperts(BasePass):
                 values, scale = ("pack_mxfp4_codes_cpu", values), ("pack_mxfp4_scales_cpu", scale)
             elif platform_of(ctx.device).runs_triton_kernels:
                 values, scale = ("pack_mxfp4_codes", values), ("pack_mxfp4_scales", scale)
+        elif PACKED_KERNEL in ctx.kernels:
+            code_format = _code_format(parts)
+            form, codes = f"codes{parts.bits}", code_format.name
+            values = ("pack_expert_codes_cpu", parts.codes, parts.bits)
+            scale, offset = (
+                None if one is None else ("pack_expert_scales_cpu", one, in_features, parts.group_size)
+                for one in (parts.scale, parts.offset)
+            )
         else:
-            raise CannotQuantizeError("there is no kernel of experts with scales per group of inputs")
+            raise CannotQuantizeError("there is no GPU kernel of experts with scales per group of inputs: they are dequantized")
         name = f"{weight}.{form}"
-        return (ctx.defined_weight(gm, f"{name}.values", values, near=node), ctx.defined_weight(gm, f"{name}.scale", scale, near=node))
+        args[linear] = ctx.defined_weight(gm, f"{name}.values", values, near=node)
+        args[f"{linear}_scale"] = ctx.defined_weight(gm, f"{name}.scale", scale, near=node)
+        if offset is not None:
+            args[f"{linear}_offset"] = ctx.defined_weight(gm, f"{name}.offset", offset, near=node)
+        return codes
+
+
+def _code_format(parts: GroupedParts) -> CodeFormat:
+    return CodeFormat(parts.bits, parts.group_size, parts.table)
 
 
 def _cpu_unsupported_reason(parts: Parts, in_features: int, ctx: PassContext) -> str | None:
+    if isinstance(parts, GroupedParts):
+        return packed_codes_unsupported_reason(device=ctx.device, dtype=ctx.dtype, form=_code_format(parts), in_features=in_features)
     if not isinstance(parts, ScaledParts):
         return packed_mxfp4_unsupported_reason(device=ctx.device, dtype=ctx.dtype)
     return packed_8bit_unsupported_reason(

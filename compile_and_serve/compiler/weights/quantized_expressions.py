@@ -61,8 +61,8 @@ def _take_columns(codes_OI: torch.Tensor, order_I: torch.Tensor) -> torch.Tensor
 
 @weight_function("divide_groups")
 def _divide_groups(scale_OG: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each group as `parts` equal groups. [O, G] → [O, G · parts]"""
-    return scale_OG.repeat_interleave(parts, 1)
+    """Each group as `parts` equal groups. [..., G] → [..., G · parts]"""
+    return scale_OG.repeat_interleave(parts, -1)
 
 
 @weight_function("largest_scale")
@@ -163,8 +163,8 @@ def _grouped_columns(
     codes = of("codes")
     if whole.input_groups is not None:
         return _padded(whole, function, sizes, codes, weights)
-    width = _shape(codes, weights)[1]
-    if _shape(whole.scale, weights)[1] == 1:
+    width = _shape(codes, weights)[-1]
+    if _shape(whole.scale, weights)[-1] == 1:
         return replace(whole, codes=codes)
     size = gcd(width, whole.group_size)
     scales = [whole.scale, whole.offset]

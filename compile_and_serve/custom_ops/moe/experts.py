@@ -6,6 +6,7 @@ Weights of experts are stacked, gate rows before up rows. There are two layouts:
 - plain [X, 2F, D] and [X, D, F];
 - packed, one dimension more, for the C++ kernels of the CPU (`packed_experts.py`).
 Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8), in the Triton layout (int16) of `quantized/mxfp4.py`, or packed.
+Codes of other formats, packed only, are described by `CodeFormat` and may have offsets.
 LoRA adapters: `moe/expert_adapters.py`.
 """
 
@@ -27,9 +28,10 @@ from compile_and_serve.custom_ops.quantization import LARGEST, Activations, dequ
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS, dequantize_mxfp4
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_reference
 
-NUM_OPERANDS = 15  # arguments of the op before those of adapters
+NUM_OPERANDS = 18  # arguments of the op before those of adapters
+_ACTIVATIONS = 14  # the place of `activations` among them
 # Arguments that have something for each expert.
-_STACKED = tuple(f"{linear}{part}" for linear in ("gate_up", "down") for part in ("", "_bias", "_scale", "_a", "_b"))
+_STACKED = tuple(f"{linear}{part}" for linear in ("gate_up", "down") for part in ("", "_bias", "_scale", "_offset", "_a", "_b"))
 
 
 def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,7 @@ def _matrix(weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype
 class Linears:
     """One linear of all experts, in either layout, with its biases [X, O] and scales. out_features: O.
 
-    activations: "dynamic" if its input is quantized to the weight's dtype.
+    activations: "dynamic" if its input is quantized to the weight's dtype. offset, codes: of packed codes.
     """
 
     weight: torch.Tensor
@@ -61,6 +63,8 @@ class Linears:
     scale: torch.Tensor | None
     out_features: int
     activations: Activations = "none"
+    offset: torch.Tensor | None = None
+    codes: str = ""
 
     @property
     def is_packed(self) -> bool:
@@ -70,8 +74,18 @@ class Linears:
         """The rows of one expert. silu_mul: only of packed weights. → [R, O], or [R, O / 2]"""
         bias = None if self.bias is None else self.bias[expert].to(x_RI.dtype)
         if self.is_packed:
-            scale = None if self.scale is None else self.scale[expert]
-            return packed_linear(x_RI, self.weight[expert], scale, self.out_features, bias, silu_mul=silu_mul, activations=self.activations)
+            scale, offset = (None if one is None else one[expert] for one in (self.scale, self.offset))
+            return packed_linear(
+                x_RI,
+                self.weight[expert],
+                scale,
+                self.out_features,
+                bias,
+                silu_mul=silu_mul,
+                activations=self.activations,
+                offset=offset,
+                codes=self.codes,
+            )
         assert not silu_mul
         if self.activations == "dynamic":
             assert self.scale is not None
@@ -132,6 +146,9 @@ def _experts(
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
     activations: Activations = "none",
+    gate_up_offset: torch.Tensor | None = None,
+    down_offset: torch.Tensor | None = None,
+    codes: str = "",
     *adapter_tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     count_call(ids_TK, down)
@@ -147,9 +164,10 @@ def _experts(
     x_PD = x_TD.index_select(0, order // top_k)
     # Packed rows may be padded, so the inputs of down tell the number of features.
     features = packed_inputs(down) if is_packed(down, down_scale) else gate_up.shape[1] // num_parts(activation)
+    rows = num_parts(activation) * features
     linears = (
-        Linears(gate_up, gate_up_bias, gate_up_scale, num_parts(activation) * features, activations),
-        Linears(down, down_bias, down_scale, x_TD.shape[1], activations),
+        Linears(gate_up, gate_up_bias, gate_up_scale, rows, activations, gate_up_offset, codes.partition("|")[0]),
+        Linears(down, down_bias, down_scale, x_TD.shape[1], activations, down_offset, codes.rpartition("|")[2]),
     )
     if adapters is None:
         y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
@@ -176,7 +194,7 @@ def _check_activations(activations: str, gate_up: torch.Tensor, gate_up_scale: t
 
 def _exact_experts(*args: Any) -> torch.Tensor:
     """`experts` without quantizing activations."""
-    exact = (*args[: NUM_OPERANDS - 1], "none", *args[NUM_OPERANDS:])
+    exact = (*args[:_ACTIVATIONS], "none", *args[_ACTIVATIONS + 1 :])
     return _experts(*exact)
 
 
@@ -217,9 +235,10 @@ EXPERTS = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
     "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, "
-    'str activations="none", Tensor? gate_up_a=None, Tensor? gate_up_b=None, '
+    'str activations="none", Tensor? gate_up_offset=None, Tensor? down_offset=None, str codes="", '
+    "Tensor? gate_up_a=None, Tensor? gate_up_b=None, "
     "Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
-    version=4,
+    version=5,
     fake=lambda x_TD, *_: x_TD.new_empty(x_TD.shape),
     reference=_experts,
     exact=_exact_experts,
@@ -253,6 +272,9 @@ def experts(
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
     activations: Activations = "none",
+    gate_up_offset: torch.Tensor | None = None,
+    down_offset: torch.Tensor | None = None,
+    codes: str = "",
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
@@ -265,6 +287,7 @@ def experts(
     activations: "dynamic" rounds x (after the norm) and f's result to float8 before the products with float8 weights
     (`quantize_activations`, with a scale per row, or per row and 128 inputs if the weights have scales per block). Adapters see x and f's
     result unrounded.
+    gate_up_offset, down_offset: zero points or minima of packed codes. codes: `CodeFormat.name` of both, with a "|" between them.
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
@@ -285,5 +308,8 @@ def experts(
         gate_up_scale,
         down_scale,
         activations,
+        gate_up_offset,
+        down_offset,
+        codes,
         *(() if adapters is None else (getattr(adapters, field.name) for field in fields(adapters))),
     )

@@ -4,12 +4,15 @@ Shape legend: R rows of an expert, X experts, O output features, I input feature
 
 - unquantized: `pack_linear_weight` of each expert, in the model's dtype, without scales;
 - 8-bit: `pack_quantized_weight` of each expert, with scales float32 [X, O];
-- MXFP4: `pack_group_codes` of each expert's codes (uint8), with scales float32 `pack_group_scales`.
+- MXFP4: `pack_group_codes` of each expert's codes (uint8), with scales float32 `pack_group_scales`;
+- other codes with a scale per group: the same, with offsets where the format has some, and a `CodeFormat`.
 
 All weights have four dimensions.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +25,29 @@ from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, unpack_mxfp4_
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear, quantized_linear_unsupported_reason
 from compile_and_serve.custom_ops.weight_functions import weight_function
 
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """How codes become numbers; the fields are as in `group_linear`."""
+
+    bits: int
+    group_size: int
+    table: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits},{self.group_size},{self.table}"
+
+    @classmethod
+    def of(cls, name: str) -> CodeFormat:
+        """From its name; MXFP4 has the name ""."""
+        if not name:
+            return MXFP4
+        bits, group_size, table = name.split(",")
+        return cls(int(bits), int(group_size), table)
+
+
+MXFP4 = CodeFormat(4, MX_BLOCK, "e2m1")
 _INPUTS = 4  # adjacent inputs of the 8-bit layout: others would be padded
 
 
@@ -59,6 +85,27 @@ def pack_mxfp4_scales_cpu(scales_XOG: torch.Tensor) -> torch.Tensor:
     return torch.stack([pack_scales_cpu(one, one.shape[1] * MX_BLOCK, MX_BLOCK) for one in factors_XOG])
 
 
+def packed_codes_unsupported_reason(*, device: torch.device, dtype: torch.dtype, form: CodeFormat, in_features: int) -> str | None:
+    """As `packed_8bit_unsupported_reason`."""
+    if in_features % CPU_INPUTS:
+        return f"the CPU kernels take experts of codes with a multiple of {CPU_INPUTS} inputs, not {in_features}"
+    return group_linear_unsupported_reason(device=device, dtype=dtype, group_size=form.group_size, table=form.table)
+
+
+@weight_function("pack_expert_codes_cpu")
+def pack_expert_codes_cpu(codes_XOI: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [X, O, I] → uint8 [X, ceil(O / 16), I / 32, 256 or 512]"""
+    return torch.stack([pack_codes_cpu(codes_OI, bits) for codes_OI in codes_XOI])
+
+
+@weight_function("pack_expert_scales_cpu")
+def pack_expert_scales_cpu(scale_XOG: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
+    """Scales or offsets [X, O, G] → [X, ceil(O / 16), I / 32 (of groups of 16: · 2), 16]; bfloat16 becomes float32"""
+    if scale_XOG.dtype == torch.bfloat16:
+        scale_XOG = scale_XOG.float()
+    return torch.stack([pack_scales_cpu(scale_OG, in_features, group_size) for scale_OG in scale_XOG])
+
+
 def is_packed(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether a weight is in one of these layouts. A checkpoint's MXFP4 codes have four dimensions, too."""
     return weight.dim() == 4 and (weight.dtype != torch.uint8 or (scale is not None and scale.dim() == 4))
@@ -78,13 +125,19 @@ def packed_linear(
     *,
     silu_mul: bool = False,
     activations: Activations = "none",
+    offset: torch.Tensor | None = None,
+    codes: str = "",
 ) -> torch.Tensor:
-    """One expert's linear. weight, scale: its part of packed ones. activations: as in `quantized_linear`, of 8-bit weights.
+    """One expert's linear. weight, scale, offset: its part of packed ones. activations: as in `quantized_linear`, of 8-bit weights.
+    codes: the name of the format of codes.
 
     → [R, O] in x's dtype, with silu_mul [R, O / 2]
     """
     if scale is None:
         return fused_linear(x_RI, weight, out_features, bias_O=bias_O, silu_mul=silu_mul)
     if weight.dtype == torch.uint8:
-        return group_linear(x_RI, weight, scale, None, out_features, 4, MX_BLOCK, bias_O=bias_O, silu_mul=silu_mul, table="e2m1")
+        form = CodeFormat.of(codes)
+        return group_linear(
+            x_RI, weight, scale, offset, out_features, form.bits, form.group_size, bias_O=bias_O, silu_mul=silu_mul, table=form.table
+        )
     return quantized_linear(x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul, activations=activations)

@@ -325,6 +325,9 @@ class Operands:
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
     activations: str = "none"
+    gate_up_offset: torch.Tensor | None = None
+    down_offset: torch.Tensor | None = None
+    codes: str = ""
 
     def normalized(self) -> Operands:
         """With contiguous rows of x and the residual, contiguous weights, and contiguous int32 ids."""

@@ -68,9 +68,15 @@ def dequantize_groups(
 ) -> torch.Tensor:
     """(code − zero point) · scale, or code · scale + minimum, in float32 (float64 for float64), rounded once to `dtype`. → [O, I]
 
+    Stacked codes of experts [X, O, I] are alike.
+
     offset_OG: integers are zero points, floating-point numbers are minima; None: the zero point is 2^(bits − 1).
     table: a name of `TABLES`: the weight is table[code] · scale, without offsets.
     """
+    if codes_OI.dim() == 3:  # one expert at a time: the products are in float32
+        offsets = [None] * len(codes_OI) if offset_OG is None else offset_OG
+        stacked = zip(codes_OI, scale_OG, offsets, strict=True)
+        return torch.stack([dequantize_groups(*one, bits, group_size, dtype, table=table) for one in stacked])
     math_dtype = torch.promote_types(dtype, torch.float32)
     in_features = codes_OI.shape[1]
 

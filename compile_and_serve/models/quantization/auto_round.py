@@ -8,8 +8,9 @@ from typing import Any
 
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight
 from compile_and_serve.models.quantization.awq import awq_weight
-from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import as_list, integer, require
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.quantization.gptq import gptq_weight
 from compile_and_serve.models.quantization.groups import bits_of
 from compile_and_serve.models.spec import ModelSpec
@@ -32,7 +33,7 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeigh
     blocks = as_list(config.get("block_name_to_quantize") or config.get("to_quant_block_names") or [])
     found: dict[str, QuantizedWeight] = {}
     extra = config.get("extra_config") or {}
-    for name, linear in linears_of(spec).items():
+    for name, linear in matrices_of(spec).items():
         own = next((extra[key] for key in extra if key == name or _matches(key, name)), None)
         if own is None and (name == "lm_head" or (blocks and not any(name.startswith(f"{block}.") for block in blocks))):
             continue

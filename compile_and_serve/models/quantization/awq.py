@@ -13,8 +13,9 @@ from torch import nn
 
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor
 from compile_and_serve.custom_ops.weight_functions import weight_function
-from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import integer, is_ignored, require
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.quantization.groups import groups_of, require_multiple, scales_tensor
 from compile_and_serve.models.spec import ModelSpec
 
@@ -33,7 +34,7 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeigh
     require("zero_point", config.get("zero_point", True), (True,))
     group_size = integer(config, "group_size", config.get("q_group_size", 128))
     ignored = ["lm_head", *(config.get("modules_to_not_convert") or [])]
-    kept = {name: linear for name, linear in linears_of(spec).items() if not is_ignored(name, ignored)}
+    kept = {name: linear for name, linear in matrices_of(spec).items() if not is_ignored(name, ignored)}
     return {f"{name}.weight": awq_weight(name, linear, group_size) for name, linear in kept.items()}
 
 

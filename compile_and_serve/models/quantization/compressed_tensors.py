@@ -5,8 +5,7 @@
 - nvfp4-pack-quantized and mxfp4-pack-quantized: `nvfp4.py`, `mxfp4.py`.
 
 Each expert's linears are stored alone, with scales beside them. As with unquantized experts, their tensors are parts of stacked ones: the
-values [X, O, I], the scales, and packed codes. Scales of static activations are not read. Packed codes have no kernel of experts: they are
-dequantized while they are loaded.
+values [X, O, I], the scales, and packed codes. Scales of static activations are not read.
 
 Shape legend: X experts, O and I output and input features (of a stacked weight), P its matrices (gate and up: 2), G groups of inputs.
 Source: compressed-tensors' `pack_to_int32` (values + 2^(bits − 1)).
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,6 @@ from compile_and_serve.custom_ops.quantization import BLOCK, Activations, dtype_
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK
 from compile_and_serve.custom_ops.stored_weight import (
     GroupedParts,
-    Parts,
     QuantizedWeight,
     StoredTensor,
     StoredWeight,
@@ -34,10 +32,11 @@ from compile_and_serve.custom_ops.stored_weight import (
     scaled_weight,
     shuffled_groups,
 )
-from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
+from compile_and_serve.custom_ops.weight_functions import weight_function
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import integer, require, tell_about_activations, tell_once, unsupported
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.quantization.groups import groups_of, scales_tensor, unpack_bits
 from compile_and_serve.models.quantization.mxfp4 import mxfp4_weight
 from compile_and_serve.models.quantization.nvfp4 import NVFP4_GROUP, nvfp4_weight
@@ -78,7 +77,7 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, StoredWeight]:
     stacked: dict[str, dict[str, TensorPart]] = {}  # stacked weight → checkpoint tensor → part
     for name, part in spec.parts.items():
         stacked.setdefault(part.parameter, {})[name] = part
-    parameters = dict(spec.module.named_parameters())
+    parameters, matrices = dict(spec.module.named_parameters()), matrices_of(spec)
     for settings in (config.get("config_groups") or {}).values():
         group = _Group(
             targets=settings.get("targets") or [],
@@ -103,7 +102,12 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, StoredWeight]:
                 continue
             if not all(covered):
                 raise ModelConfigError(f"quantization_config covers only some of the experts' matrices of {name}: expected all or none.")
-            found[name] = (_packed_experts if group.file_format == _PACKED else _8bit_experts)(name, parameters[name], parts, group)
+            if group.file_format in (_PACKED, _NVFP4, _MXFP4):
+                found |= {
+                    matrix: _linear(matrix.removesuffix(".weight"), matrices[matrix.removesuffix(".weight")], group) for matrix in parts
+                }
+            else:
+                found[name] = _8bit_experts(name, parameters[name], parts, group)
     return found
 
 
@@ -228,53 +232,6 @@ def _8bit_experts(name: str, parameter: nn.Parameter, parts: Mapping[str, Tensor
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PackedExperts:
-    """A `StoredWeight` of experts in packed codes. value: its expression for a dtype, without the dtype and the zero points."""
-
-    value: tuple[Any, ...]
-    zeros: Expression
-    tensors: tuple[StoredTensor, ...]
-    unused: tuple[str, ...]
-    is_quantized: bool = field(default=True, init=False)
-    parts: Parts | None = field(default=None, init=False)
-
-    def plain(self, dtype: torch.dtype) -> Expression:
-        return (*self.value, dtype, self.zeros)
-
-
-def _packed_experts(name: str, parameter: nn.Parameter, parts: Mapping[str, TensorPart], group: _Group) -> _PackedExperts:
-    num_experts, outputs, inputs = parameter.shape
-    with torch.device("meta"):
-        one = _packed(name, nn.Linear(inputs, outputs, bias=False), group)  # of a matrix with all rows
-    assert isinstance(one.parts, GroupedParts)
-    if one.parts.input_groups is not None:
-        raise ModelConfigError(f"{name} is quantized with act-order, which is not supported for experts: use a checkpoint without it.")
-    tensors = []
-    for tensor in one.tensors:
-        leaf, stacked = tensor.name.rpartition(".")[2], f"{name}_{tensor.name.rpartition('.weight_')[2]}"
-        pieces = {
-            f"{matrix.removesuffix('.weight')}.{leaf}": _rows_of_part(part, stacked, outputs, tensor.shape[0])
-            for matrix, part in parts.items()
-        }
-        tensors.append(replace(tensor, name=stacked, shape=(num_experts, *tensor.shape), stacked_from=pieces))
-    codes, scale, *zeros = [tensor.name for tensor in tensors]
-    return _PackedExperts(
-        value=("dequantize_packed_experts", codes, scale, one.parts.bits, inputs, one.parts.group_size),
-        zeros=zeros[0] if zeros else None,
-        tensors=tuple(tensors),
-        unused=tuple(f"{matrix.removesuffix('.weight')}.{leaf}" for matrix in parts for leaf in ("weight_shape", "weight_g_idx")),
-    )
-
-
-def _rows_of_part(part: TensorPart, stacked: str, outputs: int, stored_rows: int) -> TensorPart:
-    """The part of a stacked tensor with `stored_rows` rows for `outputs` outputs (zero points have several outputs in a word)."""
-    first, count = part.first_row * stored_rows, part.num_rows * stored_rows
-    if first % outputs or count % outputs:
-        raise ModelConfigError(f"The zero points of {stacked} are packed across its gate and up rows, which is not supported.")
-    return TensorPart(parameter=stacked, index=part.index, first_row=first // outputs, num_rows=count // outputs)
-
-
 def _is_target(name: str, targets: Sequence[str]) -> bool:
     """compressed-tensors' rule: a target is a module's name, its class's name, or `re:` with a pattern for `re.match`."""
     return any(re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, "Linear") for target in targets)
@@ -290,29 +247,3 @@ def packed_rows(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def packed_columns(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """compressed-tensors' weight_zero_point, int32 [O · bits / 32, G] → uint8 [count, G]"""
     return unpack_bits(words.t(), bits, count).t().contiguous()
-
-
-@weight_function("dequantize_packed_experts")
-def dequantize_packed_experts(
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    bits: int,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype,
-    zeros: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """compressed-tensors' packed codes of experts, one expert at a time. → `dtype` [X, O, I]
-
-    words: int32 [X, O, I · bits / 32]. scale: [X, O, G], of groups of `group_size` inputs. zeros: int32 [X, O · bits / 32, G]; None: the
-    zero point is 2^(bits − 1).
-    """
-    math_dtype = torch.promote_types(dtype, torch.float32)
-    out = torch.empty(*scale.shape[:2], in_features, dtype=dtype, device=words.device)
-    for expert in range(len(words)):
-        codes_OI = packed_rows(words[expert], bits, in_features).to(math_dtype)
-        zero = 1 << (bits - 1)
-        zero_OG = torch.full_like(scale[expert], zero) if zeros is None else packed_columns(zeros[expert], bits, scale.shape[1])
-        scale_OI, zero_OI = (one.to(math_dtype).repeat_interleave(group_size, 1)[:, :in_features] for one in (scale[expert], zero_OG))
-        out[expert] = (codes_OI - zero_OI) * scale_OI
-    return out

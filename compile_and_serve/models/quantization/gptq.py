@@ -15,8 +15,9 @@ from torch import nn
 
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, shuffled_groups
 from compile_and_serve.custom_ops.weight_functions import weight_function
-from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
+from compile_and_serve.models.quantization.checkpoint_format import FormatFields, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import as_list, integer, is_ignored, require
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.quantization.groups import bits_of, groups_of, require_multiple, scales_tensor, unpack_bits
 from compile_and_serve.models.spec import ModelSpec
 
@@ -39,7 +40,7 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeigh
     only = [name for names in config.get("modules_in_block_to_quantize") or [] for name in as_list(names)]
     ignored = [*([] if config.get("lm_head") else ["lm_head"]), *(config.get("modules_to_not_convert") or [])]
     found: dict[str, QuantizedWeight] = {}
-    for name, linear in linears_of(spec).items():
+    for name, linear in matrices_of(spec).items():
         if is_ignored(name, ignored) or (only and not any(name.endswith(f".{one}") for one in only)):
             continue
         settings = _overridden(config, name)

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, scaled_weight
-from compile_and_serve.models.quantization.checkpoint_format import (
-    CacheDtype,
-    FormatFields,
-    linears_of,
-    register_checkpoint_format,
-    scheme_cache_dtype,
-)
+from compile_and_serve.models.quantization.checkpoint_format import CacheDtype, FormatFields, register_checkpoint_format, scheme_cache_dtype
 from compile_and_serve.models.quantization.config_fields import is_ignored, require, tell_about_activations
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.quantization.nvfp4 import NVFP4_GROUP, nvfp4_weight
 from compile_and_serve.models.spec import ModelSpec
 
@@ -42,7 +37,7 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeigh
     found: dict[str, QuantizedWeight] = {}
     if config.get("quant_algo", "") is None:  # only the KV cache is quantized
         return found
-    for name, linear in linears_of(spec).items():
+    for name, linear in matrices_of(spec).items():
         algorithm = str(config.get("quant_algo", "")).upper()
         if algorithm == "MIXED_PRECISION":
             if name not in mixed:

@@ -22,6 +22,7 @@ from compile_and_serve.models.quantization import (  # noqa: F401
     torchao,
 )
 from compile_and_serve.models.quantization.checkpoint_format import CacheDtype, format_of, known_formats
+from compile_and_serve.models.quantization.expert_stacks import with_stacked_experts
 from compile_and_serve.models.spec import ModelSpec
 
 
@@ -41,7 +42,7 @@ def with_stored_weights(spec: ModelSpec, *, requantize: bool = False) -> ModelSp
     try:
         if checkpoint_format.fields is not None:
             checkpoint_format.fields.check(quantization)
-        stored = checkpoint_format.read(quantization, spec)
+        stored = with_stacked_experts(spec, checkpoint_format.read(quantization, spec))
     except (TypeError, AttributeError) as error:  # of a field whose type no reader expects
         raise ModelConfigError(f"quantization_config has a field of a wrong type ({error}): check the model's config.") from error
     parts = {name: part for one in stored.values() for tensor in one.tensors for name, part in tensor.stacked_from.items()}

@@ -1,0 +1,95 @@
+"""Experts of AWQ, GPTQ, auto-round, compressed-tensors, NVFP4 and MXFP4: exact values, and on the CPU their codes in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.weights import load_weights, read_config
+from tests.support.float4_checkpoints import float4_linear
+from tests.support.group_checkpoints import packed_linear, write_grouped
+from tests.support.loaded_checkpoints import CPU, KERNELS, load, logits
+from tests.support.moe_models import write_moe
+from tests.support.numbers import relative_error
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "modules_to_not_convert": ["mlp.gate"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "dynamic": {r"-:.*mlp\.gate$": {}}}
+KEPT = {r".*mlp\.gate": {"bits": 16}}
+
+
+def compressed(file_format: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    ignore = ["lm_head", "re:.*mlp.gate$"]
+    return {"quant_method": "compressed-tensors", "format": file_format, "config_groups": {"group_0": group}, "ignore": ignore}
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
+FORMATS: dict[str, dict[str, Any]] = {
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "gptq-3-bits": GPTQ | {"bits": 3},
+    "gptq-v2-channel": GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1, "sym": True},
+    "auto-round": {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "dynamic": None, "extra_config": KEPT},
+    "auto-round-awq": {**AWQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "extra_config": KEPT},
+    "w4a16": compressed("pack-quantized", **INT4 | {"symmetric": True}),
+    "w4a16-zeros": compressed("pack-quantized", **INT4),
+    "w8a16-channel": compressed("pack-quantized", **INT4 | {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}),
+    "nvfp4": compressed("nvfp4-pack-quantized", **FLOAT4, strategy="tensor_group", group_size=16),
+    "mxfp4": compressed("mxfp4-pack-quantized", **FLOAT4, strategy="group", group_size=32),
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 1, "num_experts": 4}
+    return write_moe(tmp_path_factory.mktemp("plain"), "Qwen3MoeForCausalLM", **sizes)
+
+
+def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    pack = float4_linear if "fp4" in name or name == "modelopt" else packed_linear
+    return write_grouped(plain, folder, FORMATS[name], pack=pack)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantized_experts_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
+    quantized, dequantized = write(plain, tmp_path, name)
+    found, expected = load(quantized), load(dequantized)
+    held = dict(found.module.named_parameters())  # type: ignore[attr-defined]
+    for key, value in expected.module.named_parameters():  # type: ignore[attr-defined]
+        if "experts" in key:
+            assert torch.equal(held[key], value), key
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-3-bits", "w4a16-zeros", "nvfp4"])
+def test_compiled_experts_keep_their_codes(name: str, plain: Path, tmp_path: Path) -> None:
+    quantized, dequantized = write(plain, tmp_path, name)
+    spec = build_model(read_config(quantized), dtype=torch.float32)
+    kernels = KERNELS | {"packed_experts"}
+    config = CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name == "awq")
+    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
+    load_weights(model, spec, quantized, load_format="auto", device=CPU, dtype=torch.float32, seed=0)
+    row = next(row for row in model.report["passes"] if row["name"] == "quantize_experts")
+    assert (row["matched"], row["near_misses"]) == (1, [])
+    assert relative_error(logits(model), logits(load(dequantized))) < 2e-3
+    if name in ("awq", "w4a16-zeros"):  # the kernels keep scales of NVFP4 in float32, and codes of 3 bits in 4
+        stored = sum(t.nbytes for key, t in load_file(quantized / "model.safetensors").items() if ".experts." in key)
+        held = sum(tensor.nbytes for key, tensor in model.weights.items() if "experts" in key)
+        assert held <= 1.05 * stored
+
+
+def test_experts_in_part_or_with_act_order_are_one_sentence(plain: Path, tmp_path: Path) -> None:
+    config = {**read_config(plain), "quantization_config": GPTQ | {"desc_act": True}}
+    with pytest.raises(ModelConfigError, match="is quantized with act-order, which is not supported for experts"):
+        build_model(config, dtype=torch.float32)
+    config["quantization_config"] = AWQ | {"modules_to_not_convert": ["mlp.gate", "experts.1.up_proj"]}
+    with pytest.raises(ModelConfigError, match="only some of the experts' matrices of .*gate_up_proj: expected all or none"):
+        build_model(config, dtype=torch.float32)
