@@ -145,7 +145,7 @@ def test_packed_codes_of_experts_are_dequantized_which_the_pass_says() -> None:
     _, _, records = rewrite(spec, CompileConfig(), kernels=KERNELS | {KERNEL}, verify=False)
     result = result_of(records, "quantize_experts")
     assert len(result.near_misses) == LAYERS
-    assert "no kernel takes it as the checkpoint holds it" in result.near_misses[0].reason
+    assert "there is no GPU kernel of experts with scales per group of inputs: they are dequantized" in result.near_misses[0].reason
 
 
 def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:

@@ -85,6 +85,11 @@ def arguments(operands: triton_experts.Operands) -> list[Any]:
     return [getattr(operands, name) for name in operands.__slots__]
 
 
+def up_to_activations(operands: triton_experts.Operands) -> list[Any]:
+    """The arguments before `activations`."""
+    return arguments(operands)[: operands.__slots__.index("activations")]
+
+
 @pytest.mark.parametrize("method", ["gemv", "grouped", "reference"])
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "even"), (13, "even"), (13, "to_one")])
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
@@ -123,7 +128,7 @@ def test_activations_are_rounded() -> None:
     assert exact_form is not None
     exact = exact_form(*arguments(operands))
     assert 5 * TOLERANCE[torch.float32] < relative_error(exact, expected) < 0.1
-    weight_only = torch.ops.cas.experts(*arguments(operands)[:-1])
+    weight_only = torch.ops.cas.experts(*up_to_activations(operands))
     assert torch.equal(exact, weight_only)
 
 
@@ -194,7 +199,7 @@ def test_other_activations_are_refused() -> None:
     operands, _, _ = case(2, "even", torch.float32, False)
     args = arguments(operands)
     with pytest.raises(ValueError, match="must be 'none' or 'dynamic', not 'static'"):
-        torch.ops.cas.experts(*args[:-1], "static")
+        torch.ops.cas.experts(*up_to_activations(operands), "static")
     args[3] = torch.zeros_like(operands.gate_up, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"over float8 weights with scales only, not over torch\.int8"):
         torch.ops.cas.experts(*args)
