@@ -119,7 +119,7 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**SIZES}, 'names no architecture: expected "architectures" to be one of BambaForCausalLM, DeepseekV2ForCausalLM, '),
+        ({**SIZES}, 'names no architecture: expected "architectures" to be one of BambaForCausalLM, BertForMaskedLM, '),
         (
             config_of("RwkvForCausalLM"),
             "RwkvForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"

@@ -193,7 +193,8 @@ async def test_documentation_needs_no_network(server: Server) -> None:
 async def test_examples_of_the_documentation_work(server: Server, start_server: StartServer) -> None:
     embeds = await start_server(engine={"pooling": PoolingInfo(kind="embed", width=4)})
     classifies = await start_server(engine={"pooling": PoolingInfo(kind="classify", width=2)})
-    others = {"/classify": classifies} | dict.fromkeys(("/v1/embeddings", "/pooling", "/score", "/rerank"), embeds)
+    sparse = await start_server(engine={"pooling": PoolingInfo(kind="embed", width=4, is_normalized=False)})
+    others = {"/classify": classifies, "/embed_sparse": sparse} | dict.fromkeys(("/v1/embeddings", "/pooling", "/score", "/rerank"), embeds)
     schema = (await server.http.get("/openapi.json")).json()
     tried = 0
     for path, operations in schema["paths"].items():

@@ -101,7 +101,7 @@ class Worker:
         self._num_launched = 0
         self._is_gpu = is_gpu = self._orders.get("device", "cpu") != "cpu"  # then a thread waits for results
         self.adapters = SimpleNamespace(load=self._read_adapter, drop=lambda _: None)
-        self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None)
+        self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None, release_cached=lambda: None)
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
             (Path(folder) / f"{self._replica}-{rank.index}").write_text(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {rank.device_index}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compile_and_serve.models.config import positive_int
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.plugins import load_plugins
 
@@ -34,7 +35,7 @@ class Family:
 
 
 def _num_mtp_layers(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_nextn_predict_layers") or 0)
+    return positive_int(config, "num_nextn_predict_layers") if config.get("num_nextn_predict_layers") else 0
 
 
 FAMILIES: dict[str, Family] = {}

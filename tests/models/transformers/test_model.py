@@ -347,9 +347,9 @@ def test_blocks_of_images_are_refused_unless_there_are_none() -> None:
         recognize(mask, [blocks])
 
 
-def test_rope_types_that_change_with_the_length_stop_where_they_would_change() -> None:
+def test_rope_types_that_change_with_the_length() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert build("LlamaForCausalLM", rope_parameters=rope).max_model_len == SIZES["max_position_embeddings"]
+    assert build("LlamaForCausalLM", rope_parameters=rope).max_model_len == 2 * SIZES["max_position_embeddings"]
     factors = [1.0 + i / 8 for i in range(8)]
     rope = {
         "rope_type": "longrope",
@@ -359,7 +359,9 @@ def test_rope_types_that_change_with_the_length_stop_where_they_would_change() -
         "original_max_position_embeddings": 128,
     }
     spec = build("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
-    assert spec.max_model_len == 128
+    assert spec.max_model_len == SIZES["max_position_embeddings"]
+    assert spec.length_regimes is not None
+    assert spec.length_regimes.limit == 128
     assert spec.buffers["model.rotary_emb.inv_freq"][0] == 1.0
 
 

@@ -95,7 +95,7 @@ async def test_the_limit_of_requests_is_that_of_all_clients(model_dir: Path) -> 
 async def test_the_death_of_an_engine_is_passed_on(model_dir: Path, size: int) -> None:
     async with started(model_dir, data_parallel_size=size) as (_, first, second):
         call = asyncio.create_task(first.client.utility("ping"))
-        first.client.die("The engine process was ended by signal 9.")
+        first.client.die("The engine process was ended by signal 9.", range(size))
         await first.ended()
         assert "ended by signal 9" in str(first.error)
         assert "ended by signal 9" in (first.client.health_problem() or "")

@@ -142,5 +142,5 @@ def test_arrays_and_media_that_fit_are_taken() -> None:
 
 
 def test_an_array_that_numpy_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of int32, int64, float16, bfloat16, float32, got float64"):
+    with pytest.raises(ValueError, match="must be one of uint8, int32, int64, float16, bfloat16, float32, got float64"):
         StepArray.of(np.zeros(3))
