@@ -286,7 +286,7 @@ class Scheduler:
             self._admission.fairness.charge(step, scheduled)
         emptied = self.manager.end_step(has_tokens=bool(scheduled))
         if not scheduled:
-            return self._step_without_tokens(step)
+            return self._step_without_tokens(step, now)
         self._next_step += 1
         self._in_flight.append(step)
         forget_ids, self._forget_ids = self._forget_ids, []
@@ -308,13 +308,13 @@ class Scheduler:
             times_masks=is_contended,
         )
 
-    def _step_without_tokens(self, step: StepInFlight) -> SchedulerOutput | None:
-        """A step of transfers; None if there is nothing to transfer, or steps in flight will tell."""
+    def _step_without_tokens(self, step: StepInFlight, now: float) -> SchedulerOutput | None:
+        """A step of transfers; None if there is nothing to transfer, steps in flight will tell, or decodes are paused beyond `now`."""
         transfers = self._transfers
         is_busy = transfers is not None and transfers.is_busy
         if self._in_flight or not (is_busy or self._running or self._queue.first_ready()):
             return None
-        if not is_busy:
+        if not is_busy and not any(request.paused_until > now for request in self._running):
             if transfers is not None and transfers.release_all():
                 return self.schedule()
             step.is_last_poll = transfers is not None and not transfers.may_end

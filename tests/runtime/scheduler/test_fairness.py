@@ -281,6 +281,26 @@ def test_sequences_whose_masks_take_long_sit_out_while_others_run(monkeypatch: p
     driver.run()
 
 
+def test_sequences_that_all_sit_out_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    driver = Driver(make_scheduler(num_blocks=800))
+    scheduler, names = driver.scheduler, {"a0", "a1", "b0", "b1"}
+    driver.add(*(request_of(name[0], name, 4, 100) for name in sorted(names)))
+    for masks in ({}, dict.fromkeys(names, 0.02)):
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        result = driver.runner.execute(scheduled)
+        result.mask_seconds = masks
+        scheduler.update(scheduled, result)
+    assert scheduler.schedule() is None
+    assert scheduler.stats().num_preemptions == 0
+    now += 0.17
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    assert scheduled.num_scheduled_tokens == dict.fromkeys(sorted(names), 1)
+
+
 def test_what_is_prepared_in_vain_never_starts() -> None:
     driver = Driver(make_scheduler())
     grammar: Future[Any] = Future()
