@@ -105,14 +105,16 @@ def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_compiled_and_sharded(checkpoint: Checkpoint, tmp_path: Path, tensor_parallel_size: int) -> None:
-    if checkpoint.name == "qwen3_moe" and tensor_parallel_size == 1:
-        pytest.skip("what it adds to qwen3 is tested with its family")
-    options = {"enforce_eager": False, "cache_dir": tmp_path, "max_num_batched_tokens": 24, "tensor_parallel_size": tensor_parallel_size}
-    core = checkpoint.engine(**options)
+def test_compiled(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=24)
     checkpoint.check(core, PROMPTS)
     core.shutdown()
+
+
+@pytest.mark.slow
+def test_two_ranks_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this model runs with a tensor parallel size of 1"):
+        checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, tensor_parallel_size=2)
 
 
 @pytest.mark.slow
