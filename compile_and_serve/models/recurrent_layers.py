@@ -7,7 +7,7 @@ convolution.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +129,7 @@ def unit_length(x_TGK: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6) * scale).to(x_TGK.dtype)
 
 
-class GatedDeltaNet(ShardedModule, ABC):
+class GatedDeltaNet(ShardedModule):
     """Gated DeltaNet (arXiv:2412.06464). [T, D] → [T, D]. Subclasses make the projections, and `project` from the input.
 
     beta_scale: a factor of beta.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,12 +25,12 @@ from compile_and_serve.custom_ops.stored_weight import TensorPart as TensorPart
 ShardStyle = Literal["colwise", "rowwise", "vocab", "experts", "replicated"]
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(nn.Module, ABC):
     """A module that says itself how its linears are sharded."""
 
+    @abstractmethod
     def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
         """By the linears' names in the module."""
-        raise NotImplementedError
 
 
 def full_attention(layers: Iterable[KVCacheSpec]) -> StateGroup:

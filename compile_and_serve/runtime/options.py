@@ -60,8 +60,10 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     _check_tiers(config)
     path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir, with_code=config.model.trust_remote_code)
     max_loras = compile_config.max_loras if config.enable_lora else 0
+    offload_dir = config.cache.offload_dir
     return replace(
         config,
+        cache=replace(config.cache, offload_dir=offload_dir and offload_dir.absolute()),
         # Absolute, since ranks may run in other folders.
         model=replace(config.model, path=path, merge_lora=config.model.merge_lora and config.model.merge_lora.absolute()),
         compile=replace(compile_config, max_loras=max_loras, quantization=scheme_to_apply(quantization, path)),

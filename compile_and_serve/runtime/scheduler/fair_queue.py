@@ -22,7 +22,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
-        self.may_start: Callable[[Account], bool] = _has_room
+        self.may_start: Callable[[Account], bool] = lambda account: account.has_room
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -159,11 +159,6 @@ class FairQueue:
 def can_start(request: Request) -> bool:
     """Whether nothing that the request waits for, besides room, is missing."""
     return request.is_ready and not request.num_pending_steps
-
-
-def _has_room(account: Account) -> bool:
-    limit = account.tenant.max_running
-    return limit is None or account.num_running < limit
 
 
 def _lift(share: Share, others: Sequence[Share], waiting: Sequence[Share]) -> None:

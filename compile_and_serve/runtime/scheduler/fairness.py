@@ -129,7 +129,7 @@ class Fairness:
             demands[request.share.account] += request.prefill_end - request.num_computed_tokens
         first: dict[Account, int] = {}  # tokens of the prompt that is next
         for account in self._queue.accounts.values():
-            if not account.num_waiting or not self._has_room(account):
+            if not account.num_waiting or not account.has_room:
                 continue
             for user in account.waiting_users():
                 # The first entries of a heap are about those that come next.
@@ -252,20 +252,15 @@ class Fairness:
             return None
         return next(one for one in reversed(running) if one.share.account is taken_from)
 
-    @staticmethod
-    def _has_room(account: Account) -> bool:
-        limit = account.tenant.max_running
-        return limit is None or account.num_running < limit
-
     def _may_start(self, account: Account) -> bool:
-        if not self._has_room(account):
+        if not account.has_room:
             return False
         if not self._queue.is_contended or account.num_running + 1 <= self.share(account) * self._max_num_seqs:
             return True
         for other in self._queue.accounts.values():
             if other is account or not other.num_waiting or other.is_skipped:
                 continue
-            if other.num_running + 1 <= self.share(other) * self._max_num_seqs and self._has_room(other):
+            if other.num_running + 1 <= self.share(other) * self._max_num_seqs and other.has_room:
                 return False
         return True
 

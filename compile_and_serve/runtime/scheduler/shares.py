@@ -42,6 +42,12 @@ class Account(Share):
         self.num_running = self.num_waiting = 0
         self.is_skipped = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the key's own limit lets it start one more request."""
+        limit = self.tenant.max_running
+        return limit is None or self.num_running < limit
+
     def user(self, name: str) -> UserShare:
         """The user's share, which is new unless the user has unfinished requests."""
         if (found := self.users.get(name)) is None:

@@ -109,18 +109,17 @@ class DiskFolder:
         path = self._path(key)
         header = self._header()
         size = sum(map(len, parts))
-        descriptor = self._open(path, parts)
-        try:
-            count = os.preadv(descriptor, [header, *parts], 0)
-        except OSError:
-            if not self._is_direct:
-                raise
-            self._is_direct = False  # a file system may take the flag and refuse the read
-            os.close(descriptor)
-            descriptor = os.open(path, os.O_RDONLY)
-            count = os.preadv(descriptor, [header, *parts], 0)
-        finally:
-            os.close(descriptor)
+        buffers: list[Buffer | mmap.mmap] = [header, *parts]
+        if self._is_direct and all(len(part) % HEADER_BYTES == 0 for part in parts):
+            try:
+                count = _read(path, buffers, os.O_DIRECT)
+            except OSError:
+                if not os.path.exists(path):
+                    raise
+                self._is_direct = False  # the file system has no direct reads
+                count = _read(path, buffers)
+        else:
+            count = _read(path, buffers)
         problem = self._problem(header, key, size, count, parts)
         if problem is not None:
             with contextlib.suppress(OSError):
@@ -155,12 +154,6 @@ class DiskFolder:
     def _path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self._folder}/{name[:2]}/{name}.{self._rank}"
-
-    def _open(self, path: str, parts: Sequence[Buffer]) -> int:
-        if self._is_direct and all(len(part) % HEADER_BYTES == 0 for part in parts):
-            with contextlib.suppress(OSError):
-                return os.open(path, os.O_RDONLY | os.O_DIRECT)
-        return os.open(path, os.O_RDONLY)
 
     def _header(self) -> mmap.mmap:
         """A buffer of this thread, at an address that direct reads take."""
@@ -200,6 +193,15 @@ def remove_unused(root: Path, seconds: float) -> tuple[int, int]:
                 os.unlink(path)
                 count, num_bytes = count + 1, num_bytes + status.st_size
     return count, num_bytes
+
+
+def _read(path: str, buffers: Sequence[Buffer | mmap.mmap], flags: int = 0) -> int:
+    """Fill the buffers from the file's beginning; → bytes"""
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        return os.preadv(descriptor, buffers, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
