@@ -99,7 +99,7 @@ def of_each_expert(function: str, matrices: int, *arguments: Any) -> torch.Tenso
     num_experts = next(len(one) for one in arguments if isinstance(one, torch.Tensor))
     first = _of_expert(call, matrices, arguments, 0)
     out = first.new_empty(num_experts, *first.shape)
-    for expert in range(num_experts if type(first) is torch.Tensor and first.device.type != "meta" else 0):
+    for expert in range(num_experts if type(first) is torch.Tensor and not first.is_meta else 0):
         out[expert] = _of_expert(call, matrices, arguments, expert)
     return out
 
