@@ -81,7 +81,9 @@ struct Scan {
         const int64_t channel = unit * a.block + c;
         for (int64_t n = 0; n < N; ++n) {
             h[n] = taken ? load16(taken + n * a.block + c) : f32x16{};
-            for (int64_t i = 0; i < kLanes; ++i) rates[n][i] = a.a[(channel + i) * N + n] * kLog2E;
+            float column[kLanes];
+            for (int64_t i = 0; i < kLanes; ++i) column[i] = a.a[(channel + i) * N + n] * kLog2E;
+            rates[n] = load16(column);
         }
         for (int64_t position = begin; position < s.length; ++position) {
             if (position == end) store(h, new_states + c);
