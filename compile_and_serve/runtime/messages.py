@@ -166,6 +166,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the id of the stop token, if it is one of the request's own; REPETITION
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_loaded_tokens: dict[str, int] = {}  # those among them that were loaded for this request, by tier
     error: str | None = None  # one sentence; finish_reason is "error"
     error_kind: ErrorKind = "internal"  # meaningful only with `error`
     num_draft_tokens: int = 0  # that the step checked

@@ -10,9 +10,10 @@ Without a connector nothing of this exists: that is the default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 from compile_and_serve.plugins import declared_plugins, load_plugins
 from compile_and_serve.runtime.config import EngineConfig, Rank
@@ -39,17 +40,33 @@ class PrefixQuery:
     keys_at: Callable[[int], list[list[bytes]]]
 
 
+class ContentEvents(Protocol):
+    """Who wants to know what can be loaded, and what no longer. medium: one of `runtime/kv_events/wire.py`."""
+
+    def stored_elsewhere(self, keys: Iterable[bytes], medium: str) -> None:
+        """Contents can be loaded from there."""
+
+    def removed(self, key: bytes, medium: str) -> None:
+        """A content is no longer there."""
+
+
 class SchedulerConnector(ABC):
     """The scheduler's side. Its methods are called from one thread, while steps are scheduled: none may wait.
 
     deadline_seconds: a transfer that takes longer counts as failed. Its blocks stay out of use until the workers say that they are through.
+    events: None: nobody wants to know.
     """
 
     deadline_seconds = 30.0
+    events: ContentEvents | None = None
 
     @abstractmethod
     def match(self, query: PrefixQuery) -> int:
         """How many tokens more than `num_cached_tokens` can be loaded; 0 for none."""
+
+    def tiers_of(self, keys: Iterable[bytes]) -> dict[str, int]:
+        """Of the last match: how many of these keys each tier has. Empty where a connector has no tiers."""
+        return {}
 
     @abstractmethod
     def update(self, transfers: FinishedTransfers) -> None:

@@ -83,6 +83,7 @@ class EngineCore:
                 logger.warning("synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless.")
         connector = configured_connector(self.config)
         encoder = None if found.encoder is None else EncoderCache(found.encoder)
+        transfers = None if connector is None else connector.scheduler_side(self.config, found.page_bytes)
         self._scheduler = Scheduler(
             options,
             cache,
@@ -94,13 +95,15 @@ class EngineCore:
             drafts_run_ahead=found.drafts_run_ahead,
             whole_prompts=found.whole_prompts,
             length_regimes=found.length_regimes,
-            connector=None if connector is None else connector.scheduler_side(self.config, found.page_bytes),
+            connector=transfers,
             encoder=encoder,
         )
         self._events: EventPublisher | None = None
         if config.kv_events is not None:
             self._events = EventPublisher(config.kv_events, config.parallel.data_parallel_rank)
-            self._scheduler.manager.pool.events = EventRecorder(found.groups)
+            self._scheduler.manager.pool.events = recorder = EventRecorder(found.groups)
+            if transfers is not None:
+                transfers.events = recorder
         self.adapters = Adapters(
             self.executor,
             found.adapter_targets,

@@ -78,7 +78,7 @@ class Request:
     repetition: the repetition that ends it, of its sampling parameters; None: none does.
     changes_logits: of its sampling parameters.
     adapter: the number of its LoRA adapter.
-    may_load: whether a connector may be asked for more of its prefix.
+    may_load: whether a connector may be asked for more of its prefix. loaded_tokens: of its prefix, that a connector loaded, by tier.
     share: of the key and user whose request it is. num_charged_tokens: tokens that it had before it was last preempted.
     paused_until: time.monotonic() before which it does not decode while other keys have requests.
     """
@@ -87,7 +87,7 @@ class Request:
         "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
         "draft_ends", "end_ids", "end_len", "fast_until", "finish_reason",
         "first_scheduled_time",
-        "key", "keys", "max_total_tokens", "may_load", "min_total_tokens", "next_cache_len", "num_cached_blocks",
+        "key", "keys", "loaded_tokens", "max_total_tokens", "may_load", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_charged_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "paused_until", "pooling", "prefill_end",
         "prefill_step", "prompt",
@@ -132,6 +132,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.waits_for: list[Future[Any]] = []
         self.may_load = True
+        self.loaded_tokens: dict[str, int] = {}
         self.share: UserShare
         self.num_charged_tokens = 0
         self.paused_until = 0.0

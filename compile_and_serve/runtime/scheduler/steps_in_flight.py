@@ -45,6 +45,8 @@ class Chunk:
         output = RequestOutput(request_id=request_id)
         if len(request.token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
+            if 0 < sum(request.loaded_tokens.values()) <= request.num_cached_tokens:
+                output.num_loaded_tokens = request.loaded_tokens
             output.queue_seconds = max(0.0, request.first_scheduled_time - request.arrival_time)
             output.prefill_seconds = max(0.0, time.time() - request.first_scheduled_time)
         if request.wants_prompt_logprobs:

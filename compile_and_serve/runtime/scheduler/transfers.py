@@ -36,10 +36,12 @@ EVICTED_FRACTION = 8  # one block in this many, at most, waits to be stored befo
 class _Load:
     """For one request, and others that wait for the same content.
 
-    held: blocks of the whole prefix, in the order of unpinning. num_left: transfers that have not ended. error: of the first that failed.
+    held: blocks of the whole prefix, in the order of unpinning. num_tokens: that are loaded, by tier. num_left: transfers that have not
+    ended. error: of the first that failed.
     """
 
     request: Request
+    num_tokens: dict[str, int]
     held: list[int]
     num_left: int = 0
     error: str | None = None
@@ -116,7 +118,8 @@ class Transfers:
         request.may_load = False
         pool.pin([block.block_id for block in cached])
         new_ids = manager.allocate_pinned(num_new)
-        load = _Load(request, held=[])
+        tiers = self._connector.tiers_of(key for group_keys in missing for key in group_keys)
+        load = _Load(request, _shared_out(end - prefix.num_tokens, tiers), held=[])
         for group, group_keys in enumerate(keys):
             size, first_new, ids = manager.blocks_per_key(group), len(new_ids), list[int]()
             loaded: list[int] = []
@@ -275,6 +278,7 @@ class Transfers:
                 request.may_load = False
         if load.error is None and load.request.status is RequestStatus.WAITING:
             self._held[load.request] = load.held
+            load.request.loaded_tokens = load.num_tokens
         else:
             self._pool.unpin(load.held)
         load.is_done.set_result(None)
@@ -290,3 +294,13 @@ class Transfers:
         stopped = FinishedTransfers(failed=dict.fromkeys(self._in_flight, "The engine went to sleep."))
         self._new = StepTransfers()
         self.end(stopped)
+
+
+def _shared_out(num_tokens: int, tiers: dict[str, int]) -> dict[str, int]:
+    """Tokens by tier, in proportion to the keys that each tier has."""
+    shares, num_keys = {}, 0
+    for tier, count in tiers.items():
+        begin = num_tokens * num_keys // sum(tiers.values())
+        num_keys += count
+        shares[tier] = num_tokens * num_keys // sum(tiers.values()) - begin
+    return shares

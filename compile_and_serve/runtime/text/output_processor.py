@@ -38,6 +38,7 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_draft_tokens: int = 0
     num_accepted_drafts: int = 0
     error: str | None = None
@@ -58,6 +59,7 @@ class CompletionDelta:
         self.error, self.error_kind = later.error, later.error_kind
         self.pooled = later.pooled
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.num_loaded_tokens = self.num_loaded_tokens or later.num_loaded_tokens
         self.num_draft_tokens += later.num_draft_tokens
         self.num_accepted_drafts += later.num_accepted_drafts
 
@@ -77,6 +79,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_draft_tokens: int = 0
     num_accepted_drafts: int = 0
     error: str | None = None
@@ -96,6 +99,7 @@ class CompletionOutput:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_loaded_tokens = self.num_loaded_tokens or delta.num_loaded_tokens
         self.num_draft_tokens += delta.num_draft_tokens
         self.num_accepted_drafts += delta.num_accepted_drafts
         self.error, self.error_kind = delta.error, delta.error_kind
@@ -233,6 +237,7 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        num_loaded_tokens=output.num_loaded_tokens,
         num_draft_tokens=output.num_draft_tokens,
         num_accepted_drafts=min(output.num_accepted_drafts, len(token_ids)),
         error=output.error,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
@@ -10,7 +11,8 @@ from compile_and_serve.runtime.text.output_processor import CompletionDelta, Com
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request. cached_tokens: prompt tokens that were found in the prefix cache.
+    """Token counts of one HTTP request. cached_tokens: prompt tokens that were found in the prefix cache. loaded_tokens: those among them
+    that were loaded for the request, by tier.
 
     with_details: whether clients see cached_tokens. n: completions of each prompt. reasoning_tokens: None if the answer has no reasoning.
     draft_tokens, accepted_tokens: of speculative decoding.
@@ -21,6 +23,7 @@ class Usage:
     n: int = 1
     completion_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: Counter[str] = field(default_factory=Counter)
     reasoning_tokens: int | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -33,6 +36,7 @@ class Usage:
         # The n completions of a prompt share it, so its cached tokens are counted once, like its tokens.
         if output.index % self.n == 0:
             self.cached_tokens += output.num_cached_tokens
+            self.loaded_tokens.update(output.num_loaded_tokens)
 
     @property
     def shown_cached_tokens(self) -> int:
@@ -45,7 +49,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens} if self.with_details else None,
+            "prompt_tokens_details": self._prompt_details() if self.with_details else None,
         }
         details: dict[str, int] = {}
         if self.reasoning_tokens is not None:
@@ -56,3 +60,10 @@ class Usage:
         if details:
             usage["completion_tokens_details"] = details
         return usage
+
+    def _prompt_details(self) -> dict[str, Any]:
+        details: dict[str, Any] = {"cached_tokens": self.cached_tokens}
+        if self.loaded_tokens:
+            device = self.cached_tokens - self.loaded_tokens.total()
+            details["cached_tokens_details"] = {"device": device, **self.loaded_tokens}
+        return details

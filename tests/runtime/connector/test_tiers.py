@@ -18,7 +18,10 @@ from compile_and_serve.runtime.connector.tiers.host_pages import HostPages
 from compile_and_serve.runtime.connector.tiers.tier_copies import TierCopies
 from compile_and_serve.runtime.connector.tiers.tier_index import TierIndex
 from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.kv_events.wire import BlockRemoved, BlockStored
 from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
+from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.processes import wait_until
 from tests.support.recurrent_models import write_recurrent
@@ -93,6 +96,31 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back(start: Callable[..., En
     assert pool.num_free == pool.num_blocks
 
 
+def test_events_tell_what_the_host_has(start: Callable[..., EngineCore]) -> None:
+    """Applied in their order, they name what lies there."""
+    core = start(kv_offloading_size=2**-15, num_kv_blocks=40, max_model_len=120)
+    index, recorder = index_of(core), EventRecorder([StateGroupInfo("tokens", 4)])
+    index.events = recorder
+    present: set[bytes] = set()
+    num_stored = num_removed = 0
+    for _ in range(2):
+        run_requests(core, mixed_requests())
+        batch = recorder.take()
+        for event in [] if batch is None else batch.events:
+            assert isinstance(event, BlockStored | BlockRemoved)
+            assert event.medium == "CPU"
+            if isinstance(event, BlockStored):
+                assert present.isdisjoint(event.block_hashes)
+                present.update(event.block_hashes)
+                num_stored += len(event.block_hashes)
+            else:
+                assert present.issuperset(event.block_hashes)
+                present.difference_update(event.block_hashes)
+                num_removed += len(event.block_hashes)
+        assert present == {key[:32] for key in index._host._entries if key in index._host}
+    assert num_stored > num_removed > 0
+
+
 def test_the_least_recently_used_gives_way_on_the_host(start: Callable[..., EngineCore], expected: dict[str, list[int]]) -> None:
     core = start(kv_offloading_size=2**-15, num_kv_blocks=40, max_model_len=120)  # 32 KiB: a few blocks
     for _ in range(3):
@@ -110,7 +138,9 @@ def test_a_restart_finds_what_requests_left(start: Callable[..., EngineCore], tm
     assert {path.stat().st_mode & 0o777 for path in files(folder)} == {0o600}
     assert folder.stat().st_mode & 0o777 == 0o700
     second = start(kv_offload_dir=folder)
-    assert num_cached(second, "second") == (56, tokens)
+    outputs = run_requests(second, [request("second", prompt_of(3, 60))])
+    assert tokens_of(outputs)["second"] == tokens
+    assert (outputs["second"][0].num_cached_tokens, outputs["second"][0].num_loaded_tokens) == (56, {"disk": 56})
     assert second.stats().kv_tiers["disk_loaded_bytes"] > 0
     other = start(kv_offload_dir=folder, block_size=8)  # other keys and pages: a folder of its own
     assert num_cached(other, "other")[0] == 0

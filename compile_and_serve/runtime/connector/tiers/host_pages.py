@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 
@@ -18,10 +18,14 @@ class _Entry:
 
 
 class HostPages:
-    """`num_pages` pages, of which each content takes one or several. The least recently used contents give way."""
+    """`num_pages` pages, of which each content takes one or several. The least recently used contents give way.
+
+    on_change: called with a content's key and whether it is there now.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.on_change: Callable[[bytes, bool], None] | None = None
         self.num_evicted = 0  # contents
         self._free = list(range(num_pages - 1, -1, -1))
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
@@ -55,7 +59,7 @@ class HostPages:
         if len(self._free) < count:
             for other in list(self._entries):
                 if not self._entries[other].users and other not in keep:
-                    self._free += self._entries.pop(other).pages
+                    self._free += self._pop(other).pages
                     self.num_evicted += 1
                     if len(self._free) >= count:
                         break
@@ -68,17 +72,31 @@ class HostPages:
         """A transfer is through with the content. is_whole: it is there now; if not, and nobody else uses it, its pages are free again."""
         entry = self._entries[key]
         entry.users -= 1
-        entry.is_whole = (entry.is_whole or is_whole) and not entry.is_stale
+        if is_whole and not entry.is_whole and not entry.is_stale:
+            entry.is_whole = True
+            if self.on_change is not None:
+                self.on_change(key, True)
         if not entry.is_whole and not entry.users:
             self._free += self._entries.pop(key).pages
 
     def set_aside(self, key: bytes) -> None:
         """A transfer was given up, but may still write the pages: nothing else gets them."""
-        self._entries.pop(key, None)
+        if key in self._entries:
+            self._pop(key)
 
     def forget(self) -> None:
         """Forget all contents that no transfer uses."""
         for key in [key for key, entry in self._entries.items() if not entry.users]:
-            self._free += self._entries.pop(key).pages
-        for entry in self._entries.values():
+            self._free += self._pop(key).pages
+        for key, entry in self._entries.items():
+            self._note_removed(key, entry)
             entry.is_whole, entry.is_stale = False, True
+
+    def _pop(self, key: bytes) -> _Entry:
+        entry = self._entries.pop(key)
+        self._note_removed(key, entry)
+        return entry
+
+    def _note_removed(self, key: bytes, entry: _Entry) -> None:
+        if entry.is_whole and self.on_change is not None:
+            self.on_change(key, False)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +24,7 @@ from compile_and_serve.runtime.connector.messages import BlockTransfer, Finished
 from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
 from compile_and_serve.runtime.connector.tiers.host_pages import HostPages
 from compile_and_serve.runtime.connector.tiers.orders import TierOrders
+from compile_and_serve.runtime.kv_events.wire import HOST
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +69,23 @@ class TierIndex(SchedulerConnector):
         self._host, self._disk, self._block_bytes = host, disk, block_bytes
         self._moved: dict[int, _Moved] = {}
         self._keep: set[bytes] = set()  # that the last match promised
+        self._found: dict[bytes, Place | None] = {}  # by the last match
         self._counts: dict[Tier, _Counts] = {"host": _Counts(), "disk": _Counts()}
         self._prompt_rate = 0.0  # tokens per second
         self._epoch = b""  # behind the keys of files: what was forgotten is not found any more, by nobody
         self._quantiles: dict[str, float] = {}
         self._quantiles_at = 0.0
+        host.on_change = self._note
+
+    def _note(self, key: bytes, is_there: bool) -> None:
+        if self.events is not None and is_there:
+            self.events.stored_elsewhere([key], HOST)
+        elif self.events is not None:
+            self.events.removed(key, HOST)
 
     def match(self, query: PrefixQuery) -> int:
         begin = query.num_cached_tokens
-        found: dict[bytes, Place | None] = {}
+        found = self._found = {}
         for keys in query.keys_at(begin):
             found |= dict.fromkeys(keys, "device")
         for end in range(self._bound(query, found), begin, -query.alignment):
@@ -85,6 +94,9 @@ class TierIndex(SchedulerConnector):
                 self._keep = set(wanted)
                 return end - begin if self._pays([found[key] for key in wanted], end - begin) else 0
         return 0
+
+    def tiers_of(self, keys: Iterable[bytes]) -> dict[str, int]:
+        return Counter(place for key in keys if (place := self._found.get(key)) is not None)
 
     def _bound(self, query: PrefixQuery, found: dict[bytes, Place | None]) -> int:
         """Tokens that no prefix exceeds: of a group that needs the blocks of all tokens, the leading blocks that there are."""
