@@ -35,7 +35,8 @@ class OpKind(Enum):
 class Sharding:
     """How an op runs on tensor-parallel ranks, each of which has a share of some arguments. Arguments are named as in the schema.
 
-    inputs: the arguments that ranks have shares of, with the sharded dimension: all of them, or the op runs whole on every rank.
+    inputs: the arguments that ranks have shares of, with the sharded dimension (negative: from the end): all of them, or the op runs whole
+        on every rank.
     output: the dimension along which the result is sharded; None: the result is the sum over the ranks' results.
         The result's dimension has the parts of the first of them.
     weights: parameters that are sharded with the inputs, each with a weight function that selects a rank's share. With SHARE_OF_PARTS

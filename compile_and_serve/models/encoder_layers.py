@@ -1,6 +1,7 @@
 """The modules of BERT-like encoders: each token reads its whole sequence, and each sublayer is followed by its norm.
 
-Shape legend: T tokens of the step, L rows of output, D hidden size, W width of the embeddings, H heads, E head size, V vocabulary.
+Shape legend: T tokens of the step, L rows of output, D hidden size, W width of the embeddings, H heads, E head size, V vocabulary,
+F distances, R buckets of them.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class EncoderLayer(nn.Module):
         self.head_dim = config.head_dim
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x_TD: torch.Tensor, distance_bias_HR: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, columns_F: torch.Tensor | None, distance_bias_HR: torch.Tensor | None) -> torch.Tensor:
         q_THE, k_THE, v_THE = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.query, self.key, self.value))
-        mixed_THE = encoder_attention(q_THE, k_THE, v_THE, self.head_dim**-0.5, distance_bias_HR=distance_bias_HR)
+        mixed_THE = encoder_attention(q_THE, k_THE, v_THE, self.head_dim**-0.5, columns_F=columns_F, distance_bias_HR=distance_bias_HR)
         x_TD = self.attention_norm(x_TD + self.attention_output(mixed_THE.flatten(1)))
         return self.output_norm(x_TD + self.output(self.activation(self.intermediate(x_TD))))
 
@@ -113,14 +114,14 @@ class TextEncoder(nn.Module):
     ) -> torch.Tensor:
         """→ [L, outputs of the head]"""
         x_TD = self.projection(self.embeddings(input_ids, positions, token_types))
-        distance_bias_HR = None if self.distance_buckets is None else self.distance_bias(self.distance_buckets).t()
+        distance_bias_HR = None if self.distance_buckets is None else self.distance_bias.weight.t()
         for layer in self.layers:
-            x_TD = layer(x_TD, distance_bias_HR)
+            x_TD = layer(x_TD, self.distance_buckets, distance_bias_HR)
         return self.head(x_TD[logits_indices])
 
 
 def distance_buckets(num_buckets: int) -> torch.Tensor:
-    """The bucket of each distance j - i from -`FARTHEST` to `FARTHEST`: int64 [R] (arXiv:1910.10683, both ways).
+    """The bucket of each distance j - i from -`FARTHEST` to `FARTHEST`: int64 [F] (arXiv:1910.10683, both ways).
 
     Half of the buckets are for each direction; half of those are of one distance each, the others grow logarithmically.
     """

@@ -127,7 +127,7 @@ def placement_of(node: Node, placements: Placements) -> Placement | tuple[Placem
         inputs = _placed_inputs(node, sharding, placements)
         if inputs is None:
             raise _cannot_follow(node, first)
-        return None if sharding.output is None else replace(inputs[0], dimension=sharding.output)
+        return None if sharding.output is None else replace(inputs[0], dimension=sharding.output % _dims(node))
     placement = _of_op(node, cut, first, placements)
     if placement is None:
         raise _cannot_follow(node, first)
@@ -144,7 +144,7 @@ def _cannot_follow(node: Node, placement: Placement) -> PassError:
 def _placed_inputs(node: Node, sharding: Sharding, placements: Placements) -> list[Placement] | None:
     """The placements of the inputs that an op of ours says are sharded, in its order; None: not all of them are, or others."""
     operands = op_arguments(node)
-    expected = {name: dimension for name, dimension in sharding.inputs.items() if operands[name] is not None}
+    expected = {name: dimension % _dims(x) for name, dimension in sharding.inputs.items() if isinstance(x := operands[name], Node)}
     found = {
         name: placements[x] for name, x in operands.items() if name not in sharding.weights and isinstance(x, Node) and x in placements
     }

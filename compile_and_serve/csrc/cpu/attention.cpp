@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention_keys.h"
+#include "attention_softmax.h"
 #include "kernels.h"
 #include "multiply.h"
 #include "simd.h"
@@ -21,8 +22,6 @@ namespace cas {
 namespace {
 
 constexpr int kMinSplitKeys = 256;  // shorter ranges of keys are not split
-alignas(64) constexpr int32_t kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr float kLowest = -1e30f;  // maximum over no keys; finite, so that differences are not NaN
 
 struct Item {
     int32_t seq;
@@ -188,44 +187,6 @@ void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation)
     }
 }
 
-// Lane r of the result: the largest element of rows[r].
-inline f32x16 max_of_rows(f32x16* rows) {
-    f32x16 result;
-    for (int p = 0; p < kParts; ++p) {
-        PartF32 maxima[kPartLanes];
-        for (int i = 0; i < kPartLanes; ++i) {
-            f32x16& row = rows[p * kPartLanes + i];
-            maxima[i] = part(row, 0);
-            for (int j = 1; j < kParts; ++j) maxima[i] = part(row, j) > maxima[i] ? part(row, j) : maxima[i];
-        }
-#pragma GCC unroll 4
-        for (int d = kPartLanes / 2; d >= 1; d /= 2) {
-            const Butterfly butterfly(d);
-#pragma GCC unroll 8
-            for (int i = 0; i < d; ++i) {
-                const PartF32 a = __builtin_shuffle(maxima[i], maxima[i + d], butterfly.first);
-                const PartF32 b = __builtin_shuffle(maxima[i], maxima[i + d], butterfly.second);
-                maxima[i] = a > b ? a : b;
-            }
-        }
-        part(result, p) = maxima[0];
-    }
-    return result;
-}
-
-constexpr float kLog2E = 1.44269504088896341f;
-
-// The keys [begin, end) of a block that a row attends to.
-struct Visible {
-    int32_t begin, end;
-
-    bool has_all(int c) const { return begin <= c && c + kLanes <= end; }
-    auto lanes(int c) const {
-        const i32x16 keys = load_raw<i32x16>(kLaneNumbers) + c;
-        return (keys > begin - 1) & (keys < end);
-    }
-};
-
 // Replaces products by scores cap(scale * product) + slope * (key - query). head: of row 0's group; distance: of the first key from
 // row 0's query.
 template <class T>
@@ -246,40 +207,6 @@ void change_scores(const CasAttention& a, Scratch<T>& s, int first_row, int rows
             }
             store16(s.scores + r * kKeys + c, v + (lanes + (offset + float(c))) * slope);
         }
-    }
-}
-
-// One step of the online softmax for `rows` rows, at most 16, from `first` of the product on: computes probabilities from scores, and
-// updates maxima (of base-2 logarithms) and denominators (one per lane). row: the first one's in the tile. Row r attends to visible[r].
-// scale: of the scores. factors: rescale the rows' previous sums.
-template <class T>
-void softmax_step(Scratch<T>& s, int first, int row, int rows, int padded, const Visible* visible, float scale, float* factors) {
-    const float* scores = s.scores + first * kKeys;
-    T* probabilities = s.probabilities + first * kKeys;
-    f32x16 largest[kLanes];
-    for (int r = 0; r < kLanes; ++r) {
-        largest[r] = splat(kLowest);
-        if (r >= rows) continue;
-        for (int c = 0; c < padded; c += kLanes) {
-            const f32x16 v = load16(scores + r * kKeys + c);
-            largest[r] = max_of(largest[r], visible[r].has_all(c) ? v : select(visible[r].lanes(c), v, splat(kLowest)));
-        }
-    }
-    const f32x16 old_maxima = load16(s.maxima + row);
-    const f32x16 maxima = max_of(old_maxima, max_of_rows(largest) * scale);
-    alignas(64) float new_maxima[kLanes];
-    store16(new_maxima, maxima);
-    store16(factors, exp2_nonpositive(old_maxima - maxima));
-    for (int r = 0; r < rows; ++r) {
-        f32x16 total = load16(s.denominators + (row + r) * kLanes) * factors[r];
-        for (int c = 0; c < padded; c += kLanes) {
-            f32x16 p = exp2_nonpositive(load16(scores + r * kKeys + c) * scale - new_maxima[r]);
-            if (!visible[r].has_all(c)) p = select(visible[r].lanes(c), p, f32x16{});
-            store16(probabilities + r * kKeys + c, p);
-            total += p;
-        }
-        store16(s.denominators + (row + r) * kLanes, total);
-        s.maxima[row + r] = new_maxima[r];
     }
 }
 
@@ -326,12 +253,6 @@ void attend(
     }
 }
 
-// What a step's keys are padded to a multiple of: the matrix unit adds up kUnitSize groups at a time.
-template <class T>
-int key_padding(const MatrixUnit* unit) {
-    return unit ? kUnitSize * Dot<T>::kInputs : kLanes;
-}
-
 template <class C>
 KeyRows<C> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, int64_t key, int padding) {
     KeyRows<C> rows;
@@ -375,8 +296,8 @@ void run_item(
         now = next;
         next = key + kKeys < item.key_end ? key_rows<C>(a, item, kv_head, key + kKeys, padding) : after;
         const int count = now.count, padded = now.padded;
-        if constexpr (std::is_same_v<T, C>) pack_keys_values(a, now, next, s);
-        else pack_keys_values(a, now.template widened<T>(E, s.widened), next, s);
+        if constexpr (std::is_same_v<T, C>) pack_keys_values(E, now, next, s);
+        else pack_keys_values(E, now.template widened<T>(E, s.widened), next, s);
         attend(a, s, unit, rows, E, G, kv_head * G, first_position, key, count, padded);
     }
 
@@ -420,7 +341,7 @@ void attention(const CasAttention& a) {
     const Plan plan = make_plan(a);
     const int64_t pairs = int64_t(plan.items.size()) * a.num_kv_heads;  // of items and heads
     const int64_t slots = plan.num_partials * a.num_kv_heads * kTileRows;
-    const size_t thread_bytes = Scratch<T>::bytes(a.head_dim);
+    const size_t thread_bytes = Scratch<T>::bytes(a.head_dim, kTileRows);
     char* memory = static_cast<char*>(
         scratch(thread_bytes * a.num_threads + size_t(slots) * (a.head_dim + 2) * sizeof(float)));
     Partials partials;
@@ -431,7 +352,7 @@ void attention(const CasAttention& a) {
 
 #pragma omp parallel num_threads(a.num_threads)
     {
-        Scratch<T> s(memory + thread_bytes * omp_get_thread_num(), a.head_dim);
+        Scratch<T> s(memory + thread_bytes * omp_get_thread_num(), a.head_dim, kTileRows);
         MatrixUnit matrix_unit;
         MatrixUnit* unit = uses_matrix_unit<T>(a.head_dim / Dot<T>::kInputs) ? &matrix_unit : nullptr;
         Rotation rotation;

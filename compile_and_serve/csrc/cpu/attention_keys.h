@@ -50,22 +50,22 @@ struct Scratch {
     T *queries, *keys, *values, *probabilities, *widened;
     float *scores, *sums, *maxima, *denominators;
 
-    static size_t bytes(int64_t head_dim) {
-        const size_t elements = kTileRows * head_dim + 4 * kKeys * head_dim + kSubtile * kKeys;
-        const size_t floats = kSubtile * kKeys + kTileRows * head_dim + kTileRows + kLanes + kTileRows * kLanes;
+    static size_t bytes(int64_t head_dim, int64_t tile_rows) {
+        const size_t elements = tile_rows * head_dim + 4 * kKeys * head_dim + kSubtile * kKeys;
+        const size_t floats = kSubtile * kKeys + tile_rows * head_dim + tile_rows + kLanes + tile_rows * kLanes;
         return (elements * sizeof(T) + floats * sizeof(float) + 4095) / 4096 * 4096;
     }
 
-    Scratch(void* memory, int64_t head_dim) {
+    Scratch(void* memory, int64_t head_dim, int64_t tile_rows) {
         queries = static_cast<T*>(memory);
-        keys = queries + kTileRows * head_dim;
+        keys = queries + tile_rows * head_dim;
         values = keys + kKeys * head_dim;
         probabilities = values + kKeys * head_dim;
         widened = probabilities + kSubtile * kKeys;
         scores = reinterpret_cast<float*>(widened + 2 * kKeys * head_dim);
         sums = scores + kSubtile * kKeys;
-        maxima = sums + kTileRows * head_dim;
-        denominators = maxima + kTileRows + kLanes;
+        maxima = sums + tile_rows * head_dim;
+        denominators = maxima + tile_rows + kLanes;
     }
 };
 
@@ -149,10 +149,9 @@ inline void spread(const float* row, int64_t width, float* to, int64_t to_stride
 // [E / 16][keys / lanes][16][lanes]. Values past `count` are zero. `next`: rows to prefetch; cache blocks are scattered in
 // memory, so the hardware prefetcher cannot predict them.
 template <class T, class C>
-void pack_keys_values(const CasAttention& a, const KeyRows<T>& now, const KeyRows<C>& next, Scratch<T>& s) {
+void pack_keys_values(int64_t E, const KeyRows<T>& now, const KeyRows<C>& next, Scratch<T>& s) {
     constexpr int kInputs = Dot<T>::kInputs;
     constexpr int kVector = kInputs * kLanes;
-    const int64_t E = a.head_dim;
     const int64_t value_stride = int64_t(now.padded) * kLanes;
     const T zeros[kMaxHeadDim] = {};
     const auto prefetch_rows = [&](int first, int64_t offset) {

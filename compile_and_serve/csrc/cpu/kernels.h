@@ -155,6 +155,27 @@ struct CasAttention {
 };
 void cas_attention(const CasAttention* args);
 
+// out = softmax(scale * q kᵀ + biases) v both ways within each sequence, without a cache; see custom_ops/attention/encoder_attention.py.
+// q [T, H, E], k and v [T, K, E]: heads and tokens have strides, those of v are k's. out [T, H, E]: contiguous; rows outside of the
+// sequences become zero. E is a multiple of 16, at most 512. starts [S + 1]: sequences lie one after another.
+// columns [num_distances] or null: of the biases, for each distance key - query from -(num_distances / 2) on; farther ones have the last's.
+// distance_bias: float32 [H, num_columns]; query_bias, key_bias: [T, H, num_columns] in the given dtype. Contiguous, or null.
+struct CasEncoderAttention {
+    int32_t dtype, num_threads;
+    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim;
+    const void *q, *k, *v;
+    int64_t q_stride, q_head_stride, k_stride, k_head_stride;
+    const int32_t* starts;
+    int64_t window;  // tokens before and behind a query that it reads; 0: all
+    const int32_t* columns;
+    int64_t num_distances, num_columns;
+    const float* distance_bias;
+    const void *query_bias, *key_bias;
+    void* out;
+    float scale;
+};
+void cas_encoder_attention(const CasEncoderAttention* args);
+
 // A tensor of recurrent state: unit u of a sequence is at place u % units_per_page of page pages[columns[u / units_per_page]].
 struct CasPagedUnits {
     void* data;

@@ -142,4 +142,58 @@ at::Tensor cpu_rope_attention(
     return out;
 }
 
+at::Tensor cpu_encoder_attention(
+    const at::Tensor& q_THE, const at::Tensor& k_TKE, const at::Tensor& v_TKE, const at::Tensor& starts, double scale, int64_t window,
+    const OptionalTensor& columns_F, const OptionalTensor& distance_bias_HR, const OptionalTensor& query_bias_THR,
+    const OptionalTensor& key_bias_THR
+) {
+    CasEncoderAttention args{};
+    args.dtype = dtype_code(q_THE);
+    args.num_tokens = q_THE.size(0);
+    args.num_heads = q_THE.size(1);
+    args.num_kv_heads = k_TKE.size(1);
+    args.head_dim = q_THE.size(2);
+    TORCH_CHECK_VALUE(
+        q_THE.dim() == 3 && k_TKE.dim() == 3 && k_TKE.sizes() == v_TKE.sizes() && k_TKE.size(0) == args.num_tokens &&
+            k_TKE.size(2) == args.head_dim && args.num_heads % args.num_kv_heads == 0 && args.head_dim % 16 == 0 &&
+            args.head_dim <= 512 && dtype_code(k_TKE) == args.dtype && dtype_code(v_TKE) == args.dtype,
+        "encoder attention needs q [T, H, E] and k, v [T, K, E] of one dtype, not ", q_THE.sizes(), ", ", k_TKE.sizes(), ", ", v_TKE.sizes());
+    TORCH_CHECK_VALUE(scale > 0, "attention needs a positive scale, not ", scale);
+    TORCH_INTERNAL_ASSERT(starts.scalar_type() == at::kInt && starts.is_contiguous() && starts.numel() > 0);
+    const at::Tensor q = q_THE.stride(2) == 1 ? q_THE : q_THE.contiguous();
+    const bool as_they_are = k_TKE.stride(2) == 1 && k_TKE.strides() == v_TKE.strides();
+    const at::Tensor k = as_they_are ? k_TKE : k_TKE.contiguous(), v = as_they_are ? v_TKE : v_TKE.contiguous();
+    args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
+    args.q_stride = q.stride(0), args.q_head_stride = q.stride(1);
+    args.k_stride = k.stride(0), args.k_head_stride = k.stride(1);
+    args.starts = starts.const_data_ptr<int32_t>();
+    args.num_seqs = starts.numel() - 1;
+    args.window = window;
+    at::Tensor columns, distance_bias, query_bias, key_bias;
+    if (columns_F.has_value()) {
+        columns = columns_F->to(at::kInt).contiguous();
+        args.columns = columns.const_data_ptr<int32_t>();
+        args.num_distances = columns.numel();
+    }
+    const auto take = [&](const OptionalTensor& bias, int64_t dims, at::ScalarType type, at::Tensor& kept) -> const void* {
+        if (!bias.has_value()) return nullptr;
+        TORCH_CHECK_VALUE(
+            columns_F.has_value() && bias->dim() == dims && bias->size(dims - 2) == args.num_heads &&
+                (dims == 2 || bias->size(0) == args.num_tokens),
+            "a bias of ", bias->sizes(), " does not fit queries of ", q_THE.sizes());
+        args.num_columns = bias->size(-1);
+        kept = bias->to(type).contiguous();
+        return kept.const_data_ptr();
+    };
+    args.distance_bias = static_cast<const float*>(take(distance_bias_HR, 2, at::kFloat, distance_bias));
+    args.query_bias = take(query_bias_THR, 3, q.scalar_type(), query_bias);
+    args.key_bias = take(key_bias_THR, 3, q.scalar_type(), key_bias);
+    at::Tensor out = at::empty({args.num_tokens, args.num_heads, args.head_dim}, q.options());
+    args.out = out.mutable_data_ptr();
+    args.scale = float(scale);
+    args.num_threads = at::get_num_threads();
+    cas_encoder_attention(&args);
+    return out;
+}
+
 }  // namespace

@@ -397,6 +397,9 @@ TORCH_LIBRARY_FRAGMENT(cas, m) {
         "Tensor block_table, Tensor slot_mapping, int num_seqs, int window, bool chunked, float soft_cap, Tensor? sinks, "
         "Tensor? alibi_slopes) -> Tensor");
     m.def(
+        "cpu_encoder_attention(Tensor q, Tensor k, Tensor v, Tensor starts, float scale, int window, Tensor? columns, "
+        "Tensor? distance_bias, Tensor? query_bias, Tensor? key_bias) -> Tensor");
+    m.def(
         "cpu_rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
         "Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
         "Tensor slot_mapping, int num_seqs, int window, bool chunked, float soft_cap, Tensor? sinks, Tensor? alibi_slopes) -> Tensor");
@@ -415,5 +418,6 @@ TORCH_LIBRARY_FRAGMENT(cas, m) {
     m.impl("cpu_linear_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_linear_attention));
     m.impl("cpu_short_convolution", c10::DispatchKey::CPU, TORCH_FN(cpu_short_convolution));
     m.impl("cpu_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_attention));
+    m.impl("cpu_encoder_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_encoder_attention));
     m.impl("cpu_rope_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_rope_attention));
 }

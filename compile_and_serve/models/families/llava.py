@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.segments import segment_attention
+from compile_and_serve.custom_ops.attention.encoder_attention import encoder_attention
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor
 from compile_and_serve.models.config import DecoderConfig, UnsupportedConfigError, number, positive_int
 from compile_and_serve.models.decoder_spec import decoder_spec
@@ -47,7 +47,7 @@ class TowerAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         q, k, v = (linear(x_TD).unflatten(-1, (-1, self.head_dim))[:, None] for linear in (self.q_proj, self.k_proj, self.v_proj))
-        return self.out_proj(segment_attention(q, k, v, self.head_dim**-0.5).flatten(1))
+        return self.out_proj(encoder_attention(q, k, v, self.head_dim**-0.5).flatten(1))
 
 
 class TowerMlp(nn.Module):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.segments import segment_attention
+from compile_and_serve.custom_ops.attention.encoder_attention import encoder_attention
 from compile_and_serve.custom_ops.step import TOKENS, StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_data import ArrayInfo
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
@@ -119,7 +119,7 @@ class PatchAttention(nn.Module):
         q_TMHE, k_TMHE, v_TMHE = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_TMD).chunk(3, dim=-1))
         q_TMHE, k_TMHE = _rotated(q_TMHE, cos_TME, sin_TME), _rotated(k_TMHE, cos_TME, sin_TME)
         scale = self.head_dim**-0.5
-        out_TMHE = segment_attention(q_TMHE, k_TMHE, v_TMHE, scale, ends_T=ends_T, max_window=max_window)
+        out_TMHE = encoder_attention(q_TMHE, k_TMHE, v_TMHE, scale, ends_T=ends_T, max_segment=max_window)
         return self.proj(out_TMHE.flatten(2))
 
 
