@@ -21,7 +21,7 @@ DEVICE ?= $(if $(GPUS),cuda,cpu)
 WORKERS ?= $(if $(GPUS),0,auto)
 PYTEST  := -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: serve test test-slow test-sdk check format test-torch211 test-torch215 test-gpu clean
+.PHONY: serve test test-slow test-sdk check format test-torch211 test-torch215 test-transformers517 test-transformers524 test-gpu clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -46,11 +46,16 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tests of everything that depends on torch's internals, with the oldest and the newest torch that is supported.
+# The tests of everything that depends on the internals of torch and transformers, with the ends of the ranges that are supported.
+# All else is as in constraints.txt. torch 2.15 has no build for CPUs on the index: its packages for CUDA take gigabytes.
 RANGE_TESTS := tests/compiler tests/models tests/runtime/runner
+RANGE_TRANSFORMERS_TESTS := $(RANGE_TESTS) tests/runtime/weights tests/runtime/text tests/end_to_end
 
-test-torch211 test-torch215: test-torch%: .venv-torch%/.installed-dev
-	.venv-torch$*/bin/python $(PYTEST) -m "not slow" $(or $(TESTS),$(RANGE_TESTS)) $(ARGS)
+test-torch211 test-torch215: test-%: .venv-%/.installed-dev
+	.venv-$*/bin/python $(PYTEST) -m "not slow" $(or $(TESTS),$(RANGE_TESTS)) $(ARGS)
+
+test-transformers517 test-transformers524: test-%: .venv-%/.installed-dev
+	.venv-$*/bin/python $(PYTEST) -m "not slow" $(or $(TESTS),$(RANGE_TRANSFORMERS_TESTS)) $(ARGS)
 
 # Other people's clients against a live server. Some need older versions of packages that the other tests use: they get a venv of
 # their own, which finds everything else in the main one.
@@ -70,7 +75,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m "gpu or multigpu" $(TESTS) $(ARGS)
 
 clean:
-	rm -rf .venv .venv-sdk .venv-torch211 .venv-torch215 build dist *.egg-info
+	rm -rf .venv .venv-sdk .venv-torch211 .venv-torch215 .venv-transformers517 .venv-transformers524 build dist *.egg-info
 
 # torch goes first and alone, so that the index's build for this device is taken. For a CPU the exact version matches a CPU
 # build where the index has one; for a GPU that build is excluded. Later steps name the same build again: otherwise pip may
@@ -103,12 +108,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 # torch 2.11 comes with Triton 3.6, which cannot interpret kernels with NumPy 2.4.
-RANGE_211 := torch==2.11.0 numpy<2.4
-RANGE_215 := torch==2.15.0
+RANGE_torch211 := torch==2.11.0 numpy<2.4
+RANGE_torch215 := torch==2.15.0
+RANGE_transformers517 := $(TORCH) transformers==5.17.0
+RANGE_transformers524 := $(TORCH) transformers==5.24.0
 
-.venv-torch%/.installed-dev: pyproject.toml constraints.txt
+.venv-%/.installed-dev: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	printf '%s\n' $(foreach package,$(RANGE_$*),'$(package)') | cat - constraints.txt | awk -F '[=<>]+' '!seen[$$1]++' > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet '$(firstword $(RANGE_$*))'
-	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]' '$(firstword $(RANGE_$*))'
 	@touch $@

@@ -30,7 +30,12 @@ Variant = Literal["fa2", "fa3"]
 
 _LONGEST_CAUSE = 300  # characters
 # `flashinfer_prefill` calls the modules of these versions.
-_FIRST_VERSION, _FIRST_UNKNOWN_VERSION = (0, 6, 11), (0, 6, 16)
+FIRST_VERSION, FIRST_UNKNOWN_VERSION = (0, 6, 11), (0, 8, 0)
+
+
+def flashinfer_version() -> tuple[int, ...]:
+    """Three numbers."""
+    return tuple(int(number) for number in re.findall(r"\d+", version("flashinfer-python"))[:3])
 
 
 def flashinfer_unavailable_reason(device: torch.device) -> str | None:
@@ -42,9 +47,8 @@ def flashinfer_unavailable_reason(device: torch.device) -> str | None:
         return "FlashInfer is not installed (package flashinfer-python, extra [cuda])"
     if platform.compute_capability < (8, 0):
         return f"FlashInfer needs compute capability 8.0 or newer, {platform.name} is older"
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version("flashinfer-python"))[:3])
-    if not _FIRST_VERSION <= numbers < _FIRST_UNKNOWN_VERSION:
-        known = f">={'.'.join(map(str, _FIRST_VERSION))},<{'.'.join(map(str, _FIRST_UNKNOWN_VERSION))}"
+    if not FIRST_VERSION <= flashinfer_version() < FIRST_UNKNOWN_VERSION:
+        known = f">={'.'.join(map(str, FIRST_VERSION))},<{'.'.join(map(str, FIRST_UNKNOWN_VERSION))}"
         return f"how the kernels of FlashInfer {version('flashinfer-python')} are called is not known (install {known})"
     return None
 

@@ -1,8 +1,8 @@
 """FlashInfer's prefill kernels: planned once for the prompts of a step, then run in every layer.
 
 The functions of a built module are called directly. FlashInfer's own wrappers would call them with the same arguments, but importing the
-wrappers takes a second of Python, for which the first requests would wait. The arguments are those of FlashInfer 0.6.11 to 0.6.15: see
-its csrc/batch_prefill_jit_binding.cu and csrc/batch_prefill_sm90_jit_binding.cu, and gen_batch_prefill_module for the last ones.
+wrappers takes a second of Python, for which the first requests would wait. The arguments are those of FlashInfer 0.6.11 to 0.7: see its
+csrc/batch_prefill_jit_binding.cu and csrc/batch_prefill_sm90_jit_binding.cu, and gen_batch_prefill_module for the last ones.
 
 Shape legend: T tokens of the prompts, S prompts, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block, J pages
 of the prompts.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.flashinfer_modules import Variant
+from compile_and_serve.custom_ops.attention.flashinfer_modules import Variant, flashinfer_version
 from compile_and_serve.custom_ops.platform import Event, platform_of
 
 PLAN_BYTES = 8 << 20
@@ -90,6 +90,8 @@ class FlashInferPrefill:
         ]
         if self.variant == "fa2":
             arguments += [-1, False, 0]  # splits of any size, and no other kernel beside
+            if flashinfer_version() >= (0, 6, 16):
+                arguments.append(0)  # prompts of any lengths
         plan_info = module.plan(*arguments)
         self._run = module.paged_run if pages else module.ragged_run
         self._memory_and_plan = (*self._memory, plan_info)
