@@ -76,5 +76,6 @@ class InProcessExecutor:
         if self._worker is not None:
             self._worker.close()
             platform, self._worker = self._worker.platform, None
-            gc.collect()  # the runner and its graphs refer to each other
-            platform.release_cached()
+            if not platform.shares_host_memory:
+                gc.collect()  # the runner and its graphs refer to each other
+                platform.release_cached()
