@@ -290,7 +290,7 @@ def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
 
     def on_device(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_like(tensor, device=device)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
         return made[id(tensor)]
 

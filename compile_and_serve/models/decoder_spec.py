@@ -13,6 +13,7 @@ from compile_and_serve.custom_ops.state.kind import ScoreFeature
 from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS, KV_CACHES, WINDOW_CACHES, KVCacheSpec, TokenWindow
 from compile_and_serve.models.config import DecoderConfig, WindowedConfig
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
+from compile_and_serve.models.meta_device import meta_device
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
 
 DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
@@ -65,7 +66,7 @@ def decoder_spec(
 
 def on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     """`make()` on the meta device, with its parameters in `dtype`."""
-    with torch.device("meta"):
+    with meta_device():
         module = make()
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)

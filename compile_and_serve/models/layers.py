@@ -120,9 +120,10 @@ class RotaryEmbedding(nn.Module):
         """rope: in place of the config's."""
         super().__init__()
         rope = config.rope if rope is None else rope
-        frequencies = inverse_frequencies(rope, config.rope_size)
+        with torch.device("cpu"):  # arithmetic on the meta device would import Dynamo, for two seconds
+            frequencies = inverse_frequencies(rope, config.rope_size)
         self.magnitude = rope_magnitude(rope)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("inv_freq", frequencies.to(torch.empty(0).device), persistent=False)
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: int64 [T]. → cos, sin: [T, E] in `dtype`, computed in float32. Their two halves are equal."""

@@ -31,6 +31,7 @@ EXIT_ORPHANED = 3
 LINGER_MS = 2000  # how long a closing socket may take to deliver its queued messages
 _LENGTH = struct.Struct("<Q")  # of a message in a pipe
 _MAX_FOLDER_BYTES = 97  # a Unix socket's path has at most 107 bytes, and the longest name is "/heartbeat"
+_heap_is_frozen = False
 _held_open: list[int] = []  # file descriptors, until this process ends
 
 
@@ -175,7 +176,17 @@ def set_up_child(*, who: str, log_level: int, folder: str | None, log_format: Lo
 
 def freeze_heap() -> None:
     """Let the garbage collector skip what exists now: modules, the model, its graphs. It would look at them for half a second."""
+    global _heap_is_frozen
     gc.freeze()
+    _heap_is_frozen = True
+
+
+def unfreeze_heap() -> None:
+    """Let the garbage collector look at everything again that `freeze_heap` froze. What others froze stays so."""
+    global _heap_is_frozen
+    if _heap_is_frozen:
+        gc.unfreeze()
+        _heap_is_frozen = False
 
 
 def describe_error(error: Exception) -> str:

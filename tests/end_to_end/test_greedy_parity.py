@@ -68,25 +68,20 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("mode", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
-def test_alone_and_in_a_batch(
-    mode: str, smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
+def test_alone_in_a_batch_and_behind_cached_prefixes(
+    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    llm = LLM(
-        str(smollm2_dir),
-        dtype="float32",
-        max_model_len=512,
-        enable_prefix_caching=False,
-        enforce_eager=mode == "eager",
-        max_num_seqs=16 if mode == "compiled" else ALL,  # compiled: some requests wait for others to end
-    )
-    if mode == "compiled":
-        assert 1 <= int(llm.info.compile_report["distinct_pieces"]) <= 4
+    llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=16)  # some requests wait for others to end
+    assert 1 <= int(llm.info.compile_report["distinct_pieces"]) <= 4
     with torch.compiler.set_stance("fail_on_recompile"):
-        alone = [0, 9, ALL - 1] if mode == "compiled" else [0]  # the last is the longest; eager steps are slow
+        alone = [0, 9, ALL - 1]  # the last is the longest
         by_itself = [generate(llm, [prompts[i]])[0] for i in alone]
         check(reference, [prompts[i] for i in alone], by_itself, [expected[i] for i in alone])
+        assert llm.engine.core._scheduler.manager.reset_prefix_cache()
         check(reference, prompts, generate(llm, prompts), expected)
+        hits = llm.engine.core.stats().prefix_cache_hits
+        check(reference, prompts, generate(llm, prompts), expected)
+        assert llm.engine.core.stats().prefix_cache_hits > hits
     llm.shutdown()
 
 
@@ -110,14 +105,4 @@ def test_after_preemption_with_a_small_token_budget(
     stats = llm.engine.core.stats()
     assert stats.num_preemptions > 0
     assert stats.num_free_blocks == stats.num_total_blocks
-    llm.shutdown()
-
-
-@pytest.mark.slow
-def test_cached_prefix(smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=ALL)
-    check(reference, prompts, generate(llm, prompts), expected)
-    hits = llm.engine.core.stats().prefix_cache_hits
-    check(reference, prompts, generate(llm, prompts), expected)
-    assert llm.engine.core.stats().prefix_cache_hits > hits
     llm.shutdown()

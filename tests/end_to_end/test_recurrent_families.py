@@ -14,8 +14,8 @@ from tests.support.engines import request, run_requests, tiny_config, tokens_of
 from tests.support.recurrent_models import FAMILIES, write_recurrent
 from tests.support.transformers_models import greedy_tokens
 
-LENGTHS = (1, 15, 16, 17, 1000)
-NUM_TOKENS = 64
+LENGTHS = (1, 15, 16, 17, 400)
+NUM_TOKENS = 40
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
@@ -62,8 +62,8 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
     common: dict[str, Any] = {"max_num_batched_tokens": 96, "speculative_config": speculative_config}
     pages = pages_of(model)
     slot, per_page = sum(pages.pages_per_slot.values()), max(pages.tokens_per_page.values(), default=16)
-    room = 2 * slot + -(-1100 // per_page) + 2 * slot  # for the longest request, and a little more
-    core = engine(model, **common, max_model_len=1100, num_kv_blocks=room)
+    room = 2 * slot + -(-500 // per_page) + 2 * slot  # for the longest request, and a little more
+    core = engine(model, **common, max_model_len=500, num_kv_blocks=room)
     requests = [request(f"r{i}", prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
     outputs = tokens_of(run_requests(core, requests))
     assert [outputs[one.request_id] for one in requests] == expected
@@ -110,7 +110,7 @@ def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.parametrize("model", QUICK[:2], indirect=True, scope="module")
+@pytest.mark.parametrize("model", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], indirect=True, scope="module")
 def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """`test_two_ranks` compiles the others."""
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}

@@ -36,14 +36,12 @@ def folder(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "two API processes"])
-def server(
-    request: pytest.FixtureRequest, tiny_llama_dir: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
+def server(request: pytest.FixtureRequest, tiny_llama_dir: Path, folder: Path, shared_cache_dir: Path) -> Iterator[ServerProcess]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
     server = ServerProcess(
         str(tiny_llama_dir), "--port", "0", "--served-model-name", "base", "--enable-lora", *flags,
         "--lora-modules", f"first={folder / 'first'}", "--lora-dir", str(folder), "--allow-lora-without-admin-key",
-        "--cache-dir", str(tmp_path_factory.mktemp("cache")), "--api-server-count", str(request.param),
+        "--cache-dir", str(shared_cache_dir), "--api-server-count", str(request.param),
     )  # fmt: skip
     yield server
     assert server.stop() == 0, server.output
@@ -67,7 +65,7 @@ def tokens_over_http(server: ServerProcess, model: str) -> list[int]:
     return tokens[0]
 
 
-def test_adapters_answer_as_in_the_library(server: ServerProcess, tiny_llama_dir: Path, folder: Path, tmp_path: Path) -> None:
+def test_adapters_answer_as_in_the_library(server: ServerProcess, tiny_llama_dir: Path, folder: Path, shared_cache_dir: Path) -> None:
     with server.client() as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "first"]
         refused = http.post("/v1/load_lora_adapter", json={"lora_name": "big", "lora_path": "big"})
@@ -79,7 +77,7 @@ def test_adapters_answer_as_in_the_library(server: ServerProcess, tiny_llama_dir
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
         assert {answer.status_code for answer in complete(server, "second")} == {404}
         assert tokens_over_http(server, "first") == over_http[1]
-    with LLM(str(tiny_llama_dir), cache_dir=tmp_path, **ENGINE) as llm:
+    with LLM(str(tiny_llama_dir), cache_dir=shared_cache_dir, **ENGINE) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": PROMPT}] * 3,
             SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),

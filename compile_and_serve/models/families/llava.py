@@ -21,6 +21,7 @@ from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoder
 from compile_and_serve.models.families.qwen2 import Qwen2Attention
 from compile_and_serve.models.families.qwen3 import Qwen3Attention
 from compile_and_serve.models.layers import RotaryEmbedding
+from compile_and_serve.models.meta_device import meta_device
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.vision.decoder import VisionLanguageForCausalLM, with_encoder
 from compile_and_serve.models.vision.names import GRID, PATCHES
@@ -151,7 +152,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     shape = (width, tower.channels, tower.patch_size, tower.patch_size)
     unused = [f"vision_tower.head.{part}{kind}" for part in _HEAD for kind in ("weight", "bias")]
     unused += ["vision_tower.head.probe", *(f"vision_tower.post_layernorm.{kind}" for kind in ("weight", "bias"))]
-    with torch.device("meta"):
+    with meta_device():
         later = [name for name, _ in TowerLayer(vision).named_parameters()]
     unused += [f"vision_tower.encoder.layers.{i}.{name}" for i in range(num_layers, layers) for name in later]
     return with_encoder(

@@ -27,6 +27,7 @@ from compile_and_serve.custom_ops.step import DECODER_INPUTS
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.folder_code import FolderCodeError, class_reference, code_digest, load_class
 from compile_and_serve.models.layers import scaled_positions
+from compile_and_serve.models.meta_device import meta_device
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
 from compile_and_serve.models.transformers.attention import (
     DRY_RUN,
@@ -237,7 +238,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _on_meta(cls: Any, config: PreTrainedConfig) -> Any:
-    with torch.device("meta"):
+    with meta_device():
         use_our_experts(config.get_text_config())
         config.get_text_config().use_cache = False  # for classes whose `forward` takes no use_cache
         try:

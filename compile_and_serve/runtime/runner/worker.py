@@ -28,6 +28,7 @@ from compile_and_serve.custom_ops.moe.expert_load import ExpertLoad
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
+from compile_and_serve.runtime.child_process import unfreeze_heap
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.connector.configured import configured_connector
 from compile_and_serve.runtime.connector.connector import WorkerConnector
@@ -198,7 +199,7 @@ class Worker:
         self._is_asleep = True
         self._started = self._graphs = None
         self.loaded.weights.release(keep=level == 1)
-        gc.unfreeze()
+        unfreeze_heap()
         gc.collect()  # the runner and its graphs refer to each other
         platform.release_cached()
         if self.rank.index == 0:

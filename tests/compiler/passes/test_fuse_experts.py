@@ -20,7 +20,7 @@ from tests.support.rewriting import KERNELS, check_verified, result_of, rewrite
 from tests.support.tiny_models import tiny_spec
 from tests.support.transformers_models import config_of
 
-LAYERS = 2
+LAYERS = 1
 GPT_OSS = {"architecture": "GptOssForCausalLM", "num_hidden_layers": LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
 _LARGE = EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 256}
 

@@ -26,7 +26,7 @@ from tests.support.engines import prompt_of, request, run_requests, tiny_config,
 from tests.support.tiny_models import capture_spec
 from tests.support.transformers_models import config_of, greedy_tokens, write_random_model
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 LENGTHS = (3, 90, 20, 41, 60)
 WINDOW = 24
 KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm", FLOAT32_NORM_WEIGHT})
@@ -52,7 +52,7 @@ FAMILIES = {
     "gemma3": Family(
         "Gemma3ForCausalLM",
         norms=6,
-        changes={"query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": KINDS * 2},
+        changes={"query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": KINDS},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -120,7 +120,7 @@ def test_eager_tokens_of_a_mixed_batch_in_chunks(folder: Path, expected: list[li
     core.shutdown()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2"], indirect=True, scope="module")
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True, scope="module")
 def test_compiled_tokens_and_pieces(family: Family, folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     tokens, core = served(folder, enforce_eager=False, cache_dir=tmp_path)
     assert tokens == expected
@@ -178,8 +178,7 @@ def test_every_site_is_matched_and_pieces_do_not_multiply(family: Family) -> Non
 
 
 def test_gelu_is_multiplied_in_the_linear_where_a_kernel_does_it() -> None:
-    changes = FAMILIES["gemma3"].changes | {"num_hidden_layers": 3, "layer_types": KINDS}
-    spec = build_model(config_of("Gemma3ForCausalLM", **changes), dtype=torch.float32)
+    spec = build_model(config_of("Gemma3ForCausalLM", **FAMILIES["gemma3"].changes), dtype=torch.float32)
     captured = capture_spec(spec, torch.float32)
     ctx = PassContext(
         device=torch.device("cpu"),
@@ -205,7 +204,7 @@ def test_gemma_norms_keep_float32_weights_in_a_bfloat16_model() -> None:
 
 
 def test_blocks_outside_of_the_window_are_used_again(tmp_path: Path) -> None:
-    """The cache has room for 80 tokens, and the text has 154: a window of 24 and a chunk of 32 need no more."""
+    """The cache has room for 80 tokens, and the text has 130: a window of 24 and a chunk of 32 need no more."""
     folder = write_random_model(tmp_path, "MistralForCausalLM", **FAMILIES["mistral"].changes)
     expected = greedy_tokens(folder, [prompt_of(0, 90)], NUM_TOKENS)
     tokens, core = served(folder, lengths=(90,), num_kv_blocks=20, max_model_len=160)

@@ -340,7 +340,7 @@ def kill_writers(folder: Path, turns: int) -> None:
             writer.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("turns", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_whole_files(tmp_path: Path, turns: int) -> None:
     kill_writers(tmp_path, turns)
     folder = DiskFolder(tmp_path, bytes(32), 0, 1 << 30)

@@ -33,6 +33,7 @@ from tests.support.platforms import OwnMemory
 from tests.support.tiny_models import zero_state
 
 METHODS = ("eagle", "eagle3", "mtp", "mtp of glm", "medusa", "dflash")
+KINDS = ("eagle3", "mtp", "medusa", "dflash")  # drafts in turn, from the target's own layer, all from one pass, and a block of them
 D, V, DRAFT_V, HEADS = 64, 320, 80, 4
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": D, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -379,7 +380,7 @@ def memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after steps without drafts, whose passes are captured too, and for sequences that get none."""
     pytest.importorskip("triton")
@@ -450,7 +451,7 @@ def test_a_compiled_head_drafts_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_drawn_tokens_follow_the_target(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of 20 000 tokens, in pairs, of a vocabulary of 8. Their drafts are often right."""
     small, count = 8, 1_250

@@ -27,10 +27,21 @@ def expected(model_dir: Path) -> dict[str, list[int]]:
     return tokens_of(run_requests(EngineCore(tiny_config(model_dir)), mixed_requests()))
 
 
-@pytest.fixture(params=["sync", "async", "two ranks"])
-def core(request: pytest.FixtureRequest, model_dir: Path, shared_cache_dir: Path) -> Iterator[EngineCore]:
-    options = {"async": {"async_scheduling": True}, "two ranks": {"tensor_parallel_size": 2, "cache_dir": shared_cache_dir}}
-    core = EngineCore(tiny_config(model_dir, kv_connector=NAME, **options.get(request.param, {})))
+@pytest.fixture(scope="module")
+def two_ranks(model_dir: Path, shared_cache_dir: Path) -> Iterator[EngineCore]:
+    core = EngineCore(tiny_config(model_dir, kv_connector=NAME, tensor_parallel_size=2, cache_dir=shared_cache_dir))
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture(params=["sync", "async", pytest.param("two ranks", marks=pytest.mark.slow)])
+def core(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[EngineCore]:
+    if request.param == "two ranks":
+        core = request.getfixturevalue("two_ranks")
+        core.utility("reset_prefix_cache")  # on the host too
+        yield core
+        return
+    core = EngineCore(tiny_config(model_dir, kv_connector=NAME, async_scheduling=request.param == "async"))
     yield core
     core.shutdown()
 

@@ -72,7 +72,7 @@ class Meter:
                 self.behind = max(self.behind, self.served[other] - start[other] - own)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     weights=st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=2, max_size=4),
@@ -128,7 +128,7 @@ def running(driver: Driver) -> Counter[str]:
 def full_of_a(**options: Any) -> Driver:
     """A scheduler with 8 slots, all of them A's, whose other 40 requests wait."""
     driver = Driver(make_scheduler(num_blocks=800, **options))
-    driver.add(*(request_of("a", f"a{number}", 4, 60) for number in range(48)))
+    driver.add(*(request_of("a", f"a{number}", 4, 30) for number in range(48)))
     for _ in range(5):
         driver.step()
     assert running(driver) == {"a": 8}
@@ -139,9 +139,9 @@ def full_of_a(**options: Any) -> Driver:
 def test_a_key_that_comes_later_gets_its_share_of_the_slots_at_once(depth: int) -> None:
     driver = full_of_a()
     driver.depth = depth
-    driver.add(request_of("b", "b0", 4, 60))
+    driver.add(request_of("b", "b0", 4, 30))
     assert started(driver) == ["b0"]
-    driver.add(*(request_of("b", f"b{number}", 4, 60) for number in range(1, 12)))
+    driver.add(*(request_of("b", f"b{number}", 4, 30) for number in range(1, 12)))
     started(driver, steps=4)
     assert running(driver) == {"a": 4, "b": 4}
     driver.run()
@@ -149,7 +149,7 @@ def test_a_key_that_comes_later_gets_its_share_of_the_slots_at_once(depth: int) 
 
 def test_slots_follow_weights_and_what_is_left_over_is_used() -> None:
     driver = full_of_a()
-    driver.add(*(request_of(Tenant("b", weight=3.0), f"b{number}", 4, 60) for number in range(12)))
+    driver.add(*(request_of(Tenant("b", weight=3.0), f"b{number}", 4, 30) for number in range(12)))
     started(driver, steps=4)
     assert running(driver) == {"a": 2, "b": 6}
     driver.add(request_of("c", "c", 4, 1))

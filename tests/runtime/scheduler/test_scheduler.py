@@ -28,7 +28,7 @@ from tests.support.scheduler_workloads import TOKENS, WORKLOADS, check_workload,
     admit_in_groups=False,
     min_gained_tokens=1,
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     groups=st.lists(st.one_of(TOKENS, slots(st.booleans())), max_size=3), num_blocks=st.integers(6, 24), caching=st.booleans(), **WORKLOADS
 )
@@ -39,7 +39,7 @@ def test_random_workloads(groups: list[StateGroupInfo], num_blocks: int, caching
     check_workload(groups, num_blocks, caching, **workload)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     groups=st.lists(TOKENS, max_size=2),
     slot_group=slots(st.just(True)),

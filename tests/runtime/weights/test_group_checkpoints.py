@@ -56,7 +56,7 @@ def with_inputs(**inputs: Any) -> dict[str, Any]:
     return config
 
 
-COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits", "w4a16")
+COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits")  # w4a16 in test_activations_of_8_bits
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -73,7 +73,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
     reference = logits(load(dequantized))
-    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name in ("awq", "gptq-act-order")))
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name == "awq"))
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
     if name == "awq":
@@ -82,6 +82,7 @@ def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     assert any(target.endswith("bits.packed") for target in model.weights)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, AWQ)
     reference = logits(load(dequantized))
