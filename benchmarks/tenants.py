@@ -3,7 +3,7 @@
     python -m benchmarks.tenants [--model smollm2-135m] [--attacks flood,grammars] [--seconds 6] [--slots 8] [-- OPTIONS OF serve]
 
 A server of its own is started, with `--slots` batch slots. Key B keeps half of them busy: each of its streams sends the next request when
-the last one has ended. `fair`: B beside key A, which does the same. Then B beside each attack of A. The clients run at nice 19, each in a
+the last one has ended. `fair`: B beside key A, which does the same. Then B beside each attack of A. A's client runs at nice 19, in a
 process of its own. All without `--attacks` takes under four minutes.
 
 `tok_s`: B's tokens per second. `ttft_p50_ms`, `ttft_p99_ms`: to B's first tokens. `gap_ms`: the median between two parts of a stream, about
@@ -169,7 +169,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 _write_adapter(path, arguments.model)
                 options += ["--lora-modules", f"{path.name}={path}"]
         server = ServerProcess(arguments.model, *options, *arguments.options)
-        os.nice(19)  # of this process and those that it starts from now on
         try:
             _measure_all(server.url, names, arguments)
         finally:
@@ -208,6 +207,8 @@ def _beside(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any
 
 
 def _attack(url: str, name: str, slots: int, begun: Event, stop: Event, statuses: Any) -> None:
+    os.nice(19)
+
     async def run() -> dict[int, int]:
         client = Client(url, "a")
         work = _identical(client, slots) if name == "fair" else ATTACKS[name](client)

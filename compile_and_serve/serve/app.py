@@ -26,6 +26,7 @@ from compile_and_serve.serve.http.content_encoding import ContentEncodingMiddlew
 from compile_and_serve.serve.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from compile_and_serve.serve.http.openapi import describe_errors
 from compile_and_serve.serve.http.probes import ProbeMiddleware
+from compile_and_serve.serve.http.refusals import RefusalMiddleware
 from compile_and_serve.serve.http.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
 from compile_and_serve.serve.http.tenant_middleware import TenantMiddleware
 from compile_and_serve.serve.inspect import router as graphs
@@ -182,6 +183,7 @@ def create_app(
             admin_paths=ADMIN_PATHS,
             public=("/metrics",) if settings.is_local else (),
         )
+    app.add_middleware(RefusalMiddleware)
     app.add_middleware(DeadlineMiddleware, timeout=settings.request_timeout)
     if settings.allowed_origins:
         app.add_middleware(

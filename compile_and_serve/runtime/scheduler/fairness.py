@@ -3,13 +3,14 @@
 A key's share of the batch slots, of the KV blocks and of a step's prompt tokens follows from its weight. A key may have more than its
 share as long as no key wants what is left of its own:
 - A key that is behind and waits takes slots and blocks from a key that is ahead: the last request of that key is preempted.
-- While several keys have prompts to compute, each gets its share of the step for them. A key that is ahead gets an
-  `AHEAD_FRACTION`th of a step while a key that is behind decodes. A short prompt that waits gets a `SHORT_FRACTION`th of its key's part
-  although longer prompts of the key are under way.
+- While several keys have prompts to compute, each gets its share of the step for them. Beside decodes of keys that are behind, prompts of
+  a key that is ahead get what costs as much as those decodes, or an `AHEAD_FRACTION`th of a step if that is more. A short prompt that
+  waits gets a `SHORT_FRACTION`th of its key's part although longer prompts of the key are under way.
 - A sequence whose mask of structured output takes long sits out some steps.
 - A key that has its share of the slots starts no more requests while a key with fewer could start one.
 
-Costs are in prompt tokens. A decode costs more than a prompt token; how much more is measured (`TokenCost`).
+Costs are in prompt tokens. A decode costs more than a prompt token, and so do a prompt token's logprobs; how much more is measured
+(`TokenCost`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from compile_and_serve.runtime.scheduler.shares import Account
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 
-AHEAD_FRACTION = 8
+AHEAD_FRACTION = 64
 SHORT_FRACTION = 4
+PROBE_STEPS = 64  # one in so many steps beside a key that is ahead has no prompts, so that the time of decodes is known
 MASK_PAUSE = 4.0  # seconds in which a sequence sits out, for each second of its mask
 STARTS_PER_STEP = 8  # requests for which a step makes room
-CONTENDED_PROMPT_LOGPROB_ROWS = 64  # in place of the scheduler's PROMPT_LOGPROB_ROWS
+MIN_PROMPT_ROWS, MAX_PROMPT_ROWS = 4, 64  # prompt logprobs of a step, in place of the scheduler's PROMPT_LOGPROB_ROWS
 
 
 class Part(NamedTuple):
@@ -42,26 +44,39 @@ class Part(NamedTuple):
 
 
 class TokenCost:
-    """What a decode costs, in prompt tokens: measured over the steps, within limits."""
+    """What a decode and the logprobs of a prompt token cost, in prompt tokens: measured over the steps, within limits."""
 
     DEFAULT, LIMITS = 2.0, (1.0, 16.0)
     _NEW_PART = 0.1  # of an average
 
     def __init__(self) -> None:
-        self.decode = self.DEFAULT
-        self._decode_seconds = self._prompt_seconds = 0.0  # of a token
+        self.decode, self.row = self.DEFAULT, 0.0
+        self._decode_seconds = self._prompt_seconds = self._row_seconds = 0.0  # of a token
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step's duration."""
+    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float, num_rows: int = 0) -> None:
+        """Learn from a step's duration. num_rows: prompt tokens whose logprobs it computed."""
         if seconds <= 0.0:
             return
+        rest = seconds - num_decodes * self._decode_seconds - (num_prompt_tokens * self._prompt_seconds if num_rows else 0.0)
         if not num_prompt_tokens:
             self._decode_seconds = self._mean(self._decode_seconds, seconds / num_decodes)
-        elif (rest := seconds - num_decodes * self._decode_seconds) > 0.0:
+        elif num_rows:
+            self._row_seconds = self._mean(self._row_seconds, max(0.0, rest) / num_rows)
+        elif rest > 0.0:
             self._prompt_seconds = self._mean(self._prompt_seconds, rest / num_prompt_tokens)
-        if self._decode_seconds and self._prompt_seconds:
+        if self._prompt_seconds:
             lowest, highest = self.LIMITS
-            self.decode = min(highest, max(lowest, self._decode_seconds / self._prompt_seconds))
+            self.row = min(highest, self._row_seconds / self._prompt_seconds)
+            if self._decode_seconds:
+                self.decode = min(highest, max(lowest, self._decode_seconds / self._prompt_seconds))
+
+    def rows_beside(self, num_decodes: int) -> int:
+        """Prompt tokens whose logprobs take about as long as so many decodes."""
+        if not num_decodes:
+            return MAX_PROMPT_ROWS
+        if not self._row_seconds:
+            return MIN_PROMPT_ROWS
+        return min(MAX_PROMPT_ROWS, max(MIN_PROMPT_ROWS, int(num_decodes * self._decode_seconds / self._row_seconds)))
 
     def _mean(self, before: float, new: float) -> float:
         return new if not before else before + self._NEW_PART * (new - before)
@@ -77,18 +92,27 @@ class Fairness:
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._slack = token_budget / 2  # by which a key may be behind; a step may add as much again
+        self._num_decodes = 0  # of the last step
+        self._num_withheld = 0  # steps in which prompts of a key that is ahead left room
         queue.may_start = self._may_start
 
     def share(self, account: Account) -> float:
         """A key's part of everything, 0 to 1."""
         return account.tenant.weight / sum(other.tenant.weight for other in self._queue.accounts.values())
 
+    @property
+    def max_prompt_rows(self) -> int:
+        """Prompt logprobs that a step may compute, beside as many decodes as the last one had."""
+        return self.cost.rows_beside(self._num_decodes)
+
     def charge(self, step: StepInFlight, scheduled: Mapping[str, int]) -> None:
         """Count what a step computes. What is computed again after a preemption is not counted again."""
         for request in step.decodes:
             self._charge(request, request.num_computed_tokens, scheduled[request.request_id], self.cost.decode)
         for chunk in step.chunks:
-            self._charge(chunk.request, chunk.end, chunk.end - chunk.start, 1.0)
+            row_cost = self.cost.row if chunk.request.wants_prompt_logprobs else 0.0
+            self._charge(chunk.request, chunk.end, chunk.end - chunk.start, 1.0 + row_cost)
+        self._num_decodes = len(step.decodes)
 
     def _charge(self, request: Request, end: int, count: int, token_cost: float) -> None:
         num_new = min(count, end - request.num_charged_tokens)
@@ -103,7 +127,7 @@ class Fairness:
         Sequences whose masks take long sit out the next steps: together those of a key take one second in 1 + `MASK_PAUSE`, and they come
         back one after the other, so that a step waits for few of them.
         """
-        self.cost.observe(len(step.decodes), sum(chunk.end - chunk.start for chunk in step.chunks), seconds)
+        self.cost.observe(len(step.decodes), sum(chunk.end - chunk.start for chunk in step.chunks), seconds, step.num_prompt_rows)
         if not result.mask_seconds:
             return
         slow: dict[Account, list[Request]] = {}
@@ -152,10 +176,14 @@ class Fairness:
         if len(wanting) != 1:
             return 0
         [account] = wanting
-        others = (request.share.account.served for request in step.decodes if request.share.account is not account)
-        if account.served - min(others, default=account.served) <= self._slack:
+        behind = [other for one in step.decodes if account.served - (other := one.share.account).served > self._slack]
+        if not behind:
             return 0
-        return max(0, budget - max(1, self._token_budget // AHEAD_FRACTION))
+        self._num_withheld += 1
+        if self._num_withheld % PROBE_STEPS == 1:
+            return budget
+        as_much = sum(self.cost.decode / other.tenant.weight for other in behind) * account.tenant.weight
+        return max(0, budget - max(1, self._token_budget // AHEAD_FRACTION, int(as_much)))
 
     def _shared_out(self, demands: Counter[Account], budget: int) -> dict[Account, int]:
         """Give each key its part of the budget by weight, and what a key does not need to the others. The least served gets what

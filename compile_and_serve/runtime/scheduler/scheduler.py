@@ -44,7 +44,6 @@ from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.failed_steps import failed_output, forget_failed, untrusted_chunks
-from compile_and_serve.runtime.scheduler.fairness import CONTENDED_PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
 from compile_and_serve.runtime.scheduler.prefills import add_chunks
@@ -222,7 +221,7 @@ class Scheduler:
         if self.encoder is not None:
             self.encoder.begin_step()
         is_contended = self._queue.is_contended
-        rows = min(PROMPT_LOGPROB_ROWS, CONTENDED_PROMPT_LOGPROB_ROWS) if is_contended else PROMPT_LOGPROB_ROWS
+        rows = self._admission.fairness.max_prompt_rows if is_contended else PROMPT_LOGPROB_ROWS
         step = StepInFlight(self._next_step, rows, self.encoder)
         order, now = (self._make_room(), time.monotonic()) if is_contended else (self._running, math.inf)
         decodes = step.decodes

@@ -69,7 +69,8 @@ class Chunk:
 @dataclass(slots=True)
 class StepInFlight:
     """Holds requests, not their ids: an id may belong to another request by the time the step is over. was_drafting: whether the step
-    could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute. encoder: None: the
+    could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute. num_prompt_rows: how
+    many it computes. encoder: None: the
     model has none. is_last_poll: nothing can run, and nobody waits for the transfers that keep blocks.
     """
 
@@ -82,6 +83,7 @@ class StepInFlight:
     was_drafting: bool = False
     is_ahead: bool = False
     is_last_poll: bool = False
+    num_prompt_rows: int = 0
 
     def has_rows(self, request: Request) -> bool:
         """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""
@@ -106,6 +108,7 @@ class StepInFlight:
             assert num_tokens > 0, "see `can_read`"
         if request.wants_prompt_logprobs:
             self.prompt_rows_left -= num_tokens
+            self.num_prompt_rows += num_tokens
         end = request.num_computed_tokens = start + num_tokens
         new_ids = manager.grow_for_chunk(request, start, end)
         if end >= request.next_cache_len:

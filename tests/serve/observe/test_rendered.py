@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from compile_and_serve.serve.observe.rendered import RenderedMetrics
+from compile_and_serve.serve.observe.rendered import MAX_READS, RenderedMetrics
 from tests.serve.conftest import StartServer
 
 
@@ -45,3 +45,17 @@ async def test_an_error_is_not_kept() -> None:
     with pytest.raises(OSError, match="gone"):
         await metrics.text()
     assert await metrics.text() == b"text"
+
+
+async def test_many_readers_wait_for_the_next_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_and_serve.serve.observe.rendered.MAX_AGE_SECONDS", 0.1)
+    num_rendered = 0
+
+    async def render() -> bytes:
+        nonlocal num_rendered
+        num_rendered += 1
+        return b"%d" % num_rendered
+
+    metrics = RenderedMetrics(render)
+    texts = await asyncio.gather(*(metrics.text() for _ in range(MAX_READS + 5)))
+    assert texts == [b"1"] * MAX_READS + [b"2"] * 5
