@@ -11,6 +11,8 @@ decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128
     the device is idle) and `late` (the share of steps that the host launched too late). A mixture of experts also has `distinct_experts`
     and `distinct_experts_min` (the experts of a layer that had a token in a step: mean over layers, and the least) and `busiest_eighth`
     (the share of all tokens that the busiest eighth of a layer's experts got). Random weights must route about evenly, as trained ones do.
+    `read_gb`: what a step must move (`decode_bytes.py`). `bandwidth`: read_gb by step_ms, as a share of the device's bandwidth, which is
+    measured first. On one rank.
 prefill: prompts of one length, one new token, the best of three runs.
 load (not by default): the requests of `mixed`, three times from the moment that the engine is ready. Nothing is warmed up or captured by
     hand. `graphs`: what was captured and replayed until the end of each.
@@ -20,8 +22,7 @@ long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of ea
     all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
 contexts (not by default): decode steps over prompts of `--contexts` tokens, for each of `--batches` up to 32 that fits into the KV cache
     and `--max-model-len` (take 131072, and `--kv-cache-dtype fp8` for larger batches). `step_ms`: the median from the end of a step to
-    the end of the next. `read_gb`: weights, keys and values; of the embedding only what the head shares. `bandwidth`: read_gb by step_ms,
-    as a share of the device's bandwidth, which is measured first. The rows follow once more as a table. For dense models on one rank.
+    the end of the next. `read_gb`, `bandwidth`: as of decode. The rows follow once more as a table. For dense models on one rank.
 samples (not by default): 16 prompts of 2000 tokens, 8 sequences of 128 tokens each, three times.
 profile (not by default): time per kernel, in captured decode steps, in a prefill of 4 × 4096, and in the steps of `mixed` that contain
     prompt tokens (128 of its requests, 4 new tokens each). A kernel's time begins when the kernels before it have ended.
@@ -35,6 +36,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,7 @@ class Bench:
             row: dict[str, Any] = {"step_ms": round(best * 1e3, 3), "tok_s": round(batch / best, 1)}
             row |= self.times_of_decodes(batch, prompt, new)
             row |= self.expert_load(batch)
+            row |= self.share_of_bandwidth(batch, prompt + new // 2, best, row.get("distinct_experts"))
             self.emit(work="decode", batch=batch, prompt=prompt, **row)
 
     def times_of_decodes(self, batch: int, prompt: int, new: int) -> dict[str, float]:
@@ -168,6 +171,22 @@ class Bench:
         with StepTimes(self.executor) as times:
             self.generate(self.prompts(batch, prompt), [new + 1] * batch)
         return times.of_decodes(batch)
+
+    @cached_property
+    def device_bandwidth(self) -> float:
+        """Bytes/s of the device's memory, measured."""
+        from compile_and_serve.compiler.reports.profile import measure_bandwidth
+
+        return measure_bandwidth(self.worker.device)
+
+    def share_of_bandwidth(self, batch: int, context: int, seconds: float, distinct_experts: float | None) -> dict[str, float]:
+        """What a decode step of so many seconds moves; empty if the ranks are other processes."""
+        from benchmarks.decode_bytes import decode_bytes
+
+        if self.worker is None:
+            return {}
+        num_bytes = decode_bytes(self.worker.loaded, batch, context, distinct_experts)
+        return {"read_gb": round(num_bytes / 1e9, 6), "bandwidth": round(num_bytes / seconds / self.device_bandwidth, 3)}
 
     def expert_load(self, batch: int) -> dict[str, float]:
         """The distinct experts of a layer in a decode step, counted in a run without CUDA graphs; empty for a model without experts."""
@@ -269,12 +288,12 @@ class Bench:
         )
 
     def contexts(self) -> None:
+        from benchmarks.decode_bytes import decode_bytes
         from benchmarks.gpu_timing import StepTimes
-        from compile_and_serve.compiler.reports.profile import measure_bandwidth
 
         if self.worker is None:
             raise ValueError("contexts looks at the ranks' memory: it runs with --tp 1.")
-        info, device = self.llm.info, measure_bandwidth(self.worker.device)
+        info, device = self.llm.info, self.device_bandwidth
         rows = []
         for context in self.args.contexts:
             for batch in self.args.batches:
@@ -285,7 +304,7 @@ class Bench:
                     continue
                 with StepTimes(self.executor) as times:
                     self.generate(self.prompts(batch, context), [new] * batch)
-                seconds, num_bytes = times.decode_seconds(batch), self.decode_bytes(batch, context)
+                seconds, num_bytes = times.decode_seconds(batch), decode_bytes(self.worker.loaded, batch, context)
                 row = {
                     "context": context,
                     "batch": batch,
@@ -298,16 +317,6 @@ class Bench:
         print("| context | batch | step, ms | read, GB | share of bandwidth |\n|---:|---:|---:|---:|---:|")
         for row in rows:
             print("| {context} | {batch} | {step_ms} | {read_gb:.2f} | {bandwidth:.0%} |".format(**row))
-
-    def decode_bytes(self, batch: int, context: int) -> int:
-        """The bytes that a decode step of a dense model must read: weights, and the state of `context` tokens per sequence."""
-        worker, spec = self.worker, self.worker.loaded.spec
-        storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in worker.loaded.model.weight_memory())}
-        weights = sum(storage.nbytes() for storage in storages.values())
-        if "lm_head.weight" in dict(spec.module.named_parameters()):  # a head that shares the embedding is not named twice
-            text = spec.config.get("text_config") or spec.config
-            weights -= spec.vocab_size * text["hidden_size"] * worker.loaded.dtype.itemsize
-        return weights + batch * sum(size for group in spec.state for size in group.bytes_read(context, worker.loaded.cache_dtype).values())
 
     def samples(self) -> None:
         prompts = self.prompts(16, 2000)

@@ -10,8 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import Bench, main
+from benchmarks.decode_bytes import decode_bytes, state_bytes
+from benchmarks.gpu import main
 from benchmarks.gpu_timing import StepTimes
+from compile_and_serve.custom_ops.recurrent.layer_state import (
+    ConvolutionState,
+    JoinedState,
+    LinearAttentionState,
+    SelectiveScanState,
+    recurrent_group,
+)
 from compile_and_serve.models.registry import build_model
 from tests.support.engines import write_tiny_model
 from tests.support.transformers_models import config_of
@@ -45,7 +53,31 @@ def test_an_embedding_is_read_only_by_a_head_that_shares_it(architecture: str) -
     model = SimpleNamespace(weight_memory=lambda: [torch.empty(1 << 20, dtype=torch.bfloat16)])
     loaded = SimpleNamespace(spec=spec, model=model, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
     not_read = 0 if architecture.startswith("Gemma") else 2 * config["vocab_size"] * config["hidden_size"]
-    assert Bench.decode_bytes(SimpleNamespace(worker=SimpleNamespace(loaded=loaded)), 0, 0) == (2 << 20) - not_read  # type: ignore[arg-type]
+    assert decode_bytes(loaded, 0, 0) == (2 << 20) - not_read
+
+
+def test_a_decode_reads_checkpoints_and_rings_and_seldom_writes_a_checkpoint() -> None:
+    linear = LinearAttentionState(num_heads=4, num_key_heads=2, key_dim=16, value_dim=32, dtype=torch.bfloat16)
+    convolution = ConvolutionState(channels=128, width=4, dtype=torch.bfloat16)
+    scan = SelectiveScanState(channels=64, state_size=8, dtype=torch.float32)
+    group = recurrent_group([JoinedState(parts=(linear, convolution)), scan])
+    entry = 2 * 16 * 2 + 4 * (32 + 1) * 4
+    of_linear = 4 * 16 * 32 * 4 * (1 + 1 / 16) + 23.5 * entry + 4 * 128 * 2
+    of_scan = 64 * 8 * 4 * (1 + 1 / 16) + (2 * 64 + 8) * 4
+    assert state_bytes(group, 1000, torch.bfloat16) == of_linear + of_scan
+
+
+def test_only_experts_that_have_a_token_are_read() -> None:
+    spec = build_model(config_of("Qwen3MoeForCausalLM"), dtype=torch.bfloat16)
+    parameters = {name: one.numel() * 2 for name, one in spec.module.named_parameters()}
+    experts = sum(size for name, size in parameters.items() if ".experts." in name)
+    num_experts = next(one.shape[0] for name, one in spec.module.named_parameters() if ".experts." in name)
+    weights = torch.empty(sum(parameters.values()), dtype=torch.uint8)
+    loaded = SimpleNamespace(
+        spec=spec, model=SimpleNamespace(weight_memory=lambda: [weights]), dtype=torch.bfloat16, cache_dtype=torch.bfloat16
+    )
+    assert experts > 0
+    assert decode_bytes(loaded, 0, 0, 1.0) == pytest.approx(decode_bytes(loaded, 0, 0) - experts * (1 - 1 / num_experts), rel=0.02)
 
 
 def test_times_of_decodes_leave_out_steps_with_prompts_and_other_batches() -> None:

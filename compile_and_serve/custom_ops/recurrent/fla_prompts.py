@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.recurrent.fla_configs import limit_configs
 from compile_and_serve.custom_ops.recurrent.layer_state import StatePart, checkpoint_after
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata, scatter_slot
 
@@ -31,6 +32,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any
     except Exception as error:  # whatever a package of kernels raises on a machine that it does not know
         log.warning("fla-core's kernels for prompts are not in use, a slower kernel runs instead: %s (pip install fla-core einops)", error)
         return None
+    limit_configs()
     return chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 
 

@@ -102,19 +102,7 @@ def _linear_attention(
         return out_THV
     reason = cpu_unsupported_reason(q_TGK.dtype, tensors[0].dtype, q_TGK.shape[2], v_THV.shape[2])
     if platform.runs_cpp_kernels and reason is None and load_cpu_kernels():
-        return torch.ops.cas.cpu_linear_attention.default(
-            q_TGK,
-            k_TGK,
-            v_THV,
-            log_decay,
-            beta_TH,
-            *tensors,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.read_pages,
-            metadata.write_pages,
-            metadata.num_seqs,
-        )
+        return torch.ops.cas.cpu_linear_attention.default(q_TGK, k_TGK, v_THV, log_decay, beta_TH, *tensors, *metadata.cpu_arguments)
     return _reference(q_TGK, k_TGK, v_THV, log_decay, beta_TH, *args)
 
 

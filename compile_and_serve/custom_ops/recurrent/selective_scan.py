@@ -90,19 +90,7 @@ def _selective_scan(
         return out_TI
     reason = cpu_unsupported_reason(x_TI.dtype, tensors[0].dtype, tensors[0].shape[4], tensors[0].shape[3])
     if platform.runs_cpp_kernels and reason is None and load_cpu_kernels():
-        return torch.ops.cas.cpu_selective_scan.default(
-            x_TI,
-            dt_TI,
-            a_IN,
-            b_TN,
-            c_TN,
-            *tensors,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.read_pages,
-            metadata.write_pages,
-            metadata.num_seqs,
-        )
+        return torch.ops.cas.cpu_selective_scan.default(x_TI, dt_TI, a_IN, b_TN, c_TN, *tensors, *metadata.cpu_arguments)
     return _reference(x_TI, dt_TI, a_IN, b_TN, c_TN, *args)
 
 

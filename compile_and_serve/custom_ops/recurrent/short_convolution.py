@@ -64,18 +64,7 @@ def _short_convolution(x_TD: torch.Tensor, weight_DW: torch.Tensor, bias_D: torc
         return out_TD
     reason = cpu_unsupported_reason(x_TD.dtype, inputs.shape[3])
     if platform_of(x_TD.device).runs_cpp_kernels and reason is None and inputs.dtype == x_TD.dtype and load_cpu_kernels():
-        return torch.ops.cas.cpu_short_convolution.default(
-            x_TD,
-            weight_DW,
-            bias_D,
-            inputs,
-            columns,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.read_pages,
-            metadata.write_pages,
-            metadata.num_seqs,
-        )
+        return torch.ops.cas.cpu_short_convolution.default(x_TD, weight_DW, bias_D, inputs, columns, *metadata.cpu_arguments)
     return _reference(x_TD, weight_DW, bias_D, *args)
 
 

@@ -58,6 +58,11 @@ class SlotMetadata(StepLengths):
         """int32 [S]: tokens of each sequence before this step."""
         return self.seq_lens - self.query_start_loc.diff()
 
+    @property
+    def cpu_arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """The last arguments of every C++ kernel of these ops."""
+        return self.query_start_loc, self.seq_lens, self.read_pages, self.write_pages, self.num_seqs
+
 
 def gather_slot(state: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor, num_units: int) -> torch.Tensor:
     """The units of each sequence: [S, H, *unit].

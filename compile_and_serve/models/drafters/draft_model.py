@@ -23,7 +23,8 @@ def draft_model(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dt
     recurrent = ", ".join(group.name for group in spec.state if not group.is_attention)
     if recurrent:
         raise ModelConfigError(
-            f"The draft model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: choose another one."
+            f"The draft model keeps recurrent state ({recurrent}), but drafters share the pages of the model's tokens, which have no "
+            "room for it: choose a draft model of attention alone."
         )
     others = [one.name for one in spec.inputs if one not in DECODER_INPUTS]
     if others:

@@ -124,6 +124,8 @@ def _borrowed(group: StateGroup, target: ModelSpec) -> str:
     for one in target.state:
         if one.kind.covers(group.kind):
             return one.name
+    if not any(one.is_attention for one in target.state):
+        raise ValueError("The model keeps no tokens, in whose pages the drafter would keep its own: use the method ngram or suffix.")
     windows = ", ".join(str(one.kind.window) for one in target.state if one.kind.window is not None)
     raise ValueError(
         f"The model keeps only the last tokens of a sequence (its window is {windows}), but the drafter reads "

@@ -29,7 +29,7 @@ from compile_and_serve.runtime.scheduler.kv_groups import FullBlocks, GroupBlock
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 
-SNAPSHOT_DISTANCE = 4096  # tokens: of a prompt's snapshots from each other, at least; each ends a step's part of the prompt
+SNAPSHOT_DISTANCE = 4096  # tokens: of a prompt's snapshots from each other, at least; each but the last ends a step's part of the prompt
 MAX_SEEN_KEYS = 1 << 16  # of prompts, where no group keeps tokens: a million tokens
 
 
@@ -274,6 +274,12 @@ class KVCacheManager:
         spare = self.pool.num_free - self.num_promised + request.num_promised_blocks
         return spare >= sum(group.num_missing(request, end) for group in self._groups)
 
+    def chunk_limit(self, request: Request) -> int:
+        """Where the next chunk of a prefill must end: where a snapshot is due, or at its end."""
+        if request.cuts and not all(slots.can_go_on(request) for slots in self._slots):
+            return request.cuts[0]
+        return request.prefill_end
+
     def grow_for_chunk(self, request: Request, start: int, end: int) -> list[list[int]] | None:
         """Give a prefill the blocks of tokens `start` … `end` - 1; the new ones per group, or None where it has them all."""
         new_ids = None
@@ -299,6 +305,8 @@ class KVCacheManager:
         new_ids = []
         for group in groups:  # a comprehension is a call
             new_ids.append(group.grow(request, num_tokens))  # noqa: PERF401
+        if request.num_promised_blocks:  # to a state that moves; `grow_for_chunk` says what a prefill needs next
+            self._promise(request, 0)
         return new_ids
 
     def cache_blocks(self, request: Request, num_computed: int, step: int = COMPUTED) -> None:
@@ -319,9 +327,9 @@ class KVCacheManager:
                 next_len = group_len
         request.next_cache_len = next_len
         if request.cuts and request.cuts[0] <= num_computed:
-            del request.cuts[0]
+            request.cuts = [cut for cut in request.cuts if cut > num_computed]
             request.num_held_tokens = min([group.num_held(request) for group in self._groups], default=sys.maxsize)
-            self._promise(request, request.prefill_end)
+            self._promise(request, request.prefill_end if num_computed < request.prefill_end else 0)
 
     def end_step(self, *, has_tokens: bool = True) -> list[int]:
         """A step is complete: no more blocks are handed out for it. → `BlockPool.take_emptied`, of a step with tokens"""

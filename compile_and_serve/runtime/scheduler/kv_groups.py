@@ -33,7 +33,7 @@ class Prefix:
     num_ready_tokens: tokens that this step may read. The rest up to num_tokens is computed by this step, so that only later
         steps may read it.
     missing_key: key of the first block that the cache lacks; None if the prefix could not be longer.
-    cuts: where the rest of the prefill must be cut, because a snapshot is due there. In ascending order.
+    cuts: where the rest of the prefill leaves snapshots. In ascending order.
     """
 
     num_tokens: int = 0
@@ -314,6 +314,9 @@ class SlotBlocks(GroupBlocks):
     that takes a snapshot up does the same. In such a step its list has the pages that are read before those that are written;
     `end_step` gives back the first. They must not be handed out in that step, which would write what it reads.
 
+    A chunk of a prefill ends where a snapshot is due, unless the chunk can reach the prefill's end with a state that can be rolled back
+    to that place.
+
     When a request ends or is preempted, its last state becomes a snapshot, if it can be rolled back to a place where one may lie. Without a
     snapshot, the tokens since the one before it would be computed again: that is its worth.
 
@@ -336,6 +339,7 @@ class SlotBlocks(GroupBlocks):
         self._num_pages = self.blocks_per_key = info.pages_per_slot
         self._snapshots = snapshots
         self._alignment = alignment
+        self._rollback_tokens = info.rollback_tokens
         self._max_written_beyond = info.rollback_tokens - max_draft_tokens  # of the step before, which may have been rejected
         self._moved: list[Request] = []  # in the step that is being scheduled
 
@@ -415,13 +419,18 @@ class SlotBlocks(GroupBlocks):
     def num_held(self, request: Request) -> int:
         return request.num_computed_tokens if self._is_snapshot(request) else sys.maxsize
 
+    def can_go_on(self, request: Request) -> bool:
+        """Whether the state at the end of the request's prefill can be rolled back to where the next snapshot is due."""
+        return request.prefill_end - request.cuts[0] <= self._rollback_tokens
+
     def num_promised(self, request: Request, num_tokens: int) -> int:
         return self._num_pages if request.cuts or self._is_snapshot(request) else 0
 
     def cache(self, request: Request, num_computed: int, step: int) -> int:
         cuts = request.cuts
-        if cuts and cuts[0] == num_computed:
-            self._publish(request, num_computed, step)
+        due = max((cut for cut in cuts if cut <= num_computed), default=None)
+        if due is not None and num_computed - due <= self._rollback_tokens:
+            self._publish(request, due, step)
         return next((cut for cut in cuts if cut > num_computed), sys.maxsize)
 
     def uncache(self, request: Request, start: int, end: int, step: int) -> set[bytes]:

@@ -33,7 +33,7 @@ def add_chunks(
             continue
         if not step.can_read(request, request.num_computed_tokens):
             continue
-        if manager.may_lack_room and not manager.has_room(request, step.chunk_end(request, room)):
+        if manager.may_lack_room and not manager.has_room(request, step.chunk_end(request, room, manager)):
             continue
         new_ids = step.add_chunk(request, room, scheduled, manager)
         budget -= scheduled[request.request_id]

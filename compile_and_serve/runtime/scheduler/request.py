@@ -155,7 +155,7 @@ class Request:
         self.num_promised_blocks = 0  # blocks that the rest of the prefill may need
         self.num_held_tokens = 0
         self.num_prefix_tokens = 0  # tokens that the prefix cache had when it was admitted
-        self.cuts: list[int] = []  # lengths at which the rest of its prefill must be cut, for snapshots
+        self.cuts: list[int] = []  # lengths at which the rest of its prefill leaves snapshots
         self.next_cache_len = 0  # number of computed tokens at which the next block is full
         self.keys = prompt.keys  # of the leading full blocks of token_ids; shared until they reach beyond the prompt
 

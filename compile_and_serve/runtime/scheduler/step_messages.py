@@ -119,7 +119,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
     """Blocks to append, for each group, to those of a request that the runner holds. Of a group of slots: none, or the
-    `pages_per_slot` pages to which its state moves: this step reads the ones before and writes these.
+    `pages_per_slot` pages to which its state moves: this step, of a prefill or a decode, reads the ones before and writes these.
     """
 
     request_id: str

@@ -89,9 +89,9 @@ class StepInFlight:
         """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""
         return self.prompt_rows_left > 0 or not request.wants_prompt_logprobs
 
-    def chunk_end(self, request: Request, budget: int) -> int:
+    def chunk_end(self, request: Request, budget: int, manager: KVCacheManager) -> int:
         """Where the next chunk of a prefill ends, unless prompt logprobs or the encoder are at their limit."""
-        return min(request.cuts[0] if request.cuts else request.prefill_end, request.num_computed_tokens + budget)
+        return min(manager.chunk_limit(request), request.num_computed_tokens + budget)
 
     def can_read(self, request: Request, start: int) -> bool:
         """Whether it may compute token `start` of the request's prompt: the encoder has a limit, too."""
@@ -100,7 +100,7 @@ class StepInFlight:
     def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
         start = request.num_computed_tokens
-        num_tokens = self.chunk_end(request, budget) - start
+        num_tokens = self.chunk_end(request, budget, manager) - start
         if request.wants_prompt_logprobs:
             num_tokens = min(num_tokens, self.prompt_rows_left)
         if self.encoder is not None:

@@ -56,6 +56,30 @@ def test_a_prompt_is_cut_at_its_last_boundary_and_its_state_moves() -> None:
     assert chunks(driver, "b") == [2, 1, 1, 1]
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("length", "wanted"), [(11, [11, 1, 1, 1]), (9, [9, 1, 1, 1]), (12, [8, 4, 1, 1, 1])])
+def test_a_prompt_whose_state_can_be_rolled_back_goes_on_in_the_same_step(length: int, wanted: list[int], depth: int) -> None:
+    """The state after the prompt becomes the snapshot, and the first decode moves. 12 tokens are too far behind the snapshot at 8."""
+    driver = make_driver(FULL, msgspec.structs.replace(SLOT, rollback_tokens=3), depth=depth)
+    run(driver, "a", SYSTEM[:length])
+    assert chunks(driver, "a") == wanted
+    moves = [grown.new_block_ids[1] for step in driver.steps for grown in step.cached_requests if grown.new_block_ids[1]]
+    assert [len(pages) for pages in moves] == [2]
+    assert run(driver, "b", [*SYSTEM[:8], 1, 2]) == 8
+    assert driver.scheduler.manager.num_promised == 0
+    assert driver.scheduler.manager.pool.num_free == 400
+
+
+def test_a_state_that_moves_in_a_decode_has_pages_promised() -> None:
+    """Two blocks of tokens and twice the 2 pages of a slot for each request: 13 blocks are enough for two at a time."""
+    driver = make_driver(FULL, msgspec.structs.replace(SLOT, rollback_tokens=3), num_blocks=13)
+    for name, first in (("a", 3), ("b", 5), ("c", 7)):
+        driver.add(make_request(name, [first] * 7, max_tokens=2))
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions == 0
+    assert driver.scheduler.manager.num_promised == 0
+
+
 @pytest.mark.parametrize("groups", [[SLOT], [SLOT, FULL], [FULL, SLOT, StateGroupInfo("tokens", 2, 6)], [RING, SLOT]])
 def test_snapshots_are_found_beside_any_groups(groups: list[StateGroupInfo]) -> None:
     driver = make_driver(*groups)
