@@ -35,7 +35,8 @@ def decode_bytes(loaded: Any, batch: int, context: int, distinct_experts: float 
     """
     spec = loaded.spec
     storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in loaded.model.weight_memory())}
-    weights = float(sum(storage.nbytes() for storage in storages.values()))
+    stored = sum(storage.nbytes() for storage in storages.values())
+    weights = float(stored)
     parameters = dict(spec.module.named_parameters())
     if "lm_head.weight" in parameters:  # a head that shares the embedding is not named twice
         text = spec.config.get("text_config") or spec.config
@@ -43,7 +44,7 @@ def decode_bytes(loaded: Any, batch: int, context: int, distinct_experts: float 
     experts = [one for name, one in parameters.items() if ".experts." in name]
     if distinct_experts is not None and experts:
         share_of_experts = sum(one.numel() for one in experts) / sum(one.numel() for one in parameters.values())
-        weights *= 1 - share_of_experts * (1 - distinct_experts / max(one.shape[0] for one in experts))
+        weights -= stored * share_of_experts * (1 - distinct_experts / max(one.shape[0] for one in experts))
     return int(weights + batch * sum(state_bytes(group, context, loaded.cache_dtype) for group in spec.state))
 
 
