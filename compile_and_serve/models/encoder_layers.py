@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.encoder_attention import encoder_attention
+from compile_and_serve.custom_ops.step import TOKENS, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step_data import SECOND_TEXT
 
 FARTHEST = 128  # relative positions that are farther have one bucket
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -25,6 +28,16 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "tanh": torch.tanh,
 }
+
+
+def _token_types(batch: TokenBatch) -> np.ndarray | None:
+    """0 for tokens of the first text, 1 for those of the second."""
+    if not any(SECOND_TEXT in data for data in batch.step_data):
+        return np.zeros(len(batch.token_ids), dtype=np.int64)
+    return (batch.positions >= batch.data_of_token(SECOND_TEXT, np.iinfo(np.int64).max)).astype(np.int64)
+
+
+TOKEN_TYPES = StepInput(name="token_types", dtype=torch.int64, dims=(TOKENS,), fill=_token_types)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

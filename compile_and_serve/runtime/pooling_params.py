@@ -40,7 +40,8 @@ class PoolingInfo(msgspec.Struct, kw_only=True, frozen=True):
     kind: "embed" gives hidden states, "classify" logits of classes. width: numbers per row. pooling: of requests that name none.
     activation: turns class logits into scores. labels: names of the classes, or nothing. is_normalized: embeddings have length 1, unless a
     request says otherwise. prompts: by name, what is put before a text. default_prompt: the name for requests without one. keeps_specials:
-    a text that is cut keeps its special tokens.
+    a text that is cut keeps its special tokens. dimensions: lengths to which embeddings may be cut; none: any. pair_template: the prompt of
+    two texts, with {query} and {document}; None: the tokenizer joins them.
     """
 
     kind: Literal["embed", "classify"]
@@ -52,10 +53,19 @@ class PoolingInfo(msgspec.Struct, kw_only=True, frozen=True):
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
     keeps_specials: bool = False
+    dimensions: list[int] = []
+    pair_template: str | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether texts are compared token by token (late interaction, ColBERT)."""
+        return self.kind == "embed" and self.pooling == "all"
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
         """What requests may ask for. A classifier of pairs has a single class."""
+        if self.is_late:
+            return ("token_embed", "score")
         if self.kind == "embed":
             return ("embed", "token_embed", "score")
         if self.pooling == "all":

@@ -92,6 +92,9 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
     if node.kwargs.get("device") == torch.device("meta"):
         node.kwargs = {**node.kwargs, "device": ctx.device}
         changed = True
+    if torch.device("meta") in node.args:
+        node.args = tuple(ctx.device if argument == torch.device("meta") else argument for argument in node.args)
+        changed = True
     return changed
 
 
@@ -103,7 +106,10 @@ def _use_sizes(node: Node) -> None:
 
 
 def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:
-    """Let an op take a length (`x.view(tokens, -1, 64)`) from its own input: pieces exchange tensors, not lengths."""
+    """Let an op take a length from its own input (`x.view(tokens, -1, 64)`), or from one of the graph's (`torch.arange(tokens)`).
+
+    Pieces exchange tensors, not lengths.
+    """
     if is_call(node, SIZE) or node.op == "output":
         return
     inputs = node.all_input_nodes
@@ -112,7 +118,7 @@ def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:
             continue
         if is_call(length, SIZE) and length.args[0] in inputs:
             continue
-        for source in inputs:
+        for source in (*inputs, *gm.graph.find_nodes(op="placeholder")):
             value = source.meta["example_value"]
             sizes = [str(size) for size in value.shape] if isinstance(value, torch.Tensor) else []
             if str(length.meta["example_value"]) in sizes:

@@ -36,8 +36,8 @@ def _encoder_attention(
     window: int = 0,
     columns_F: torch.Tensor | None = None,
     distance_bias_HR: torch.Tensor | None = None,
-    query_bias_NHR: torch.Tensor | None = None,
-    key_bias_NHR: torch.Tensor | None = None,
+    key_places_RHE: torch.Tensor | None = None,
+    query_places_RHE: torch.Tensor | None = None,
     ends_T: torch.Tensor | None = None,
     max_segment: int = 0,
 ) -> torch.Tensor:
@@ -47,6 +47,8 @@ def _encoder_attention(
     if columns_F is None and q.dtype in _PACKED_DTYPES and platform.runs_cuda_kernels:
         return _packed(q_NHE, k_NKE, v_NKE, scale, window, ends_T, max_segment, rows).view(q.shape)
     starts = _starts_on_host(ends_T, q.shape[0]) * rows
+    query_bias_NHR = None if key_places_RHE is None else _products(q_NHE, key_places_RHE, scale)
+    key_bias_NHR = None if query_places_RHE is None else _products(k_NKE, query_places_RHE, scale)
     if platform.runs_cpp_kernels and _has_cpu_kernel(q_NHE, k_NKE):
         biases = (columns_F, distance_bias_HR, query_bias_NHR, key_bias_NHR)
         return torch.ops.cas.cpu_encoder_attention.default(q_NHE, k_NKE, v_NKE, starts, scale, window, *biases).view(q.shape)
@@ -67,6 +69,11 @@ def _encoder_attention(
         out_NHE[part] = out_SHBE.transpose(1, 2).flatten(0, 1)
         begin += count * size
     return out_NHE.view(q.shape)
+
+
+def _products(x_NHE: torch.Tensor, places_RHE: torch.Tensor, scale: float) -> torch.Tensor:
+    """→ [N, H, R]"""
+    return torch.matmul((x_NHE * scale).transpose(0, 1), places_RHE.permute(1, 2, 0)).transpose(0, 1)
 
 
 def _packed(
@@ -147,12 +154,12 @@ def _mask(
 
 ENCODER_ATTENTION = define(
     "encoder_attention(Tensor q, Tensor k, Tensor v, float scale, int window=0, Tensor? columns=None, Tensor? distance_bias=None, "
-    "Tensor? query_bias=None, Tensor? key_bias=None, Tensor? ends=None, int max_segment=0) -> Tensor",
+    "Tensor? key_places=None, Tensor? query_places=None, Tensor? ends=None, int max_segment=0) -> Tensor",
     kind=OpKind.SPLIT_POINT,
     version=2,
     fake=lambda q, *_: q.new_empty(q.shape),
     sharding=Sharding(
-        inputs={"q": -2, "k": -2, "v": -2, "query_bias": -2, "key_bias": -2},
+        inputs={"q": -2, "k": -2, "v": -2, "key_places": -2, "query_places": -2},
         output=-2,
         weights={"distance_bias": ROWS},
         shared_inputs=("k", "v"),
@@ -170,8 +177,8 @@ def encoder_attention(
     window: int = 0,
     columns_F: torch.Tensor | None = None,
     distance_bias_HR: torch.Tensor | None = None,
-    query_bias_NHR: torch.Tensor | None = None,
-    key_bias_NHR: torch.Tensor | None = None,
+    key_places_RHE: torch.Tensor | None = None,
+    query_places_RHE: torch.Tensor | None = None,
     ends_T: torch.Tensor | None = None,
     max_segment: int = 0,
 ) -> torch.Tensor:
@@ -179,9 +186,9 @@ def encoder_attention(
 
     q: [T, H, E] or [T, M, H, E]; k, v: the same with K heads. window: a row reads those up to `window` before and behind it; 0: all.
     columns_F: the column of the biases for each distance from -(F // 2) to F // 2 of a key from its query, F odd; farther ones have that of
-    the last. A key j of a query i with the column c has the bias distance_bias[h, c] + query_bias[i, h, c] + key_bias[j, h, c], of those
-    that are given.
+    the last. A key j of a query i with the column c has the bias distance_bias[h, c], and scale · q_i key_places[c, h] and
+    scale · k_j query_places[c, h] (DeBERTa, arXiv:2006.03654), of those that are given.
     ends_T: int32, the first entries are where segments end, in tokens, ascending; the others are 0 or repeat the last one. None: the
     segments are the sequences of the step. max_segment: tokens of the longest of them. Rows outside of any segment get any finite value.
     """
-    return ENCODER_ATTENTION(q, k, v, scale, window, columns_F, distance_bias_HR, query_bias_NHR, key_bias_NHR, ends_T, max_segment)
+    return ENCODER_ATTENTION(q, k, v, scale, window, columns_F, distance_bias_HR, key_places_RHE, query_places_RHE, ends_T, max_segment)

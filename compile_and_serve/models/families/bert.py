@@ -10,28 +10,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.step import CLASS_LOGITS, DECODER_INPUTS, HIDDEN_STATES, ROWS, TOKENS, StepInput, StepOutput, TokenBatch
-from compile_and_serve.custom_ops.step_data import SECOND_TEXT
-from compile_and_serve.models.config import ModelConfigError, UnsupportedConfigError
+from compile_and_serve.custom_ops.step import CLASS_LOGITS, DECODER_INPUTS, HIDDEN_STATES, ROWS, StepOutput
+from compile_and_serve.models.config import ModelConfigError, UnsupportedConfigError, positive_int
 from compile_and_serve.models.decoder_spec import on_meta
-from compile_and_serve.models.encoder_layers import ACTIVATIONS, ClassifierHead, EncoderConfig, SparseHead, TextEncoder, distance_buckets
+from compile_and_serve.models.encoder_layers import (
+    ACTIVATIONS,
+    TOKEN_TYPES,
+    ClassifierHead,
+    EncoderConfig,
+    SparseHead,
+    TextEncoder,
+    distance_buckets,
+)
 from compile_and_serve.models.families import register_model
 from compile_and_serve.models.pooling_spec import classifier_pooling
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec, ShardStyle
-
-
-def _token_types(batch: TokenBatch) -> np.ndarray | None:
-    """0 for tokens of the first text, 1 for those of the second."""
-    if not any(SECOND_TEXT in data for data in batch.step_data):
-        return np.zeros(len(batch.token_ids), dtype=np.int64)
-    return (batch.positions >= batch.data_of_token(SECOND_TEXT, np.iinfo(np.int64).max)).astype(np.int64)
-
-
-TOKEN_TYPES = StepInput(name="token_types", dtype=torch.int64, dims=(TOKENS,), fill=_token_types)
 
 # Our module → transformers' in BERT's layers.
 _LAYER = {
@@ -171,13 +167,16 @@ def _config(kind: _Kind, given: Mapping[str, Any]) -> EncoderConfig:
 
 
 def _build(kind: _Kind, head_of: str, config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
-    """head_of: "Model", "ForMaskedLM", "ForSequenceClassification" or "ForTokenClassification"."""
+    """head_of: "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification" or "ColBERT"."""
     sizes = _config(kind, config)
     names = dict(kind.names)
     head: nn.Module
     if head_of == "ForMaskedLM":
         head, names = SparseHead(sizes), {**names, **kind.tokens_head}
         pooling = PoolingSpec(kind="embed", width=sizes.vocab_size, pooling="max", is_normalized=False)
+    elif head_of == "ColBERT":
+        head, names = nn.Linear(sizes.hidden_size, positive_int(config, "dim", 128), bias=False), {**names, "head": "linear"}
+        pooling = PoolingSpec(kind="embed", width=head.out_features, pooling="all")
     elif head_of == "Model":
         head, pooling = nn.Identity(), PoolingSpec(kind="embed", width=sizes.hidden_size, pooling="mean")
     else:
@@ -245,3 +244,5 @@ for _kind, _prefixes in (
         for _head in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"):
             if _head != "ForMaskedLM" or _kind.tokens_head:
                 register_model(f"{_prefix}{_head}", partial(_build, _kind, _head), features=("attention both ways",))
+
+register_model("HF_ColBERT", partial(_build, _BERT, "ColBERT"), features=("attention both ways",))

@@ -1,8 +1,8 @@
 """Attention of the transformers package's classes: the function that they call, and the dry run that finds out what they need.
 
 A class runs once on the meta device. Each call of attention is recorded with its shapes, its arguments and its mask. A mask is
-recognized by the function that defines it: causal, a sliding window or chunks. Any other is refused. Then each call gets the state
-group and the cache that it uses.
+recognized by the function that defines it: causal, a sliding window or chunks; of models that pool also both ways, within a window or not.
+Any other is refused. Then each call gets the state group and the cache that it uses; a call that attends both ways needs none.
 
 Shape legend: T tokens of the step, H query heads, K key/value heads, E head size.
 """
@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.attention.encoder_attention import encoder_attention
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import ScoreFeature, StateKind
 from compile_and_serve.custom_ops.state.tokens import ALL_TOKENS, KV_CACHES, WINDOW_CACHES, KVCacheSpec, TokenChunks, TokenWindow
@@ -29,6 +30,7 @@ from compile_and_serve.models.config import ModelConfigError
 
 ATTENTION = "compile_and_serve"  # our names in transformers' registries of attention functions and masks
 DRY_RUN = "compile_and_serve_dry_run"
+_LONGEST_WINDOW = 1 << 17  # of attention both ways
 DRY_TOKENS = 37  # no size of a model is likely to be equal
 # What transformers' mask functions are called. `packed_sequence_mask_function` tells the sequences of a batch apart, which the step does.
 _AND, _WINDOW = "and_masks.<locals>.and_mask", "sliding_window_overlay.<locals>.inner_mask"
@@ -61,10 +63,14 @@ def unsupported(name: str, reason: object) -> ModelConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which earlier tokens a token attends to: all, a window, or those of its chunk of `window` tokens."""
+    """Which earlier tokens a token attends to: all, a window, or those of its chunk of `window` tokens.
+
+    both_ways: tokens before and behind it, all of them or the next `window` on each side.
+    """
 
     window: int | None = None
     chunked: bool = False
+    both_ways: bool = False
 
     @property
     def kind(self) -> StateKind:
@@ -97,7 +103,7 @@ class RunningForward:
         self.positions: torch.Tensor | None = None
         self.rope_lengths: torch.Tensor | None = None  # int64 [T]: `changing_rope.py`
         self.num_calls = 0
-        self.sites: list[tuple[str, int]] = []  # group and cache of each call
+        self.sites: list[tuple[str | None, int]] = []  # group and cache of each call; None and the window, both ways
         self.dry_run: DryRun | None = None
 
 
@@ -116,16 +122,23 @@ def attention_forward(
     scaling: float | None = None,
     alibi_slopes_H: torch.Tensor | None = None,
     own_mask: Mask | None = None,
+    position_bias: torch.Tensor | None = None,
+    biases: Mapping[str, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls. → [1, T, H, E]
 
     alibi_slopes_H: of each head. own_mask: of a class that masks without transformers' functions, or besides them.
+    position_bias: [H, R] of a module with `cas_columns`, as `relative.py` replaces it. biases: others, by their names in the op.
     """
+    if position_bias is not None:
+        biases = {"distance_bias_HR": position_bias}
     running: Any = module.cas_running
     if running.dry_run is not None:
         features = {"alibi"} if alibi_slopes_H is not None else set()
         mask = running.dry_run.mask_of(type(module).__name__, attention_mask, own_mask)
+        if biases and not (mask.both_ways and hasattr(module, "cas_columns")):
+            raise Unsupported(f"{type(module).__name__} gives its attention biases, which no attention kernel here takes")
         return running.dry_run.record(module, q_1HTE, k_1KTE, v_1KTE, mask, features, kwargs), None
     if (site := getattr(module, "cas_site", None)) is None:  # the module attends several times in a forward
         site = running.sites[running.num_calls]
@@ -133,6 +146,9 @@ def attention_forward(
     group, index = site
     scale = q_1HTE.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q_THE, k_TKE, v_TKE = q_1HTE.transpose(1, 2)[0], k_1KTE.transpose(1, 2)[0], v_1KTE.transpose(1, 2)[0]
+    if group is None:
+        options: dict[str, Any] = {"columns_F": module.cas_columns, **biases} if biases else {}
+        return encoder_attention(q_THE, k_TKE, v_TKE, scale, window=index, **options)[None], None
     soft_cap = float(kwargs.get("softcap") or 0.0)
     cache = running.caches[group][index]
     out = attention(q_THE, k_TKE, v_TKE, cache, scale, group, soft_cap, kwargs.get("s_aux"), alibi_slopes_H)
@@ -145,12 +161,13 @@ AttentionInterface.register(DRY_RUN, attention_forward)
 
 @dataclass(slots=True)
 class DryRun:
-    """Records the attention of a forward on the meta device. again: the forward ran before."""
+    """Records the attention of a forward on the meta device. again: the forward ran before. pools: tokens may attend to later ones."""
 
     calls: list[AttentionCall] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
     no_blocks: list[torch.Tensor] = field(default_factory=list)  # tensors of -1
     again: bool = False
+    pools: bool = False
 
     def make_mask(
         self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
@@ -172,7 +189,7 @@ class DryRun:
     ) -> torch.Tensor:
         """Check one call of attention. → an uninitialized output [1, T, H, E]"""
         what = type(module).__name__
-        if kwargs.get("is_causal") is False:
+        if kwargs.get("is_causal") is False and not mask.both_ways:
             raise Unsupported(f"{what} attends to later tokens")
         for name, value in kwargs.items():
             if name not in _NO_EFFECT and isinstance(value, torch.Tensor):
@@ -181,6 +198,8 @@ class DryRun:
             features |= {"soft_cap"}
         if kwargs.get("s_aux") is not None:
             features |= {"sinks"}
+        if mask.both_ways and features:
+            raise Unsupported(f"{what} attends to later tokens with {' and '.join(sorted(features))}")
         if q_1HTE.dim() != 4 or k_1KTE.dim() != 4:
             raise Unsupported(f"{what} does not attend with queries of [batch, heads, tokens, size]")
         head_dim = q_1HTE.shape[3]
@@ -194,22 +213,29 @@ class DryRun:
 
     def mask_of(self, what: str, attention_mask: torch.Tensor | None, own: Mask | None = None) -> Mask:
         """What the mask given to attention lets a token attend to. own: what the class's own mask does, which is narrower."""
+        if own is not None and own.both_ways and not self.pools:
+            raise Unsupported(f"{what} attends to later tokens")
         if own is not None and (attention_mask is None or self.mask_of(what, attention_mask) == Mask()):
             return own
         if attention_mask is None:
+            if self.pools:
+                return Mask(both_ways=True)
             raise Unsupported(f"{what} gives its attention no mask, so that it attends to later tokens")
         for made, function in self.masks:
             whole = getattr(attention_mask, "_base", None) is made and attention_mask.shape == made.shape
             if attention_mask is made or whole:
-                return recognize(function, self.no_blocks)
+                return recognize(function, self.no_blocks, pools=self.pools)
         raise Unsupported(f"{what} uses an attention mask that is not one of transformers' own")
 
 
-def recognize(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tensor] = ()) -> Mask:
+def recognize(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tensor] = (), *, pools: bool = False) -> Mask:
     """What a mask function of transformers lets a token attend to. Raises `Unsupported` for others than those known here.
 
-    no_blocks: tensors that put no token into a block (an image, say) whose tokens attend to each other.
+    no_blocks: tensors that put no token into a block (an image, say) whose tokens attend to each other. pools: tokens may attend to later
+    ones.
     """
+    if pools and (mask := _both_ways(mask_function)) is not None:
+        return mask
     window, chunk, causal = None, None, False
     for part in _parts(mask_function, no_blocks):
         name = part.__qualname__
@@ -226,6 +252,23 @@ def recognize(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tenso
     if window is not None and chunk is not None:
         raise Unsupported("its attention mask is a sliding window and chunks at once")
     return Mask(window=chunk if window is None else window, chunked=chunk is not None)
+
+
+def _both_ways(mask_function: Callable[..., Any]) -> Mask | None:
+    """The mask of a function that lets tokens attend equally far to both sides, found by calling it; None for another one."""
+    far, nothing = 1 << 20, torch.tensor(0)
+    queries = torch.tensor([[far], [far + 13]])
+    distances = torch.arange(-_LONGEST_WINDOW - 1, _LONGEST_WINDOW + 2)
+    try:
+        allowed = torch.as_tensor(mask_function(nothing, nothing, queries, queries + distances)).expand(2, len(distances))
+    except Exception:  # it needs more than numbers
+        return None
+    if not allowed[0].equal(allowed[1]) or not allowed[0].equal(allowed[0].flip(0)):
+        return None
+    if allowed.all():
+        return Mask(both_ways=True)
+    window = int(allowed[0].sum()) // 2
+    return Mask(window=window, both_ways=True) if window and allowed[0].equal(distances.abs() <= window) else None
 
 
 def _parts(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tensor]) -> list[Callable[..., Any]]:
@@ -265,8 +308,18 @@ class _FindsNoBlocks(TorchFunctionMode):
 _MIX_TOKENS = (torch.conv1d, torch.nn.functional.conv1d, torch.flip, torch.roll, torch.sort, torch.argsort)
 
 
+_SUMS = ("sum", "mean", "max", "amax", "prod", "var", "std")
+
+
 class _NumbersTokens(TorchFunctionMode):
-    """Raises when a forward numbers or mixes the step's tokens outside of attention: they belong to several sequences."""
+    """Raises when a forward numbers or mixes the step's tokens outside of attention: they belong to several sequences.
+
+    pools: of an encoder, which may also read a token's neighbours or sum over a sequence.
+    """
+
+    def __init__(self, *, pools: bool) -> None:
+        super().__init__()
+        self.pools = pools
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -276,18 +329,25 @@ class _NumbersTokens(TorchFunctionMode):
             raise Unsupported("it numbers the tokens of a step itself, so that they cannot belong to several sequences")
         if func in (torch.cumsum, torch.Tensor.cumsum) and DRY_TOKENS in out.shape:
             raise Unsupported("it counts along the tokens of a step, which may belong to several sequences")
+        if self.pools and isinstance(out, torch.Tensor):
+            if DRY_TOKENS - 1 in out.shape:
+                raise Unsupported("it reads a token's neighbours outside of attention")
+            name = getattr(func, "__name__", "")
+            if name in _SUMS and isinstance(args[0], torch.Tensor) and DRY_TOKENS in args[0].shape and DRY_TOKENS not in out.shape:
+                raise Unsupported(f"{name} reads all tokens of a step outside of attention")
         return out
 
 
 def dry_run(
-    model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool, again: bool = False
+    model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool, pools: bool = False, again: bool = False
 ) -> list[AttentionCall]:
     """The calls of attention in `forward()`, which runs the model on the meta device.
 
-    own_positions: the model gets positions in its signature, so that it has no reason to number tokens. again: it ran before.
+    own_positions: the model gets positions in its signature, so that it has no reason to number tokens. pools: tokens may attend to later
+    ones. again: it ran before.
     Raises `Unsupported`.
     """
-    recorder = DryRun(again=again)
+    recorder = DryRun(again=again, pools=pools)
     find_sequences = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _no_sequences  # it reads positions on the host
     AttentionMaskInterface.register(DRY_RUN, recorder.make_mask)
@@ -296,7 +356,7 @@ def dry_run(
     try:
         with torch.no_grad(), _FindsNoBlocks(recorder.no_blocks):
             if own_positions:
-                with _NumbersTokens():
+                with _NumbersTokens(pools=pools):
                     forward()
             else:
                 forward()
@@ -312,7 +372,16 @@ def _no_sequences(position_ids: torch.Tensor) -> None:
 
 
 def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[StateGroup, ...]:
-    """One group for each kind of call. Every call gets its group and cache."""
+    """One group for each kind of call that reads a cache. Every call gets its group and cache.
+
+    Raises `Unsupported` if only some calls read one.
+    """
+    if any(call.mask.both_ways for call in calls):
+        if not all(call.mask.both_ways for call in calls):
+            raise Unsupported("some of its layers attend to later tokens, and others only to earlier ones")
+        for call in calls:
+            call.module.cas_site = (None, call.mask.window or 0)  # type: ignore[assignment]
+        return ()
     by_kind: dict[Any, list[AttentionCall]] = {}
     for call in calls:
         by_kind.setdefault(call.kind, []).append(call)

@@ -9,6 +9,7 @@ Shape legend: T tokens of the step, S rows whose logits are needed, V vocabulary
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,10 +51,12 @@ from compile_and_serve.models.transformers.experts import (
 from compile_and_serve.models.transformers.llama4 import arranged_experts
 from compile_and_serve.models.transformers.older import replace_attention
 from compile_and_serve.models.transformers.recurrent import Mixers, no_mixer_runs
-from compile_and_serve.models.transformers.weights import weight_names
+from compile_and_serve.models.transformers.weights import split_weights, weight_names
 
 ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "seq_length")
+_NUMBERS_TOKENS = "create_position_ids_from_input_ids"  # a method, or a function beside the class, that begins behind the padding index
+_ENCODER = "EncoderModel"  # how classes end that are the encoder of an encoder-decoder model
 _NO_LIMIT = 2048  # longest sequence of a model whose config has none, as its training sequences were (Bloom)
 
 
@@ -102,16 +105,20 @@ class TransformersModel(nn.Module):
         return self._forward(input_ids=input_ids[None], **options).logits[0][logits_indices]
 
 
-def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | None = None) -> ModelSpec:
+MakeModule = Callable[[PreTrainedModel, RunningForward, int], nn.Module]  # of the model, its running forward and its position offset
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | None = None, *, pooled: MakeModule | None = None) -> ModelSpec:
     """Build the class that a config.json names on the meta device, with its parameters in `dtype`.
 
     code_folder: of classes that the config's `auto_map` names, which are then used; None: no code of a folder is run.
+    pooled: makes the module of a class that need not generate text, and may attend to later tokens.
     Raises `ModelConfigError` if transformers lacks the class, or if the class needs more than softmax attention over earlier tokens.
     """
     name = config["architectures"][0]
-    model = _instantiate(name, config, code_folder)
+    model = _instantiate(name, config, code_folder, pools=pooled is not None)
     try:
-        spec = _spec(name, config, model, dtype)
+        spec = _spec(config, model, dtype, pooled)
     except Unsupported as reason:
         raise unsupported(name, reason) from reason
     except ModelConfigError:
@@ -125,7 +132,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | Non
     return replace(spec, config={**spec.config, "code": code_digest(code_folder, reference)})
 
 
-def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) -> ModelSpec:
+def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: MakeModule | None) -> ModelSpec:
     in_float32: set[str] = set()
     if has_experts(model.config.get_text_config()):
         if (reason := unsupported_reason(model)) is not None:
@@ -146,14 +153,21 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
     regimes, frequencies = follow_lengths(model)
     added |= frequencies
     rope_types = _keep_frequencies(model)
-    wrapped = _give_positions(model, running)
+    wrapped = _give_positions(model if pooled is None else model.base_model, running)
     offset = _position_offset(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.warn_if_padding_and_no_attention_mask = _ignore  # it reads token ids on the host
-    module = TransformersModel(model, running, offset).eval()
+    module = (pooled or TransformersModel)(model, running, offset).eval()
     ids = torch.zeros(DRY_TOKENS, dtype=torch.int64, device="meta")
-    run = partial(dry_run, model, running, lambda: module(ids, ids, ids[:2], None if regimes is None else ids), own_positions=not wrapped)
+    run = partial(
+        dry_run,
+        model,
+        running,
+        lambda: module(ids, ids, ids[:2], None if regimes is None else ids),
+        own_positions=not wrapped,
+        pools=pooled is not None,
+    )
     called: set[nn.Module] = set()
     try:
         with _recorded(model, called):
@@ -174,6 +188,9 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
     head = model.get_output_embeddings()
     names = weight_names(model)
     names |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(len(calls))}
+    kept = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+    names = {name: parameter if parameter in kept else None for name, parameter in names.items()}
+    names |= {name: None for name in model.state_dict() if name not in kept}
     return ModelSpec(
         module=module,
         # The computation also depends on the package's version, so the version is part of the artifacts' key.
@@ -185,22 +202,22 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
         length_regimes=regimes,
         weight_map=names | dict.fromkeys(unused),
         parts=expert_parts(model),
-        quantized_weights=arranged,
+        quantized_weights={**arranged, **split_weights(model, dtype)},
         tp_plan=_tp_plan(model),
-        buffers={name: value for name, value in buffers.items() if name not in persistent},
+        buffers={name: value for name, value in buffers.items() if name not in persistent and name in kept},
     )
 
 
 def _ignore(*_: Any) -> None: ...
 
 
-def _instantiate(name: str, config: Mapping[str, Any], code_folder: Path | None) -> PreTrainedModel:
+def _instantiate(name: str, config: Mapping[str, Any], code_folder: Path | None, *, pools: bool) -> PreTrainedModel:
     cls, config_class = _classes(name, config, code_folder)
-    if not cls.can_generate():
+    if not pools and not cls.can_generate():
         raise unsupported(name, "it does not generate text")
     try:
         hf_config = config_class.from_dict(_with_floats(dict(config)))
-        _check_config(hf_config)
+        _check_config(hf_config, is_encoder=pools and name.endswith(_ENCODER))
         model = _on_meta(cls, hf_config)
         model.tie_weights()
     except Unsupported as reason:
@@ -249,8 +266,8 @@ def _on_meta(cls: Any, config: PreTrainedConfig) -> Any:
             return cls(config)
 
 
-def _check_config(config: PreTrainedConfig) -> None:
-    if config.is_encoder_decoder:
+def _check_config(config: PreTrainedConfig, *, is_encoder: bool) -> None:
+    if config.is_encoder_decoder and not is_encoder:
         raise Unsupported("it has an encoder")
     text = config.get_text_config()
     if (getattr(text, "kv_lora_rank", None) or 0) > 0:
@@ -359,7 +376,8 @@ def _at_positions(forward: Callable[..., Any], running: RunningForward, ids: tor
 def _position_offset(model: nn.Module) -> int:
     """The position of a sequence's first token, where the class would number tokens from the padding index on."""
     for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(getattr(module, "padding_idx", None), int):
+        by_function = hasattr(module, "position_embeddings") and hasattr(sys.modules[type(module).__module__], _NUMBERS_TOKENS)
+        if (by_function or hasattr(module, _NUMBERS_TOKENS)) and isinstance(getattr(module, "padding_idx", None), int):
             return int(module.padding_idx) + 1  # type: ignore[arg-type]
     return 0
 

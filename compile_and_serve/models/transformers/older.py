@@ -16,7 +16,7 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPastAndCrossAttentions
 
-from compile_and_serve.models.transformers import llama4
+from compile_and_serve.models.transformers import llama4, relative
 from compile_and_serve.models.transformers.attention import Mask, Unsupported, attention_forward
 
 
@@ -39,6 +39,9 @@ def replace_attention(model: Any) -> dict[str, torch.Tensor]:
             slopes = alibi_slopes(module.num_heads)
         elif cls.__name__ == "MptAttention":
             slopes = mpt_slopes(module.n_heads)
+        if (columns := relative.columns_of(module)) is not None:
+            module.register_buffer("cas_columns", torch.empty_like(columns, device="meta"), persistent=False)
+            buffers[f"{name}.cas_columns"] = columns
         if slopes is not None:
             module.register_buffer("cas_alibi_slopes", torch.empty_like(slopes, device="meta"), persistent=False)
             buffers[f"{name}.cas_alibi_slopes"] = slopes
@@ -213,4 +216,5 @@ _METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # class of a module →
     "torch.nn.modules.normalization.RMSNorm": ("forward", _rms_norm),
     "XmodOutput": ("lang_adapter", _xmod_adapter),
     **llama4.METHODS,
+    **relative.METHODS,
 }

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming, rename_source_key
 
+from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor
+from compile_and_serve.custom_ops.weight_functions import weight_function
 from compile_and_serve.models.transformers.attention import Unsupported
 from compile_and_serve.models.transformers.experts import stacks_experts
+
+_NORMS = {".gamma": ".weight", ".beta": ".bias"}  # old names of norms' parameters and those of today
+
+
+@weight_function("chunk_of_rows")
+def chunk_of_rows(weight: torch.Tensor, number: int, count: int) -> torch.Tensor:
+    """One of `count` equal parts. [count · O, …] → [O, …]"""
+    return weight.chunk(count)[number].contiguous()
+
+
+def _splits_rows(converter: WeightConverter) -> bool:
+    """Whether a rule of the conversion mapping splits one tensor into equal parts of its rows, as queries, keys and values."""
+    operations = converter.operations
+    return len(operations) == 1 and isinstance(operations[0], Chunk) and operations[0].dim == 0 and len(converter.source_patterns) == 1
+
+
+def split_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, ArrangedWeight]:
+    """By parameter, how a checkpoint holds those that are parts of one of its tensors."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one.reverse_transform() for one in reversed(conversions) if isinstance(one, WeightRenaming)]
+    found: dict[str, ArrangedWeight] = {}
+    for converter in conversions:
+        if not (isinstance(converter, WeightConverter) and _splits_rows(converter)):
+            continue
+        reverse = converter.reverse_transform()
+        for name, parameter in model.named_parameters():
+            joined, pattern = reverse.rename_source_key(name)
+            if pattern is None:
+                continue
+            count = len(converter.target_patterns)
+            number = list(converter.target_patterns).index(pattern)
+            stored = rename_source_key(joined, renamings, [], reverse=True)[0]
+            tensor = StoredTensor(name=stored, shape=(count * parameter.shape[0], *parameter.shape[1:]), dtype=dtype)
+            found[name] = ArrangedWeight(value=("chunk_of_rows", stored, number, count), tensors=(tensor,))
+    return found
 
 
 def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
@@ -30,10 +68,13 @@ def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
             continue
         parameter = first_names[id(tensor)]
         spellings = [name, rename_source_key(name, renamings, [], reverse=True)[0]]
+        spellings += [spelling.removesuffix(old) + new for spelling in spellings for old, new in _NORMS.items() if spelling.endswith(old)]
         spellings += [spelling.removeprefix(prefix) for spelling in spellings if spelling.startswith(prefix)]
         names |= {s: parameter for s in spellings if s == name or s not in own}
     for converter in converters:
         reverse = converter.reverse_transform()
+        if _splits_rows(converter):
+            continue
         computed = (name for name in own if reverse.rename_source_key(name)[1] is not None)
         if matched := next((name for name in computed if not stacks_experts(converter, name)), None):
             raise Unsupported(f"its parameter {matched} is computed from several tensors of a checkpoint")

@@ -1,4 +1,4 @@
-"""`LLM.embed`, `encode`, `classify` and `score`. Names and results are those of vLLM."""
+"""`LLM.embed`, `encode`, `classify`, `reward` and `score`. Names and results are those of vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from compile_and_serve.runtime.pooling.results import TOKEN_TASKS, check_task, cosine, prepare, rows_of, with_rows
+from compile_and_serve.runtime.pooling.results import TOKEN_TASKS, check_task, prepare, rows_of, similarity, with_roles, with_rows
 from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
@@ -113,6 +113,15 @@ class PoolingMethods(ABC):
         found = self._run_pooling(prompts, "classify", pooling_params, lora_request, use_tqdm)
         return [PoolingRequestOutput(i, ids, ClassificationOutput(rows[0].tolist())) for i, ids, rows in found]
 
+    def reward(
+        self, prompts: Any, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True, lora_request: LoRARequest | None = None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives: of each token [T, classes], or of the whole prompt [classes]. Raw by default."""
+        info = self._inputs.info.pooling
+        task: PoolingTask = "classify" if info is not None and "classify" in info.tasks else "token_classify"
+        params = pooling_params or PoolingParams(use_activation=False)
+        return self.encode(prompts, pooling_params=params, pooling_task=task, use_tqdm=use_tqdm, lora_request=lora_request)
+
     def score(
         self,
         data_1: str | Sequence[str],
@@ -124,10 +133,11 @@ class PoolingMethods(ABC):
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """The similarity of pairs of texts: one text with many, or as many with as many.
 
-        The cosine of their embeddings, or the score of a classifier with a single class. prompt_token_ids are both texts' tokens.
+        The cosine of their embeddings, of late interaction the sum of the largest products of tokens, or the score of a classifier with a
+        single class. prompt_token_ids are both texts' tokens.
         """
         pooling, params = check_task("score", self._inputs.info), pooling_params or PoolingParams()
-        pairs = pairs_of(data_1, data_2)
+        pairs = with_roles(pairs_of(data_1, data_2), pooling)
         if pooling.kind == "classify":
             prompts = [self._prompt(first, params, pair=second) for first, second in pairs]
             found = self._pool(prompts, lora_request, show_progress=use_tqdm)
@@ -138,12 +148,12 @@ class PoolingMethods(ABC):
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         prompts = [self._prompt(text, params) for text in texts]
         found = self._pool(prompts, lora_request, show_progress=use_tqdm)
-        by_text = {text: (rows[0], prompt) for text, prompt, (_, rows) in zip(texts, prompts, found, strict=True)}
+        by_text = {text: (rows, prompt) for text, prompt, (_, rows) in zip(texts, prompts, found, strict=True)}
         outputs = []
         for number, (first, second) in enumerate(pairs):
-            (first_D, one), (second_D, other) = by_text[first], by_text[second]
+            (first_ND, one), (second_ND, other) = by_text[first], by_text[second]
             ids = [*one.token_ids, *other.token_ids]
-            outputs.append(PoolingRequestOutput(str(number), ids, ScoringOutput(cosine(first_D, second_D))))
+            outputs.append(PoolingRequestOutput(str(number), ids, ScoringOutput(similarity(first_ND, second_ND, pooling))))
         return outputs
 
     def _prompt(self, prompt: Any, params: PoolingParams, pair: str | None = None) -> PooledPrompt:

@@ -18,7 +18,7 @@ _KINDS: Mapping[str, PoolingType] = {
     "pooling_mode_max_tokens": "max",
 }
 _BY_NAME: Mapping[str, PoolingType] = {"lasttoken": "last", "mean": "mean", "cls": "cls", "max": "max"}  # of `pooling_mode`, newer
-_MODULES = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize")
+_MODULES = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize", "LogitScore")
 
 
 class PoolingFilesError(ValueError):
@@ -29,7 +29,7 @@ def does_pool(model: ModelConfig, config: Mapping[str, Any]) -> bool:
     """Whether the engine pools: as the options say, or "auto" if the checkpoint is meant for it."""
     if model.runner != "auto":
         return model.runner == "pooling"
-    return is_pooling_architecture(config) or _has_modules(model)
+    return is_pooling_architecture(config) or "classifier_from_token" in config or _has_modules(model)
 
 
 def modules_of(model: ModelConfig) -> list[tuple[str, Path]]:
@@ -51,7 +51,8 @@ def pooling_type_of(model: ModelConfig, default: RowPooling = "last") -> RowPool
         return model.pooling_type
     folder = next((path for name, path in modules if name == "Pooling"), None)
     if folder is None:
-        return default
+        # Dense without Pooling: late interaction, as PyLate writes it.
+        return "all" if any(name == "Dense" for name, _ in modules) else default
     file = folder / "config.json"
     content = _read(file)
     if isinstance(named := content.get("pooling_mode"), str) and named in _BY_NAME:
@@ -62,6 +63,18 @@ def pooling_type_of(model: ModelConfig, default: RowPooling = "last") -> RowPool
             f"{file} asks for {' and '.join(chosen) or 'no pooling'}, but one of {', '.join(_KINDS)} is supported: set --pooling-type."
         )
     return _KINDS[chosen[0]]
+
+
+def logit_score_ids(model: ModelConfig) -> list[int] | None:
+    """The negative and the positive answer's token ids of the module LogitScore, or the positive one's; None: there is no such module."""
+    folder = next((path for name, path in modules_of(model) if name == "LogitScore"), None)
+    if folder is None:
+        return None
+    content = _read(folder / "config.json")
+    ids = [content[name] for name in ("false_token_id", "true_token_id") if content.get(name) is not None]
+    if content.get("true_token_id") is None or not all(isinstance(one, int) and one >= 0 for one in ids):
+        raise PoolingFilesError(f"{folder / 'config.json'} names no true_token_id: check the download.")
+    return ids
 
 
 def max_text_tokens(model: ModelConfig) -> int | None:
@@ -84,6 +97,9 @@ def prompts_of(model: ModelConfig) -> tuple[dict[str, str], str | None]:
     prompts, default = content.get("prompts") or {}, content.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise PoolingFilesError(f"prompts in {file} must be texts by name, got {prompts!r:.100}.")
+    for name in ("query", "document"):  # of PyLate
+        if isinstance(prefix := content.get(f"{name}_prefix"), str):
+            prompts = {name: prefix, **prompts}
     if default is not None and default not in prompts:
         raise PoolingFilesError(f"default_prompt_name in {file} is {default!r:.100}, but its prompts are {', '.join(prompts) or 'none'}.")
     return prompts, default

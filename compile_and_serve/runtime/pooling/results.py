@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from compile_and_serve.runtime.messages import EngineInfo, StepData
+from compile_and_serve.runtime.pooling.rerankers import joined
 from compile_and_serve.runtime.pooling.texts import encode_texts
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
@@ -60,6 +61,9 @@ def prepare(
     if params.dimensions is not None and not (pooling.kind == "embed" and 1 <= params.dimensions <= pooling.width):
         limits = f"in [1, {pooling.width}]" if pooling.kind == "embed" else "left out for a classifier"
         raise SamplingParamsError("dimensions", f"dimensions must be {limits}, got {params.dimensions}.")
+    if params.dimensions is not None and pooling.dimensions and params.dimensions not in pooling.dimensions:
+        known = ", ".join(map(str, pooling.dimensions))
+        raise SamplingParamsError("dimensions", f"dimensions is {params.dimensions}, but the model's embeddings can be cut to {known}.")
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=0,
@@ -70,6 +74,9 @@ def prepare(
     step_data: StepData = {}
     if isinstance(prompt, str) and pair is None:
         prompt = _prefix(params, pooling) + prompt
+    if isinstance(prompt, str) and pair is not None and pooling.pair_template is not None:
+        templated = joined(pooling.pair_template, prompt, pair)
+        return PreparedPrompt(*inputs.prepare(templated, sampling, add_special_tokens=add_special_tokens), step_data)
     if isinstance(prompt, str) and pooling.keeps_specials:
         prompt, step_data = encode_texts(
             inputs,
@@ -117,6 +124,21 @@ def activate(logits_ND: np.ndarray, info: PoolingInfo) -> np.ndarray:
         return (0.5 * (1 + np.tanh(0.5 * logits_ND.astype(np.float64)))).astype(np.float32)
     powers_ND = np.exp(logits_ND.astype(np.float64) - logits_ND.max(axis=1, keepdims=True))
     return (powers_ND / powers_ND.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def similarity(first_ND: np.ndarray, second_ND: np.ndarray, info: PoolingInfo) -> float:
+    """Of two texts: the cosine of their embeddings, or, in late interaction, the sum over the first one's tokens of the largest product
+    with one of the second one's (arXiv:2004.12832)."""
+    if info.is_late:
+        return float((first_ND @ second_ND.T).max(axis=1).sum())
+    return cosine(first_ND[0], second_ND[0])
+
+
+def with_roles(pairs: Sequence[tuple[str, str]], info: PoolingInfo) -> list[tuple[str, str]]:
+    """Pairs of texts as the model compares them. Late interaction has a prompt for queries and one for documents, or none."""
+    if not info.is_late:
+        return list(pairs)
+    return [(info.prompts.get("query", "") + first, info.prompts.get("document", "") + second) for first, second in pairs]
 
 
 def cosine(first_D: np.ndarray, second_D: np.ndarray) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from compile_and_serve.custom_ops.recurrent.cpu_kernels import cpu_unsupported_r
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.media.info import MediaInfo
-from compile_and_serve.runtime.pooling.files import max_text_tokens, pooling_type_of, prompts_of
+from compile_and_serve.runtime.pooling.files import PoolingFilesError, max_text_tokens, pooling_type_of, prompts_of
 from compile_and_serve.runtime.pooling.projections import output_width
+from compile_and_serve.runtime.pooling.rerankers import pair_template
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,16 @@ def pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
         prompts=prompts,
         default_prompt=default,
         keeps_specials=spec.whole_prompts,
+        dimensions=_matryoshka_dimensions(spec.config),
+        pair_template=pair_template(spec.config),
     )
+
+
+def _matryoshka_dimensions(config: Mapping[str, Any]) -> list[int]:
+    given = config.get("matryoshka_dimensions") or []
+    if not isinstance(given, list) or not all(isinstance(one, int) and one > 0 for one in given):
+        raise PoolingFilesError(f"matryoshka_dimensions in the model's config must be a list of lengths, got {given!r:.100}.")
+    return given
 
 
 def media_info(model: ModelConfig, spec: ModelSpec) -> MediaInfo:

@@ -19,9 +19,10 @@ from compile_and_serve.runtime.pooling.results import (
     PreparedPrompt,
     UnsupportedTaskError,
     check_task,
-    cosine,
     prepare,
     rows_of,
+    similarity,
+    with_roles,
     with_rows,
 )
 from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
@@ -103,7 +104,7 @@ async def classify(body: ClassifyRequest, request: Request, context: Context) ->
 @router.post("/score", summary="Similarity of texts", responses=RESPONSES)
 @router.post("/v1/score", include_in_schema=False)
 async def score(body: ScoreRequest, request: Request, context: Context) -> Response:
-    """A score for each pair of texts: the cosine of their embeddings, or the score of a classifier of pairs."""
+    """A score for each pair of texts: the cosine of their embeddings, late interaction, or the score of a classifier of pairs."""
     first, second = body.texts()
     with user_errors():
         pairs = pairs_of(first, second)
@@ -166,14 +167,15 @@ async def _answer_pairs(
     params = body.params()
     if info.kind == "classify":
         return await _run(body, request, context, lambda: pairs, params, prefix, lambda _, rows_ND: float(rows_ND[0, 0]), answer)
+    pairs = with_roles(pairs, info)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
 
     def complete(rows: list[np.ndarray], head: Mapping[str, Any], num_tokens: int) -> Response:
         by_text = dict(zip(texts, rows, strict=True))
-        return answer([cosine(by_text[first], by_text[second]) for first, second in pairs], head, num_tokens)
+        return answer([similarity(by_text[first], by_text[second], info) for first, second in pairs], head, num_tokens)
 
     prompts = [(text, None) for text in texts]
-    return await _run(body, request, context, lambda: prompts, params, prefix, lambda _, rows_ND: rows_ND[0], complete)
+    return await _run(body, request, context, lambda: prompts, params, prefix, lambda _, rows_ND: rows_ND, complete)
 
 
 async def _run(

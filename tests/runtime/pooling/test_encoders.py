@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from compile_and_serve import LLM, PoolingParams
-from compile_and_serve.models.config import ModelConfigError, UnsupportedConfigError
+from compile_and_serve.models.config import UnsupportedConfigError
 from compile_and_serve.models.pooling import build_pooling_model
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from tests.support.transformers_models import write_random_model
@@ -173,14 +173,6 @@ def test_what_is_not_supported_is_said() -> None:
         UnsupportedConfigError, match="position_embedding_type is 'relative_key', but encoders are supported only with 'absolute'"
     ):
         build_pooling_model(config, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("architecture", ["AlbertModel", "DebertaV2ForSequenceClassification", "T5EncoderModel"])
-def test_encoders_without_a_native_implementation_are_refused(architecture: str) -> None:
-    with pytest.raises(
-        ModelConfigError, match=f"{architecture} cannot compute embeddings or classes: only models with a native implementation"
-    ):
-        build_pooling_model({"architectures": [architecture]}, dtype=torch.float32)
 
 
 def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
