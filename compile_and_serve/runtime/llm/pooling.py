@@ -139,14 +139,14 @@ class PoolingMethods(ABC):
         pooling, params = check_task("score", self._inputs.info), pooling_params or PoolingParams()
         pairs = with_roles(pairs_of(data_1, data_2), pooling)
         if pooling.kind == "classify":
-            prompts = [self._prompt(first, params, pair=second) for first, second in pairs]
+            prompts = self._pooled_prompts([first for first, _ in pairs], params, [second for _, second in pairs])
             found = self._pool(prompts, lora_request, show_progress=use_tqdm)
             return [
                 PoolingRequestOutput(request_id, prompt.token_ids, ScoringOutput(float(rows[0, 0])))
                 for prompt, (request_id, rows) in zip(prompts, found, strict=True)
             ]
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        prompts = [self._prompt(text, params) for text in texts]
+        prompts = self._pooled_prompts(texts, params)
         found = self._pool(prompts, lora_request, show_progress=use_tqdm)
         by_text = {text: (rows, prompt) for text, prompt, (_, rows) in zip(texts, prompts, found, strict=True)}
         outputs = []
@@ -156,11 +156,14 @@ class PoolingMethods(ABC):
             outputs.append(PoolingRequestOutput(str(number), ids, ScoringOutput(similarity(first_ND, second_ND, pooling))))
         return outputs
 
-    def _prompt(self, prompt: Any, params: PoolingParams, pair: str | None = None) -> PooledPrompt:
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-        given = prompt if isinstance(prompt, str) else prompt["prompt_token_ids"]
-        ready = prepare(self._inputs, given, params, pair=pair)
-        return PooledPrompt(text, ready.token_ids, ready.sampling, ready.step_data, params)
+    def _pooled_prompts(
+        self, prompts: Sequence[Any], params: PoolingParams, pairs: Sequence[str | None] | None = None
+    ) -> list[PooledPrompt]:
+        """pairs: the second text of each prompt."""
+        texts = [prompt if isinstance(prompt, str) else prompt.get("prompt") for prompt in prompts]
+        given = [prompt if isinstance(prompt, str) else prompt["prompt_token_ids"] for prompt in prompts]
+        ready = prepare(self._inputs, list(zip(given, pairs or [None] * len(given), strict=True)), params)
+        return [PooledPrompt(text, one.token_ids, one.sampling, one.step_data, params) for text, one in zip(texts, ready, strict=True)]
 
     def _run_pooling(
         self, prompts: Any, task: PoolingTask, params: PoolingParams | None, lora_request: Any, show_progress: bool
@@ -168,7 +171,7 @@ class PoolingMethods(ABC):
         check_task(task, self._inputs.info)
         params = with_rows(params or PoolingParams(), task)
         many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        prepared = [self._prompt(prompt, params) for prompt in many]
+        prepared = self._pooled_prompts(many, params)
         found = self._pool(prepared, lora_request, show_progress=show_progress)
         return [(i, prompt.token_ids, rows) for prompt, (i, rows) in zip(prepared, found, strict=True)]
 

@@ -17,6 +17,7 @@ from compile_and_serve.runtime.pooling.texts import encode_texts
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.special_text import ChatText
 
 TOKEN_TASKS: tuple[PoolingTask, ...] = ("token_embed", "token_classify")  # their results have a row for each token
 
@@ -49,21 +50,15 @@ class PreparedPrompt:
     step_data: StepData
 
 
-def prepare(
-    inputs: InputProcessor, prompt: str | Sequence[int], params: PoolingParams, *, add_special_tokens: bool = True, pair: str | None = None
-) -> PreparedPrompt:
-    """A prompt for the engine. pair: a second text, of a classifier of pairs.
+Prompts = Sequence[tuple[str | Sequence[int], str | None]]  # a text or token ids, with the second text of a pair or None
 
-    Raises `SamplingParamsError` or `PromptTooLongError`.
-    """
+
+def prepare(inputs: InputProcessor, prompts: Prompts, params: PoolingParams, *, add_special_tokens: bool = True) -> list[PreparedPrompt]:
+    """Prompts for the engine. A classifier of pairs takes pairs. Raises `SamplingParamsError`, `PromptTooLongError` or `TokenizerError`."""
     pooling = inputs.info.pooling
     assert pooling is not None, "check_task comes first"
-    if params.dimensions is not None and not (pooling.kind == "embed" and 1 <= params.dimensions <= pooling.width):
-        limits = f"in [1, {pooling.width}]" if pooling.kind == "embed" else "left out for a classifier"
-        raise SamplingParamsError("dimensions", f"dimensions must be {limits}, got {params.dimensions}.")
-    if params.dimensions is not None and pooling.dimensions and params.dimensions not in pooling.dimensions:
-        known = ", ".join(map(str, pooling.dimensions))
-        raise SamplingParamsError("dimensions", f"dimensions is {params.dimensions}, but the model's embeddings can be cut to {known}.")
+    if params.dimensions is not None:
+        _check_dimensions(params.dimensions, pooling)
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=0,
@@ -71,23 +66,39 @@ def prepare(
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         truncation_side=params.truncation_side,
     )
-    step_data: StepData = {}
-    if isinstance(prompt, str) and pair is None:
-        prompt = _prefix(params, pooling) + prompt
-    if isinstance(prompt, str) and pair is not None and pooling.pair_template is not None:
-        templated = joined(pooling.pair_template, prompt, pair)
-        return PreparedPrompt(*inputs.prepare(templated, sampling, add_special_tokens=add_special_tokens), step_data)
-    if isinstance(prompt, str) and pooling.keeps_specials:
-        prompt, step_data = encode_texts(
+    prefix = _prefix(params, pooling)
+    ready = [(prefix + prompt if isinstance(prompt, str) and pair is None else prompt, pair) for prompt, pair in prompts]
+    texts = [(prompt, pair) for prompt, pair in ready if isinstance(prompt, str)] if pooling.keeps_specials else []
+    encoded = iter(
+        encode_texts(
             inputs,
-            prompt,
-            pair,
+            texts,
             add_special_tokens=add_special_tokens,
             truncate=params.truncate_prompt_tokens,
             truncation_side=params.truncation_side,
         )
-        pair = None
-    return PreparedPrompt(*inputs.prepare(prompt, sampling, add_special_tokens=add_special_tokens, pair=pair), step_data)
+        if texts
+        else ()
+    )
+    found: list[PreparedPrompt] = []
+    for given, pair in ready:
+        prompt: str | ChatText | Sequence[int] = given
+        step_data: StepData = {}
+        if isinstance(prompt, str) and pooling.keeps_specials:
+            (prompt, step_data), pair = next(encoded), None
+        elif isinstance(prompt, str) and pair is not None and pooling.pair_template is not None:
+            prompt, pair = joined(pooling.pair_template, prompt, pair), None
+        found.append(PreparedPrompt(*inputs.prepare(prompt, sampling, add_special_tokens=add_special_tokens, pair=pair), step_data))
+    return found
+
+
+def _check_dimensions(dimensions: int, pooling: PoolingInfo) -> None:
+    if not (pooling.kind == "embed" and 1 <= dimensions <= pooling.width):
+        limits = f"in [1, {pooling.width}]" if pooling.kind == "embed" else "left out for a classifier"
+        raise SamplingParamsError("dimensions", f"dimensions must be {limits}, got {dimensions}.")
+    if pooling.dimensions and dimensions not in pooling.dimensions:
+        known = ", ".join(map(str, pooling.dimensions))
+        raise SamplingParamsError("dimensions", f"dimensions is {dimensions}, but the model's embeddings can be cut to {known}.")
 
 
 def _prefix(params: PoolingParams, pooling: PoolingInfo) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import tokenizers
@@ -14,38 +15,44 @@ from compile_and_serve.runtime.text.tokenizer import TokenizerError
 _LONG_TEXT = 1 << 16  # characters; a longer text is cut before it is tokenized
 
 
-def encode_texts(
-    inputs: InputProcessor,
-    text: str,
-    pair: str | None,
-    *,
-    add_special_tokens: bool,
-    truncate: int | None,
-    truncation_side: Literal["left", "right"],
-) -> tuple[list[int], StepData]:
-    """Token ids of a text, or of two that the tokenizer joins as the model expects, and where the second one begins.
+Texts = Sequence[tuple[str, str | None]]  # each with the second text of a pair, or alone
 
-    truncate: tokens to keep, special ones included; -1: as many as the model takes. Of a pair, the longer text is cut first.
-    Raises `TokenizerError` for invalid text, and `PromptTooLongError` before it tokenizes one that cannot fit.
+
+def encode_texts(
+    inputs: InputProcessor, texts: Texts, *, add_special_tokens: bool, truncate: int | None, truncation_side: Literal["left", "right"]
+) -> list[tuple[list[int], StepData]]:
+    """Token ids of each text, or of two that the tokenizer joins as the model expects, and where the second one begins.
+
+    All are tokenized at once, on the tokenizer's threads, while other Python threads run. truncate: tokens to keep, special ones included;
+    -1: as many as the model takes. Of a pair, the longer text is cut first. Raises `TokenizerError` for invalid text, and
+    `PromptTooLongError` before it tokenizes one that cannot fit.
     """
     backend = inputs.require_tokenizer("a text prompt").backend
-    texts = [text] if pair is None else [text, pair]
-    if truncate is None:
-        inputs.check_length(sum(map(len, texts)))
-    else:
-        truncate = inputs.limit if truncate < 0 else truncate
-        size = max(_LONG_TEXT, 16 * truncate)
-        texts = [one[:size] if truncation_side == "right" else one[-size:] for one in texts]
+    if truncate is not None and truncate < 0:
+        truncate = inputs.limit
+    given: list[str] = []
+    for text, pair in texts:
+        parts = [text] if pair is None else [text, pair]
+        if truncate is None:
+            inputs.check_length(sum(map(len, parts)))
+            given += parts
+        else:
+            size = max(_LONG_TEXT, 16 * truncate)
+            given += [one[:size] if truncation_side == "right" else one[-size:] for one in parts]
     try:
-        encoded = backend.encode_batch(texts, add_special_tokens=False)
+        encoded = iter(backend.encode_batch(given, add_special_tokens=False))
     except (UnicodeEncodeError, TypeError) as error:
         raise TokenizerError("The text contains a lone surrogate, which is not a valid Unicode character.") from error
-    if truncate is not None:
-        specials = backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
-        _cut(encoded, max(truncate - specials, 0), truncation_side)
-    joined = backend.post_process(encoded[0], encoded[1] if pair is not None else None, add_special_tokens)
-    types = joined.type_ids
-    return joined.ids, {SECOND_TEXT: types.index(1)} if 1 in types else {}
+    found: list[tuple[list[int], StepData]] = []
+    for _, pair in texts:
+        parts_of_one = [next(encoded) for _ in range(1 if pair is None else 2)]
+        if truncate is not None:
+            specials = backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+            _cut(parts_of_one, max(truncate - specials, 0), truncation_side)
+        joined = backend.post_process(parts_of_one[0], None if pair is None else parts_of_one[1], add_special_tokens)
+        types = joined.type_ids if pair is not None else []
+        found.append((joined.ids, {SECOND_TEXT: types.index(1)} if 1 in types else {}))
+    return found
 
 
 def _cut(encoded: list[tokenizers.Encoding], room: int, side: Literal["left", "right"]) -> None:

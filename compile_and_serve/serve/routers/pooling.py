@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.pooling.results import (
     TOKEN_TASKS,
     PreparedPrompt,
+    Prompts,
     UnsupportedTaskError,
     check_task,
     prepare,
@@ -48,10 +49,10 @@ from compile_and_serve.serve.protocol.pooling import (
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
+_TEXTS_AT_ONCE = 64  # that are tokenized between two checks of their number of tokens
 MAX_TOKEN_NUMBERS = 1 << 22  # numbers of the task token_embed in one answer
 RESPONSES: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 501: {"description": "The model cannot do this task"}}
 
-Prompts = Sequence[tuple[str | list[int], str | None]]  # each with the second text of a pair
 Write = Callable[[int, np.ndarray], Any]  # (index of the prompt, float32 [N, D]) → what the answer needs of it
 
 
@@ -231,11 +232,13 @@ def _prepare(
     check_fields(body, priority=body.priority, priorities=context.settings.priorities)
     prepared: list[PreparedPrompt] = []
     num_tokens = 0
-    for prompt, pair in prompts:
+    for first in range(0, len(prompts), _TEXTS_AT_ONCE):
         with user_errors({"prompt": "input"} if isinstance(body, InputFields) else None):
-            one = prepare(context.inputs, prompt, params, add_special_tokens=body.add_special_tokens is not False, pair=pair)
-        prepared.append(one)
-        num_tokens += len(one.token_ids)
+            some = prepare(
+                context.inputs, prompts[first : first + _TEXTS_AT_ONCE], params, add_special_tokens=body.add_special_tokens is not False
+            )
+        prepared += some
+        num_tokens += sum(len(one.token_ids) for one in some)
         if num_tokens > MAX_PROMPT_TOKENS:
             raise ApiError(413, f"The inputs have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request.")
     info = context.inputs.info.pooling
