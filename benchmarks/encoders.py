@@ -6,16 +6,19 @@
 
 A case is texts of so many tokens × so many at a time. Each engine runs in a process of its own; engines take turns, so that a change of the
 machine's speed meets all of them. The medians of `--repeats` turns are printed, one JSON line per engine and case: `texts_per_second`, and
-`first_differs_by`, the largest difference of the first numbers of an embedding from this project's. With `--load-format dummy` the weights
-are random and prompts are token ids. The peers need an environment of their own:
+`first_differs_by`, the largest difference of the first numbers of an embedding from the first engine's. A line of `http` has
+`of_in_process`: its rate over this project's in the process, at the case that it names. With `--load-format dummy` the weights are random
+and prompts are token ids. The peers need an environment and files of their own:
 
-    python3 -m venv .venv-peers && .venv-peers/bin/pip install sentence-transformers onnxruntime llama-cpp-python
+    python3 -m venv .venv-peers && .venv-peers/bin/pip install sentence-transformers onnxruntime onnx onnxscript llama-cpp-python
+    python -m benchmarks.encoder_gguf MODEL_DIR model.gguf && .venv-peers/bin/python benchmarks/encoder_onnx.py MODEL_DIR model.onnx
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -24,8 +27,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +38,12 @@ from benchmarks.common import ROOT, cpu_name, environment
 
 WORKER = Path(__file__).with_name("encoder_engines.py")
 CASES = ("16x1", "16x64", "128x1", "128x64", "512x1", "512x64")
-# Over HTTP: (figure, texts in one request, clients at the same time, tokens of a text).
-HTTP_CASES = (("1000 texts in one request", 1000, 1, 16), ("64 texts of 512 tokens", 64, 1, 512), ("64 clients, 16 tokens", 1, 64, 16))
+# Over HTTP: (figure, texts in one request, clients at the same time, tokens of a text, the case to compare with).
+HTTP_CASES = (
+    ("1000 texts in one request", 1000, 1, 16, "16x64"),
+    ("64 texts of 512 tokens", 64, 1, 512, "512x64"),
+    ("64 clients, 16 tokens", 1, 64, 16, "16x64"),
+)
 
 
 def with_root() -> dict[str, str]:
@@ -53,7 +60,8 @@ class Engine:
         self.name = name
         self._process = subprocess.Popen([python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
         job = {"engine": name, "model": str(args.model), "onnx": args.onnx, "gguf": args.gguf, "threads": args.threads}
-        self.about = self.ask(job | {"dtype": args.dtype, "device": args.device, "load_format": args.load_format})
+        dtype = args.dtype if name == "compile-and-serve" else args.peer_dtype
+        self.about = self.ask(job | {"dtype": dtype, "device": args.device, "load_format": args.load_format})
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -88,13 +96,15 @@ def main() -> None:
     parser.add_argument("--onnx")
     parser.add_argument("--gguf")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--peer-dtype", default="float32")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     where = {"model": args.model.name, "device": cpu_name() if args.device == "cpu" else args.device, "dtype": args.dtype, **environment()}
     engines = [Engine(name, args) for name in args.engines if name != "http"]
+    rates: dict[str, float] = {}  # of this project, by case
     for case in args.cases:
         tokens, count = map(int, case.split("x"))
         seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -106,6 +116,8 @@ def main() -> None:
                 first[engine.name] = answer["first"]
         for engine in engines:
             rate = count / statistics.median(seconds[engine.name][1:])
+            if engine.name == "compile-and-serve":
+                rates[case] = rate
             differs = max(abs(a - b) for a, b in zip(first[engine.name], first[engines[0].name], strict=True))
             line = {"figure": "embeddings", "engine": engine.name, "case": case, "texts_per_second": round(rate, 1)}
             print(json.dumps(line | {"first_differs_by": round(differs, 6), **engine.about, **where}), flush=True)
@@ -113,10 +125,13 @@ def main() -> None:
         engine.end()
     if "http" in args.engines:
         with server(args) as (port, start_seconds):
-            for figure, in_request, clients, tokens in HTTP_CASES:
-                rate = rate_over_http(port, [texts_of(tokens, in_request, i, args) for i in range(max(4, 8 * clients))], clients)
-                line = {"figure": f"embeddings over HTTP, {figure}", "texts_per_second": round(rate * in_request, 1)}
-                print(json.dumps(line | {"start_seconds": start_seconds, **where}), flush=True)
+            for figure, in_request, clients, tokens, case in HTTP_CASES:
+                requests = [texts_of(tokens, in_request, i, args) for i in range(4 if clients == 1 else 16 * clients)]
+                rate = rate_over_http(port, requests, clients) * in_request
+                found: dict[str, Any] = {"figure": f"embeddings over HTTP, {figure}", "texts_per_second": round(rate, 1), "case": case}
+                if case in rates:
+                    found["of_in_process"] = round(rate / rates[case], 2)
+                print(json.dumps(found | {"start_seconds": start_seconds, **where}), flush=True)
 
 
 @contextlib.contextmanager
@@ -145,19 +160,25 @@ def server(args: argparse.Namespace) -> Iterator[tuple[int, float]]:
 
 
 def rate_over_http(port: int, requests: list[list[str]], clients: int) -> float:
-    """Requests per second from so many clients."""
+    """Requests per second from so many clients, each with a connection of its own."""
+    bodies = [json.dumps({"input": texts, "encoding_format": "base64"}).encode() for texts in requests]
+    connections = threading.local()
 
-    def ask(texts: list[str]) -> None:
-        body = json.dumps({"input": texts, "encoding_format": "base64"}).encode()
-        request = urllib.request.Request(f"http://localhost:{port}/v1/embeddings", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            answer.read()
+    def ask(body: bytes) -> None:
+        connection = getattr(connections, "own", None)
+        if connection is None:
+            connection = connections.own = http.client.HTTPConnection("localhost", port, timeout=120)
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"The server answered {answer.status}.")
 
     with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(ask, requests[:clients]))  # warms up
+        list(pool.map(ask, bodies[:clients]))  # warms up
         start = time.perf_counter()
-        list(pool.map(ask, requests))
-        return len(requests) / (time.perf_counter() - start)
+        list(pool.map(ask, bodies))
+        return len(bodies) / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":
