@@ -45,12 +45,20 @@ def _encoder_attention(
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     platform = platform_of(q.device)
     if columns_F is None and q.dtype in _PACKED_DTYPES and platform.runs_cuda_kernels:
-        return _packed(q_NHE, k_NKE, v_NKE, scale, window, ends_T, max_segment, rows).view(q.shape)
-    starts = _starts_on_host(ends_T, q.shape[0]) * rows
+        return _packed(q_NHE, k_NKE, v_NKE, scale, window, *_starts_on_device(ends_T, q.shape[0], max_segment, rows)).view(q.shape)
     query_bias_NHR = None if key_places_RHE is None else _products(q_NHE, key_places_RHE, scale)
     key_bias_NHR = None if query_places_RHE is None else _products(k_NKE, query_places_RHE, scale)
+    biases = (columns_F, distance_bias_HR, query_bias_NHR, key_bias_NHR)
+    if platform.runs_cuda_kernels:
+        from compile_and_serve.custom_ops.attention.triton_encoder import (
+            triton_encoder_attention,  # imported here, because Triton may be missing
+        )
+
+        q_NHE, k_NKE, v_NKE = (x if x.stride(2) == 1 else x.contiguous() for x in (q_NHE, k_NKE, v_NKE))
+        on_device = _starts_on_device(ends_T, q.shape[0], max_segment, rows)
+        return triton_encoder_attention(q_NHE, k_NKE, v_NKE, *on_device, scale, window, *biases).view(q.shape)
+    starts = _starts_on_host(ends_T, q.shape[0]) * rows
     if platform.runs_cpp_kernels and _has_cpu_kernel(q_NHE, k_NKE):
-        biases = (columns_F, distance_bias_HR, query_bias_NHR, key_bias_NHR)
         return torch.ops.cas.cpu_encoder_attention.default(q_NHE, k_NKE, v_NKE, starts, scale, window, *biases).view(q.shape)
     out_NHE = q_NHE.new_zeros(q_NHE.shape)
     begin = int(starts[0])
@@ -76,30 +84,26 @@ def _products(x_NHE: torch.Tensor, places_RHE: torch.Tensor, scale: float) -> to
     return torch.matmul((x_NHE * scale).transpose(0, 1), places_RHE.permute(1, 2, 0)).transpose(0, 1)
 
 
-def _packed(
-    q_NHE: torch.Tensor,
-    k_NKE: torch.Tensor,
-    v_NKE: torch.Tensor,
-    scale: float,
-    window: int,
-    ends_T: torch.Tensor | None,
-    max_segment: int,
-    rows: int,
-) -> torch.Tensor:
-    """By torch's kernel for packed sequences."""
-    from torch.nn.attention.varlen import varlen_attn
-
+def _starts_on_device(ends_T: torch.Tensor | None, num_tokens: int, max_segment: int, rows: int) -> tuple[torch.Tensor, int]:
+    """Where segments begin, and the last one's end, and the longest one's length, in rows."""
     if ends_T is None:
         lengths: StepLengths = current_metadata(SEQUENCES)
         starts, longest = lengths.query_start_loc[: lengths.num_seqs + 1], lengths.max_query_len
     else:
-        starts, longest = F.pad(_ends(ends_T, q_NHE.shape[0] // rows).to(torch.int32), (1, 0)), max_segment
-    if rows > 1:
-        starts = starts * rows
+        starts, longest = F.pad(_ends(ends_T, num_tokens).to(torch.int32), (1, 0)), max_segment
+    return (starts if rows == 1 else starts * rows), longest * rows
+
+
+def _packed(
+    q_NHE: torch.Tensor, k_NKE: torch.Tensor, v_NKE: torch.Tensor, scale: float, window: int, starts: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """By torch's kernel for packed sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
     options: dict[str, Any] = {"window_size": (window, window)} if window else {}
     if q_NHE.shape[1] != k_NKE.shape[1]:
         options["enable_gqa"] = True
-    packed_NHE = varlen_attn(q_NHE, k_NKE, v_NKE, starts, starts, longest * rows, longest * rows, scale=scale, **options)
+    packed_NHE = varlen_attn(q_NHE, k_NKE, v_NKE, starts, starts, longest, longest, scale=scale, **options)
     assert isinstance(packed_NHE, torch.Tensor)
     return packed_NHE
 

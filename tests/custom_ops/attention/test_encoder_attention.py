@@ -59,14 +59,30 @@ def expected(starts: list[int], rows: int, q: torch.Tensor, k: torch.Tensor, v: 
     return out_NHE
 
 
+def by_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], scale: float, options: dict[str, Any]) -> Any:
+    from compile_and_serve.custom_ops.attention.triton_encoder import triton_encoder_attention
+
+    products = [
+        None if options.get(name) is None else op._products(x, options[name], scale)
+        for name, x in (("key_places_RHE", q), ("query_places_RHE", k))
+    ]
+    on_device = torch.tensor(starts, dtype=torch.int32)
+    biases = options.get("columns_F"), options.get("distance_bias_HR"), *products
+    return triton_encoder_attention(q, k, v, on_device, max(LENGTHS), scale, options.get("window", 0), *biases)
+
+
 @pytest.mark.parametrize("case", ["plain", "window", "distances", "queries and keys", "rows and ends"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 32), (6, 2, 64), (2, 2, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("uses_kernel", [True, False])
+@pytest.mark.parametrize("kernel", ["C++", "torch", "Triton"])
 def test_it_equals_softmax(
-    uses_kernel: bool, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, case: str, monkeypatch: pytest.MonkeyPatch
+    kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not uses_kernel:
+    if kernel == "Triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available() or case == "rows and ends":
+            pytest.skip("in Triton's interpreter, for rows of sequences")
+    if kernel == "torch":
         monkeypatch.setattr(op, "load_cpu_kernels", lambda: False)
     torch.manual_seed(head_dim)
     if case == "queries and keys":
@@ -87,8 +103,11 @@ def test_it_equals_softmax(
         ends_T = torch.zeros(num_tokens, dtype=torch.int32)
         ends_T[:4] = torch.tensor(starts[1:])
         options = {"ends_T": ends_T, "max_segment": 73}
-    with running(metadata_of(LENGTHS)):
-        out = op.encoder_attention(q, k, v, 0.3, **options)
+    if kernel == "Triton":
+        out = by_triton(q, k, v, starts, 0.3, options)
+    else:
+        with running(metadata_of(LENGTHS)):
+            out = op.encoder_attention(q, k, v, 0.3, **options)
     assert out.shape == q.shape
     assert out.isfinite().all()
     wanted = expected(starts, rows, q, k, v, 0.3, options)[: starts[-1] * rows]
