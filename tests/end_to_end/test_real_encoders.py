@@ -49,8 +49,11 @@ def test_all_minilm_l6_v2() -> None:
         assert llm.info.max_model_len == 256  # of sentence_bert_config.json
         batch = [np.array(output.outputs.embedding) for output in llm.embed(TEXTS, use_tqdm=False)]
         alone = [np.array(llm.embed(text, use_tqdm=False)[0].outputs.embedding) for text in TEXTS]
-    for ours, lone, rows_TD in zip(batch, alone, outputs_of(folder, transformers.AutoModel), strict=True):
+    with LLM(str(folder), **OPTIONS | {"dtype": "bfloat16"}) as llm:
+        rounded = [np.array(output.outputs.embedding) for output in llm.embed(TEXTS, use_tqdm=False)]
+    for ours, lone, short, rows_TD in zip(batch, alone, rounded, outputs_of(folder, transformers.AutoModel), strict=True):
         mean = rows_TD.mean(0).numpy()
+        assert short @ mean / np.linalg.norm(mean) > 1 - 1e-3
         assert ours @ mean / np.linalg.norm(mean) > 1 - 1e-5
         np.testing.assert_allclose(ours, lone, atol=1e-6)
 

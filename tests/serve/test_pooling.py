@@ -17,6 +17,7 @@ from tests.support.fake_engine import fake_rows
 WIDTH = 6
 EMBEDS = PoolingInfo(kind="embed", width=WIDTH)
 CLASSIFIES = PoolingInfo(kind="classify", width=3, activation="softmax", labels=["a", "b", "c"])
+LATE = PoolingInfo(kind="embed", width=WIDTH, pooling="all", prompts={"query": "the ", "document": "brown "})
 RANKS = PoolingInfo(kind="classify", width=1, activation="sigmoid")
 
 
@@ -122,6 +123,26 @@ async def test_texts_are_ranked_as_in_text_embeddings_inference(start_server: St
     assert [one["score"] for one in answer] == pytest.approx([1 / (1 + np.exp(-raw[i])) for i in order], abs=1e-6)
 
 
+async def test_late_interaction_compares_tokens(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": LATE})
+    answer = await post(server, "/score", text_1="Hello", text_2=["quick fox", "fox"])
+
+    def tokens(text: str) -> np.ndarray:
+        rows = fake_rows(server.tokenizer.encode(text), WIDTH)
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    wanted = [(tokens("the Hello") @ tokens(f"brown {text}").T).max(1).sum() for text in ("quick fox", "fox")]
+    assert [one["score"] for one in answer["data"]] == pytest.approx(wanted, abs=1e-5)
+
+
+async def test_many_texts_in_one_request(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    texts = [f"fox {i}" for i in range(150)]
+    answer = await post(server, "/v1/embeddings", input=texts)
+    for one, text in zip(answer["data"], texts, strict=True):
+        np.testing.assert_allclose(one["embedding"], embedding(server, text), atol=1e-6)
+
+
 async def test_texts_are_truncated(start_server: StartServer) -> None:
     server = await start_server(engine={"pooling": RANKS})
     long = "fox " * 300
@@ -158,6 +179,7 @@ async def test_scores_of_pairs(start_server: StartServer) -> None:
         (None, "/score", {"text_1": "a", "text_2": "b"}),
         (None, "/rerank", {"query": "a", "documents": ["b"]}),
         (EMBEDS, "/classify", {"input": "a"}),
+        (LATE, "/v1/embeddings", {"input": "a"}),
         (CLASSIFIES, "/v1/embeddings", {"input": "a"}),
         (CLASSIFIES, "/score", {"text_1": "a", "text_2": "b"}),
         (EMBEDS, "/v1/completions", {"prompt": "a"}),

@@ -168,7 +168,7 @@ class FakeEngineClient:
                 output.prompt_logprobs = [None, *rest]
         if request.pooling is not None and self.info.pooling is not None:
             rows = fake_rows(request.prompt_token_ids, self.info.pooling.width)
-            rows = rows if request.pooling.pooling == "all" else rows[-1:]
+            rows = rows if (request.pooling.pooling or self.info.pooling.pooling) == "all" else rows[-1:]
             output.pooled, output.finish_reason = Pooled(len(rows), rows.tobytes()), "stop"
         elif params.max_tokens == 0:
             output.finish_reason = "length"

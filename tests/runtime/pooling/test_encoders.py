@@ -183,3 +183,15 @@ def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
         outputs = llm.embed(token_prompts(), pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
     for output, theirs_TD in zip(outputs, theirs(folder, "MPNetModel", PROMPTS), strict=True):
         np.testing.assert_allclose(output.outputs.embedding, theirs_TD.mean(0), atol=3e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path, shared_cache_dir: Path) -> None:
+    """Each rank has two of the four heads, and half of the features between the linears of an MLP."""
+    architecture = "RobertaForSequenceClassification"
+    folder = write_encoder(tmp_path / "model", architecture, num_labels=3)
+    options = OPTIONS | {"enforce_eager": False, "cache_dir": shared_cache_dir, "tensor_parallel_size": 2}
+    with LLM(str(folder), skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.classify(token_prompts(), use_tqdm=False)
+    for output, logits in zip(outputs, theirs(folder, architecture, PROMPTS), strict=True):
+        np.testing.assert_allclose(output.outputs.probs, torch.from_numpy(logits).softmax(0), atol=3e-5)
