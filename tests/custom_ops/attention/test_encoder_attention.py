@@ -80,8 +80,8 @@ def test_it_equals_softmax(
 ) -> None:
     if kernel == "Triton":
         pytest.importorskip("triton")
-        if torch.cuda.is_available() or case == "rows and ends":
-            pytest.skip("in Triton's interpreter, for rows of sequences")
+        if torch.cuda.is_available() or case == "rows and ends" or dtype == torch.bfloat16:
+            pytest.skip("in Triton's interpreter, which has no products of bfloat16, for rows of sequences")
     if kernel == "torch":
         monkeypatch.setattr(op, "load_cpu_kernels", lambda: False)
     torch.manual_seed(head_dim)
