@@ -98,13 +98,14 @@ class LengthRegimes(msgspec.Struct, frozen=True, kw_only=True):
 
 class ArrayInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An array that a step input reads. row_shape: of a token's row. is_floating: of its dtype. limit: of integers: they are 0 …
-    `limit` - 1; None: any.
+    `limit` - 1; None: any. is_whole: it has one row of any size, which belongs to a media item as a whole, and stands at its first token.
     """
 
     name: str
     row_shape: tuple[int, ...] = ()
     is_floating: bool = False
     limit: int | None = None
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class PromptContents:
 
 def _check_array(array: StepArray, info: ArrayInfo) -> None:
     is_floating = "float" in array.dtype
-    if tuple(array.row_shape) != info.row_shape or is_floating != info.is_floating:
+    if (tuple(array.row_shape) != info.row_shape and not info.is_whole) or is_floating != info.is_floating:
         kind = "floating" if info.is_floating else "integer"
         raise ValueError(
             f"The array {info.name!r} has {array.dtype} rows of shape {list(array.row_shape)}: the model reads {kind} rows of shape "

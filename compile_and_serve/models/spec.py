@@ -82,6 +82,8 @@ class ModelSpec:
         an item, and fills this model's state group of the kind `ENCODER_ROWS`. This model reads it by the input `ENCODER_ROW`. The encoder
         keeps no state; its inputs read arrays of media items; it has no tokens (`input_ids` are 0). max_model_len: tokens of the longest
         item. Both read one checkpoint, in which each knows the other's tensors (`weight_map`: None).
+    eager_reason: of an encoder that runs as it is written, on one item at a time: why, as a clause. It takes tensors by name, which
+        `whole_items.unpacked` gives, and returns a row for each token of the item. None: it is compiled.
     """
 
     module: nn.Module
@@ -101,6 +103,7 @@ class ModelSpec:
     length_regimes: LengthRegimes | None = None
     stages: tuple[ModelSpec, ...] = ()
     encoder: ModelSpec | None = None
+    eager_reason: str | None = None
 
     @property
     def paged_state(self) -> tuple[StateGroup, ...]:

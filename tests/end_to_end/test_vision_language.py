@@ -112,9 +112,12 @@ def test_compiled(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="this model runs with a tensor parallel size of 1"):
-        checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, tensor_parallel_size=2)
+def test_two_ranks(tmp_path: Path) -> None:
+    """Each runs the encoder whole, and has its part of the decoder."""
+    checkpoint = Checkpoint("qwen3", tmp_path)
+    core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, tensor_parallel_size=2, max_num_batched_tokens=24)
+    checkpoint.check(core, {name: PROMPTS[name] for name in ("text", "three")})
+    core.shutdown()
 
 
 @pytest.mark.slow

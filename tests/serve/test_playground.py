@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -111,6 +114,41 @@ def test_reasoning_is_apart_from_the_answer(browser: Any) -> None:
         page.wait(lambda: page.idle() and page.texts(".reasoning"))
         assert page.texts(".reasoning") == ["because it is blue"]
         assert page.texts(".assistant .text") == ["The sky"]
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+EVENTS = {  # makes a file of the pixel, and gives it to the page
+    "paste": "document.getElementById('prompt').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true}))",
+    "drop": "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+}
+
+
+@needs_browser
+def test_images_are_pasted_dropped_and_chosen(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(base64.b64decode(PIXEL))
+    make = f"const bytes = Uint8Array.from(atob('{PIXEL}'), (c) => c.charCodeAt(0)); const data = new DataTransfer();"
+    make += "data.items.add(new File([bytes], 'a.png', {type: 'image/png'}));"
+    with FakeServer() as server:
+        page = Page(browser, server.url)
+        for count, event in enumerate(EVENTS.values(), 1):
+            page.js(f"{make} {event}")
+            page.wait(lambda count=count: len(page.all("#images img")) == count)
+        page.all("#file")[0].send_keys(str(tmp_path / "a.png"))
+        page.wait(lambda: len(page.all("#images img")) == 3)
+        page.all("#images img")[0].click()
+        page.wait(lambda: len(page.all("#images img")) == 2)
+        assert page.js("return images[0]") == f"data:image/png;base64,{PIXEL}"
+        page.js(
+            "window.sent = []; const before = fetch; fetch = (url, options) => { sent.push(options.body); return before(url, options); }"
+        )
+        page.say("What is it?")
+        page.wait(page.idle)
+        [message] = json.loads(page.js("return sent[0]"))["messages"]
+        assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+        assert message["content"][1]["image_url"]["url"] == f"data:image/png;base64,{PIXEL}"
+        assert len(page.all(".user img")) == 2
+        assert page.all("#images img") == []
+        assert "only reads text" in page.texts(".error .text")[0]
 
 
 def test_the_page_needs_no_key_and_allows_only_itself() -> None:

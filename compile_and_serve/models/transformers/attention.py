@@ -102,6 +102,7 @@ class RunningForward:
         self.caches: Mapping[str, Any] = {}
         self.positions: torch.Tensor | None = None
         self.rope_lengths: torch.Tensor | None = None  # int64 [T]: `changing_rope.py`
+        self.encoder_rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [R, D], and which of them each token reads: int64 [T]
         self.num_calls = 0
         self.sites: list[tuple[str | None, int]] = []  # group and cache of each call; None and the window, both ways
         self.dry_run: DryRun | None = None

@@ -9,6 +9,7 @@ Shape legend: T tokens of the step, S rows whose logits are needed, V vocabulary
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +52,11 @@ from compile_and_serve.models.transformers.experts import (
 from compile_and_serve.models.transformers.llama4 import arranged_experts
 from compile_and_serve.models.transformers.older import replace_attention
 from compile_and_serve.models.transformers.recurrent import Mixers, no_mixer_runs
+from compile_and_serve.models.transformers.vision import merging_module, read_rows_in_embedding, with_images
 from compile_and_serve.models.transformers.weights import split_weights, weight_names
+from compile_and_serve.models.vision.names import MEDIA_ROWS
+
+log = logging.getLogger(__name__)
 
 ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "seq_length")
@@ -61,9 +66,9 @@ _NO_LIMIT = 2048  # longest sequence of a model whose config has none, as its tr
 
 
 class TransformersModel(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [S], the caches of each state group) → logits [S, V].
+    """forward(input_ids int64 [T], positions int64 [T] or [3, T], logits_indices int64 [S], caches of each state group) → logits [S, V].
 
-    RoPE that follows the length also takes rope_length int64 [T].
+    RoPE that follows the length also takes rope_length int64 [T], and a class that reads images encoder_row int64 [T].
     Its children are those of the transformers model, so that parameters have the checkpoint's names. position_offset: what the class
     adds to the positions of tokens (RoBERTa's begin after the padding index).
     """
@@ -86,20 +91,23 @@ class TransformersModel(nn.Module):
         positions: torch.Tensor,
         logits_indices: torch.Tensor,
         rope_length: torch.Tensor | None = None,
+        encoder_row: torch.Tensor | None = None,
         **caches: Any,
     ) -> torch.Tensor:
         if self._position_offset:
             positions = positions + self._position_offset
         running = self._running
         running.caches, running.positions, running.rope_lengths, running.num_calls = caches, positions, rope_length, 0
+        running.encoder_rows = None if encoder_row is None else (caches[MEDIA_ROWS][0], encoder_row)
         logits = self._logits(input_ids, positions, logits_indices)
         running.caches, running.positions, running.rope_lengths, running.num_calls = {}, None, None, 0
+        running.encoder_rows = None
         return logits
 
     def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = dict(self._options)
         if self._takes_positions:
-            options["position_ids"] = positions[None]
+            options["position_ids"] = positions[None] if positions.dim() == 1 else positions[:, None]
         if self._selects_rows:
             return self._forward(input_ids=input_ids[None], logits_to_keep=logits_indices, **options).logits[0]
         return self._forward(input_ids=input_ids[None], **options).logits[0][logits_indices]
@@ -119,6 +127,10 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | Non
     model = _instantiate(name, config, code_folder, pools=pooled is not None)
     try:
         spec = _spec(config, model, dtype, pooled)
+        if pooled is None and (merging := _merging_module(name, model)) is not None:
+            read_rows_in_embedding(model, model.cas_running)
+            other = _instantiate(name, config, code_folder, pools=False, attention="sdpa")
+            spec = with_images(spec, merging, other, partial(_buffer_values, rope_types={}, skip=frozenset()), dtype)
     except Unsupported as reason:
         raise unsupported(name, reason) from reason
     except ModelConfigError:
@@ -173,6 +185,8 @@ def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: Mak
         with _recorded(model, called):
             calls = run()
         if unused := _remove_unused(model, called):
+            for child_name, child in model.named_children():
+                module.add_module(child_name, child)
             calls = run(again=True)  # shows that the model works without them
     finally:
         no_mixer_runs()
@@ -208,17 +222,30 @@ def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: Mak
     )
 
 
+def _merging_module(name: str, model: PreTrainedModel) -> str | None:
+    """Its name (`merging_module`); None for a class that reads only text here."""
+    try:
+        found = merging_module(model)
+    except Unsupported as reason:
+        log.warning("%s runs on text alone: %s.", name, reason)
+        return None
+    return None if found is None else found[0]
+
+
 def _ignore(*_: Any) -> None: ...
 
 
-def _instantiate(name: str, config: Mapping[str, Any], code_folder: Path | None, *, pools: bool) -> PreTrainedModel:
+def _instantiate(
+    name: str, config: Mapping[str, Any], code_folder: Path | None, *, pools: bool, attention: str = DRY_RUN
+) -> PreTrainedModel:
+    """attention: transformers' name of its implementation."""
     cls, config_class = _classes(name, config, code_folder)
     if not pools and not cls.can_generate():
         raise unsupported(name, "it does not generate text")
     try:
         hf_config = config_class.from_dict(_with_floats(dict(config)))
         _check_config(hf_config, is_encoder=pools and name.endswith(_ENCODER))
-        model = _on_meta(cls, hf_config)
+        model = _on_meta(cls, hf_config, attention)
         model.tie_weights()
     except Unsupported as reason:
         raise unsupported(name, reason) from reason
@@ -254,14 +281,16 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
-def _on_meta(cls: Any, config: PreTrainedConfig) -> Any:
+def _on_meta(cls: Any, config: PreTrainedConfig, attention: str) -> Any:
     with meta_device():
         use_our_experts(config.get_text_config())
         config.get_text_config().use_cache = False  # for classes whose `forward` takes no use_cache
         try:
-            config._attn_implementation = DRY_RUN
+            config._attn_implementation = attention
             return cls(config)
-        except KeyError:  # an older class, which looks for the implementation in a table of its own
+        except (KeyError, ValueError) as error:  # an older class, which looks for it in a table of its own, or has no such one
+            if isinstance(error, ValueError) and attention == DRY_RUN:
+                raise
             config._attn_implementation = "eager"
             return cls(config)
 
@@ -316,7 +345,8 @@ def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any], skip: frozen
         if module in rope_types:
             kept, module.rope_type = module.rope_type, rope_types[module]
         # A value that does not depend on what the buffer held before is one that was set.
-        first, second = (_initialized(model, module, wanted, fill) for fill in (0, 1))
+        owner = _initializer(model, prefix)
+        first, second = (_initialized(owner, module, wanted, fill) for fill in (0, 1))
         if module in rope_types:
             module.rope_type = kept
         for leaf, value in first.items():
@@ -324,6 +354,12 @@ def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any], skip: frozen
                 raise Unsupported(f"transformers does not initialize its buffer {names[leaf]}")
             values[names[leaf]] = value
     return values
+
+
+def _initializer(model: Any, name: str) -> Any:
+    """What transformers initializes a module with: the smallest model of its own that has it."""
+    prefixes = (name.rsplit(".", cut)[0] if cut else name for cut in range(name.count(".") + 1))
+    return next((one for prefix in prefixes if isinstance(one := model.get_submodule(prefix), PreTrainedModel)), model)
 
 
 def _initialized(model: Any, module: nn.Module, buffers: dict[str, Any], fill: int) -> dict[str, torch.Tensor]:

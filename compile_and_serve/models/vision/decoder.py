@@ -21,9 +21,8 @@ from compile_and_serve.custom_ops.stored_weight import StoredWeight
 from compile_and_serve.models.config import DecoderConfig
 from compile_and_serve.models.decoder_spec import on_meta
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.vision.names import MEDIA_ROWS
 from compile_and_serve.models.vision.rope import ThreeRowRope, positions_input, rope_buffers
-
-MEDIA_ROWS = "media_rows"  # the state group that the encoder fills
 
 
 class VisionLanguageModel(nn.Module):

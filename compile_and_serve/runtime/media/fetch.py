@@ -95,12 +95,12 @@ def _is_address(host: str) -> bool:
 def _is_public(text: str) -> bool:
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
-    if mapped is None and isinstance(address, ipaddress.IPv6Address) and address in _NAT64:
+    if mapped is None and isinstance(address, ipaddress.IPv6Address) and any(address in one for one in _HOLD_IPV4):
         mapped = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return (mapped or address).is_global and not (mapped or address).is_multicast
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_HOLD_IPV4 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("::/96"))  # NAT64, and addresses compatible with IPv4
 
 
 def _get(parts: SplitResult, where: str, limits: FetchLimits, deadline: float) -> tuple[int, str | None, bytes]:

@@ -7,10 +7,11 @@ import msgspec
 
 class MediaInfo(msgspec.Struct, kw_only=True, frozen=True):
     """config: the model's config.json, with `image_processor`, as JSON. folder: of the checkpoint. limits: kind → items of a prompt.
-    domains: from which media may be downloaded.
+    domains: from which media may be downloaded. by_transformers: the processor is the transformers package's.
     """
 
     config: bytes
     folder: str
     limits: dict[str, int] = {}
     domains: list[str] = []
+    by_transformers: bool = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from compile_and_serve.runtime.media.embedded import embedded_image
 from compile_and_serve.runtime.media.fetch import FetchLimits, fetch
 from compile_and_serve.runtime.media.images import as_image, decode_image, pillow, pixels_key
 from compile_and_serve.runtime.media.info import MediaInfo
@@ -75,6 +76,9 @@ class MediaPipeline:
             if isinstance(given, str):
                 given = data_of_url(given, source.where)
             settings = f"{source.kind} {processor.settings}"
+            if source.kind == "image" and (embedded := embedded_image(given)) is not None:
+                key = content_key("embedded", embedded.array.data, str(embedded.grid), settings)
+                return embedded.prepared(processor, key)
             if source.kind == "image":
                 image = decode_image(given) if isinstance(given, bytes) else as_image(given)
             else:

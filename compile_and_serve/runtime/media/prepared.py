@@ -25,7 +25,8 @@ class PreparedItem:
     """Tokens of which the encoder computes the rows: an image, or two frames of a video.
 
     offset: its first token in the tokens of the whole. arrays: of the encoder, a row for each token. time, height, width: of three-row
-    positions: tokens lie row by row in a grid. advance: what the positions gain behind it; None: the larger side of the grid.
+    positions: tokens lie row by row in a grid. advance: what the positions gain behind it; None: the larger side of the grid. relative:
+    int32 [length, 3]: positions from 0 on, in place of those of a grid.
     """
 
     offset: int
@@ -35,15 +36,19 @@ class PreparedItem:
     height: int = 1
     width: int = 1
     advance: int | None = None
+    relative: np.ndarray | None = None
 
     def positions(self, start: int) -> tuple[np.ndarray, int]:
         """Where the first token has position `start`: int32 [length + 1, 3], and the position behind the item, which is the last row."""
         end = start + (max(self.height, self.width) if self.advance is None else self.advance)
         rows = np.empty((self.length + 1, 3), dtype=np.int32)
+        rows[-1] = end
+        if self.relative is not None:
+            rows[:-1] = start + self.relative
+            return rows, end
         rows[:-1, 0] = start + self.time
         rows[:-1, 1] = start + np.repeat(np.arange(self.height, dtype=np.int32), self.width)
         rows[:-1, 2] = start + np.tile(np.arange(self.width, dtype=np.int32), self.height)
-        rows[-1] = end
         return rows, end
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.llava import LlavaProcessor
@@ -59,9 +61,11 @@ PROCESSORS: dict[str, Callable[[Mapping[str, Any], Encode | None], MediaProcesso
 
 
 def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> MediaProcessor | None:
-    """None for a model that reads only text. encode: ids of a text."""
+    """None for a model that reads only text. encode: ids of a text. Raises `MediaError` for files that cannot be used."""
     if info is None:
         return None
     config = json.loads(info.config)
+    if info.by_transformers:
+        return TransformersProcessor(config, Path(info.folder))
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
     return None if make is None else make(config, encode)

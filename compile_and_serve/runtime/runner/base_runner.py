@@ -23,7 +23,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.connector.page_memory import PageMemory
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
-from compile_and_serve.runtime.runner.media_encoder import MediaEncoder
+from compile_and_serve.runtime.runner.media_encoder import RowEncoder
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.stages import StageLink
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state, page_parts
@@ -69,7 +69,7 @@ class BaseRunner(ABC):
         plain_steps: StepRunner | None = None,
         other_steps: Sequence[StepRunner] = (),
         stages: StageLink | None = None,
-        encoder: MediaEncoder | None = None,
+        encoder: RowEncoder | None = None,
         **batch_options: Any,
     ) -> None:
         """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the

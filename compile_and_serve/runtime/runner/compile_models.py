@@ -13,7 +13,7 @@ from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.mesh import Coordinates
+from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.messages import StageCallback
@@ -72,14 +72,17 @@ class SideModelCompiler:
     ) -> SideModel:
         """`load` of the result fills its weights.
 
-        title: for the log and the dumps. path: of its checkpoint. checkpoint: what is read in place of it; None: it is read itself.
-        borrowed: see `SideModel`. backends: None: they are chosen. Raises the `ValueError` family with one sentence.
+        Without a `tp_plan` and state, each rank runs it whole. title: for the log and the dumps. path: of its checkpoint. checkpoint: what
+        is read in place of it; None: it is read itself. borrowed: see `SideModel`. backends: None: they are chosen.
+        Raises the `ValueError` family with one sentence.
         """
         config, device, dtype = self.config, self.device, self.dtype
         backends = backends_of_model(spec, config, device, dtype) if backends is None else backends
         dump_dir = config.compile.dump_dir
+        is_whole = not spec.tp_plan and not spec.state
         options = replace(
             config.compile,
+            tensor_parallel_size=1 if is_whole else config.compile.tensor_parallel_size,
             max_loras=0,
             user_passes=(),
             quantization=None,
@@ -87,11 +90,16 @@ class SideModelCompiler:
             profile_tokens=(),
             dump_dir=None if dump_dir is None else dump_dir / title,
         )
+        if spec.eager_reason is not None:
+            options = replace(options, mode="eager", disabled_passes=frozenset(), forced_passes=frozenset())
 
         def report(stage: str, seconds: float, detail: str) -> None:
             self.on_stage(f"{title} {stage}", seconds, detail)
 
         model = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=report, options=options)
+
+        if spec.eager_reason is not None:
+            model.report |= {"reason": spec.eager_reason}
 
         def load() -> None:
             start = time.perf_counter()
@@ -103,14 +111,14 @@ class SideModelCompiler:
                 device=device,
                 dtype=dtype,
                 seed=config.model.seed,
-                coordinates=self.coordinates,
+                coordinates=ORIGIN if is_whole else self.coordinates,
                 checkpoint=None if checkpoint is None else checkpoint(),
                 fold_cache_scales=config.cache.dtype == "fp8",
             )
             report("load", time.perf_counter() - start, str(path))
 
         return SideModel(
-            spec=replace(spec, state=tuple(group.of_rank(config.mesh) for group in spec.state)),
+            spec=replace(spec, state=tuple(group.of_rank(options.mesh) for group in spec.state)),
             model=model,
             backends=backends,
             borrowed=borrowed or {},

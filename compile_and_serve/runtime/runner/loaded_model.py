@@ -26,6 +26,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
+from compile_and_serve.runtime.media.prepared import PreparedItem
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.pooling.files import does_pool
 from compile_and_serve.runtime.pooling.rerankers import with_answers
@@ -36,7 +37,8 @@ from compile_and_serve.runtime.runner.compile_drafter import build_drafter, comp
 from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec, sleeping_weights
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
-from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, encoder_info, row_bytes
+from compile_and_serve.runtime.runner.item_encoder import ItemEncoder, with_longest_item
+from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, embedded_info, encoder_info, row_bytes
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
     flat_report,
@@ -72,7 +74,8 @@ def join_ranks(rank: Rank, device: torch.device, on_stage: StageCallback) -> Non
 @dataclass(kw_only=True)
 class LoadedModel:
     """spec: the rank's part, with what passes added. dtype: of activations. backends: by attention group. weights: of the drafter and
-    the encoder, too. facts: for the report. stages: the other stages of the model; None: there are none.
+    the encoder, too. longest_item: of an encoder that runs one item at a time. facts: for the report. stages: the other stages of the
+    model; None: there are none.
     """
 
     config: EngineConfig
@@ -86,6 +89,7 @@ class LoadedModel:
     drafter: CompiledDrafter | None
     encoder: SideModel | None
     encoder_info: EncoderInfo | None
+    longest_item: PreparedItem | None
     adapters: DeviceAdapters | None
     weights: SleepingWeights
     facts: dict[str, int | float | str]
@@ -122,7 +126,8 @@ class LoadedModel:
     def graph_runners(self, *, logs: bool) -> GraphRunners | None:
         """As `make_graph_runners`."""
         drafter_backends = None if self.drafter is None else self.drafter.backends
-        encoder = None if self.encoder is None else self.encoder.model
+        has_graphs = self.encoder is not None and self.longest_item is None
+        encoder = self.encoder.model if self.encoder is not None and has_graphs else None
         common = self.config, self.spec, self.model.plans, self.backends, drafter_backends, self.device
         return make_graph_runners(*common, encoder, self.encoder_tokens, logs=logs)
 
@@ -138,9 +143,11 @@ class LoadedModel:
         limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1], "stages": self.stages}
         if self.encoder is not None and self.encoder_info is not None:
             of_encoder = None if graphs is None else graphs.encoder
-            limits["encoder"] = MediaEncoder(
-                self.encoder, of_encoder or PlainRunner(self.encoder.model), self.spec, self.encoder_info, self.device
-            )
+            if self.longest_item is not None:
+                limits["encoder"] = ItemEncoder(self.encoder, self.spec, self.encoder_info, self.longest_item, self.device)
+            else:
+                steps = of_encoder or PlainRunner(self.encoder.model)
+                limits["encoder"] = MediaEncoder(self.encoder, steps, self.spec, self.encoder_info, self.device)
         runner: BaseRunner
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
@@ -252,7 +259,7 @@ class LoadedModel:
             pooling=pooling_info(self.config, spec),
             whole_prompts=spec.whole_prompts,
             length_regimes=spec.length_regimes,
-            arrays=[array for one in inputs for array in one.arrays],
+            arrays=[*(array for one in inputs for array in one.arrays), *([] if self.encoder_info is None else [embedded_info(spec)])],
             encoder=self.encoder_info,
             media=None if spec.encoder is None else media_info(self.config.model, spec),
         )
@@ -280,6 +287,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
     )
     config = replace(config, scheduler=limits)
+    spec, longest_item = with_longest_item(spec, config.model)
     info = encoder_info(spec, config)
     stages = None
     if rank.mesh.pipe > 1:
@@ -344,6 +352,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         drafter=compiled_drafter,
         encoder=encoder,
         encoder_info=info,
+        longest_item=longest_item,
         adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
         weights=sleeping_weights(model, load_all, compiled_drafter, encoder),
         stages=stages,

@@ -6,16 +6,18 @@ Shape legend: T tokens of the items in a step, R rows, D width of a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
-from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platform import Platform, platform_of
 from compile_and_serve.custom_ops.step import TOKENS, Step, TokenBatch
-from compile_and_serve.custom_ops.step_data import StepArray
+from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.vision.names import EMBEDDED
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
@@ -45,6 +47,8 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         raise ValueError(f"max_encoder_tokens is {budget}, but one item may have {longest} tokens: raise --max-encoder-tokens.")
     return EncoderInfo(
         arrays=[array.name for one in encoder.inputs for array in one.arrays],
+        embedded=EMBEDDED,
+        whole_arrays=[array.name for one in encoder.inputs for array in one.arrays if array.is_whole],
         max_tokens=budget,
         max_item_tokens=longest,
         num_pages=-(-STEPS_OF_ROWS * budget // ROWS_PER_PAGE),
@@ -57,8 +61,57 @@ def row_bytes(spec: ModelSpec, info: EncoderInfo) -> int:
     return num_rows_of(info.num_pages) * spec.row_group.layout(1, torch.float32).page_bytes
 
 
+class RowEncoder(Protocol):
+    """What computes the rows of media items. state: the region [R, D] by name. max_tokens: of a step."""
+
+    state: Mapping[str, torch.Tensor]
+    max_tokens: int
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        """Compute the rows of items, without waiting for the device."""
+        ...
+
+    def run_largest(self) -> None:
+        """Run the largest step that there can be, keep nothing, and wait for it."""
+        ...
+
+    def run_longest_item(self) -> None:
+        """The same with one item of the greatest length, or a shorter one where nothing is made for a size."""
+        ...
+
+    def run_dummy(self, num_tokens: int) -> None:
+        """The same with `num_tokens` tokens."""
+        ...
+
+    def dummy_step(self, num_tokens: int) -> Step:
+        """What `run_dummy` runs, of an encoder that has graphs."""
+        ...
+
+
+def embedded_info(spec: ModelSpec) -> ArrayInfo:
+    """The array of an item that comes with its rows."""
+    ((_, placed),) = spec.row_group.layout(1, torch.float32).tensors.items()
+    return ArrayInfo(name=EMBEDDED, row_shape=tuple(placed.shape), is_floating=True)
+
+
+def write_given_rows(rows_RD: torch.Tensor, items: Sequence[EncodeItem], platform: Platform) -> list[EncodeItem]:
+    """Write the rows of items that came with them to the region. → the other items"""
+    for one in items:
+        if (array := one.arrays.get(EMBEDDED)) is not None:
+            given_TD = torch.from_numpy(array.rows(0, one.length).astype(np.float32)).to(rows_RD.device)
+            numbers_T = platform.upload(row_numbers(one.page_ids, one.length), through_pinned=True)
+            rows_RD.index_copy_(0, numbers_T, given_TD.to(rows_RD.dtype))
+    return [one for one in items if EMBEDDED not in one.arrays]
+
+
+def region_of(spec: ModelSpec, info: EncoderInfo, device: torch.device) -> tuple[str, torch.Tensor]:
+    """The name and the zeroed region [R, D] of a model's rows."""
+    ((name, placed),) = spec.row_group.layout(1, torch.float32).tensors.items()
+    return name, torch.zeros(num_rows_of(info.num_pages), *placed.shape, dtype=placed.dtype, device=device)
+
+
 class MediaEncoder:
-    """state: the region [R, D] by name. max_tokens: of a step."""
+    """A `RowEncoder` whose steps hold many items."""
 
     def __init__(
         self, side: SideModel, steps: PlainRunner | CudaGraphRunner, spec: ModelSpec, info: EncoderInfo, device: torch.device
@@ -68,14 +121,16 @@ class MediaEncoder:
         self.max_tokens = info.max_tokens
         self._platform = platform_of(device)
         self._output = side.spec.outputs[0].name
-        ((name, placed),) = spec.row_group.layout(1, torch.float32).tensors.items()
-        self._rows_RD = torch.zeros(num_rows_of(info.num_pages), *placed.shape, dtype=placed.dtype, device=device)
-        self.state = {name: self._rows_RD}
+        name, self._rows_RD = region_of(spec, info, device)
+        self.state: Mapping[str, torch.Tensor] = {name: self._rows_RD}
         limit = info.max_tokens
         self._buffers = StepBuffers(side.spec.inputs, (), max_tokens=limit, max_seqs=limit, max_sampled=1, max_rows=limit, device=device)
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute the rows of items, without waiting for the device."""
+        items = write_given_rows(self._rows_RD, items, self._platform)
+        if not items:
+            return
         rows_T = np.concatenate([row_numbers(one.page_ids, one.length) for one in items])
         step = self._step([one.length for one in items], [{name: [array] for name, array in one.arrays.items()} for one in items])
         outputs_TD = self._steps.run(step).outputs[self._output][: len(rows_T)]  # without padding

@@ -35,7 +35,7 @@ class EncoderCache:
         self.info = info
         self.pool = BlockPool(info.num_pages)
         self.num_encoded = 0
-        self.arrays = frozenset(info.arrays)
+        self.arrays = frozenset({*info.arrays, *([info.embedded] if info.embedded else [])})
         self._budget = info.max_tokens
         self._is_full = False  # an item found no room in this step: no later one takes what it waits for
         self._held: dict[str, dict[int, list[int]]] = {}  # request → position of an item → its pages
@@ -51,7 +51,11 @@ class EncoderCache:
             given = self.arrays & item.arrays.keys()
             if not given:
                 continue
-            if missing := self.arrays - given:
+            if given == {self.info.embedded}:
+                pass
+            elif self.info.embedded in given:
+                raise ValueError(f"The media item at token {item.position} comes with its rows: it can have nothing else.")
+            elif missing := frozenset(self.info.arrays) - given:
                 raise ValueError(f"The media item at token {item.position} lacks the array {min(missing)!r}, which the encoder reads.")
             if item.length > self.info.max_item_tokens:
                 raise ValueError(
@@ -60,7 +64,8 @@ class EncoderCache:
                 )
             for name in given:
                 array = item.arrays[name]
-                if (array.start, array.end) != (item.position, item.position + item.length):
+                num_rows = 1 if name in self.info.whole_arrays else item.length
+                if (array.start, array.end) != (item.position, item.position + num_rows):
                     raise ValueError(
                         f"The array {name!r} of the media item at token {item.position} must have a row for each of its tokens."
                     )

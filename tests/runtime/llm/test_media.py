@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from compile_and_serve import LLM, SamplingParams
 from tests.serve.test_media import TEMPLATE, TOKENS, data_url, encoded
@@ -17,14 +19,19 @@ from tests.support.vision_models import picture, write_qwen
 pytest.importorskip("PIL")
 
 from PIL.Image import fromarray
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 PICTURE = picture(1, 40, 24)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder: Path = tmp_path_factory.mktemp("qwen3")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
     tokenizer = byte_level_tokenizer(["the quick brown fox"], vocab_size=280)
     tokenizer.backend.add_special_tokens(list(TOKENS))
     ids = {name: tokenizer.backend.token_to_id(text) for name, text in zip(("start", "image", "video", "end"), TOKENS, strict=True)}
@@ -58,6 +65,30 @@ def test_the_same_image_in_all_forms(llm: LLM) -> None:
     other = text_of(llm, {"prompt": text, "multi_modal_data": {"image": picture(2, 40, 24)}})
     assert other[0] == expected[0]
     assert other[1] != expected[1]
+
+
+def test_rows_in_place_of_an_image(llm: LLM, folder: Path) -> None:
+    """Those that transformers' encoder computes, with the features for the decoder's first layers behind them."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder, patch_size=4, merge_size=2, temporal_patch_size=2, **half)
+    inputs = processor(images=[fromarray(PICTURE)], return_tensors="pt")
+    with torch.no_grad():
+        features = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+    rows = torch.cat([torch.cat(tuple(features.pooler_output)), *features.deepstack_features], dim=-1)
+    expected = text_of(llm, {"prompt": f"{TOKENS[1]}.", "multi_modal_data": {"image": PICTURE}})
+    given = {"image_embeds": rows, "grid": (3, 5)}
+    assert text_of(llm, {"prompt": f"{TOKENS[1]}.", "multi_modal_data": {"image": given}}) == expected
+    for wrong, sentence in (
+        (rows, "need the grid"),
+        ({**given, "grid": (3, 4)}, "does not have the 15 tokens"),
+        ({"image_embeds": 1}, "floating"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            llm.generate({"prompt": f"{TOKENS[1]}.", "multi_modal_data": {"image": wrong}}, GREEDY, use_tqdm=False)
+    narrow = {**given, "image_embeds": rows[:, :-1]}
+    with pytest.raises(ValueError, match="rows of shape"):
+        llm.generate({"prompt": f"{TOKENS[1]}.", "multi_modal_data": {"image": narrow}}, GREEDY, use_tqdm=False)
 
 
 def test_an_image_is_known_by_its_uuid(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const needsKey = document.body.dataset.needsKey === "true";
 const messages = []; // {role, content} as the API takes them
+const images = []; // data: URLs of the next message
 let running = null; // AbortController of the answer in progress
 
 function headers() {
@@ -17,10 +18,43 @@ function element(tag, className, parent) {
   return made;
 }
 
-function show(role, text) {
+function show(role, text, pictures = []) {
   const box = element("article", `message ${role}`, $("conversation"));
+  for (const url of pictures) element("img", "", box).src = url;
   element("div", "text", box).textContent = text;
   return box;
+}
+
+function drawImages() {
+  $("images").replaceChildren();
+  images.forEach((url, index) => {
+    const image = element("img", "", $("images"));
+    image.src = url;
+    image.title = "Click to remove";
+    image.addEventListener("click", () => {
+      images.splice(index, 1);
+      drawImages();
+    });
+  });
+}
+
+function readUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+// Adds the images among some files to the next message. Returns whether there were any.
+function addImages(files) {
+  const found = [...files].filter((file) => file.type.startsWith("image/"));
+  Promise.all(found.map(readUrl)).then((urls) => {
+    images.push(...urls);
+    drawImages();
+  });
+  return found.length > 0;
 }
 
 function errorText(status, body) {
@@ -115,8 +149,11 @@ class Answer {
 }
 
 async function send(text) {
-  messages.push({ role: "user", content: text });
-  show("user", text);
+  const pictures = images.splice(0);
+  drawImages();
+  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  messages.push({ role: "user", content: pictures.length ? [...parts, { type: "text", text }] : text });
+  show("user", text, pictures);
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
@@ -158,7 +195,7 @@ async function send(text) {
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
-  if (!text || running) return;
+  if ((!text && !images.length) || running) return;
   $("prompt").value = "";
   send(text);
 });
@@ -167,10 +204,29 @@ $("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("form").requestSubmit();
 });
+$("prompt").addEventListener("paste", (event) => {
+  if (addImages(event.clipboardData.files)) event.preventDefault();
+});
+$("add-image").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => {
+  addImages($("file").files);
+  $("file").value = "";
+});
+document.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  $("form").classList.add("dropping");
+});
+document.addEventListener("dragleave", () => $("form").classList.remove("dropping"));
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  $("form").classList.remove("dropping");
+  addImages(event.dataTransfer.files);
+});
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
+  messages.length = images.length = 0;
+  drawImages();
   $("conversation").replaceChildren();
 });
 if (needsKey) {

@@ -1,0 +1,204 @@
+"""Images for vision-language classes of the transformers package.
+
+They share a seam. A module embeds the prompt, puts features of images in place of the placeholders' embeddings
+(`get_placeholder_mask`, or `inputs_merger`), and gives the result to its decoder. The encoder beside the model is that module with an
+embedding that knows no token, up to the call of its decoder. What it embeds is a row for each token of an image's text; a row of NaN stands
+for "the token's own embedding", which separators between an image's parts have. It runs as it is written, one image at a time. The decoder
+is the same class, whose embedding reads rows.
+
+Shape legend: T tokens of the step, or of an image's text in the encoder; D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows
+from compile_and_serve.custom_ops.state.group import StateGroup
+from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
+from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepInput, StepOutput
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.transformers.attention import RunningForward, Unsupported
+from compile_and_serve.models.transformers.weights import split_weights, weight_names
+from compile_and_serve.models.vision.names import MEDIA_ROWS
+from compile_and_serve.models.vision.rope import positions_input
+from compile_and_serve.models.vision.whole_items import PROCESSED
+
+_DECODERS = ("language_model", "text_model")
+_REASON = "transformers' encoder reads sizes of images on the host"
+_TO_DECODER = frozenset({"inputs_embeds", "attention_mask", "position_ids", "cache_position", "input_ids"})
+_INPUT = StepInput(
+    name=PROCESSED.name,
+    dtype=torch.uint8,
+    dims=(TOKENS,),
+    fill=lambda batch: np.zeros(len(batch.token_ids), dtype=np.uint8),
+    arrays=(PROCESSED,),
+)
+
+
+def merging_module(model: nn.Module) -> tuple[str, Any] | None:
+    """The name and the module that puts features of images among the embeddings; None: the class reads no images. Raises `Unsupported`."""
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and (hasattr(module, "get_placeholder_mask") or hasattr(module, "inputs_merger"))
+    ]
+    if not found or not hasattr(model, "get_image_features"):
+        return None
+    if len(found) > 1 or "." in found[0][0] or not any(hasattr(found[0][1], name) for name in _DECODERS):
+        raise Unsupported("its features of images are not put in place of embeddings before its decoder")
+    source = inspect.getsource(sys.modules[type(found[0][1]).__module__])
+    if "block_sequence_ids" in source:
+        raise Unsupported("tokens of an image attend to later ones of the same image")
+    return found[0]
+
+
+def has_three_rows(module: nn.Module) -> bool:
+    """Whether positions have rows for time, height and width."""
+    return hasattr(module, "get_rope_index")
+
+
+def read_rows_in_embedding(model: Any, running: RunningForward) -> None:
+    """Let the model's embedding give the encoder's row of a token that has one."""
+    embedding = model.get_input_embeddings()
+    embedding.forward = partial(_embed, embedding.forward, running)
+
+
+def _embed(forward: Callable[..., torch.Tensor], running: RunningForward, ids: torch.Tensor) -> torch.Tensor:
+    embedded_1TD = forward(ids)
+    if running.encoder_rows is None:
+        return embedded_1TD
+    rows_RD, encoder_row_T = running.encoder_rows
+    rows_TD = read_rows(rows_RD, encoder_row_T)
+    has_row_T = (encoder_row_T > 0) & ~rows_TD[:, 0].isnan()
+    return torch.where(has_row_T[:, None], rows_TD.to(embedded_1TD.dtype), embedded_1TD[0])[None]
+
+
+class _Embedded(Exception):
+    """Ends a forward at its decoder."""
+
+    def __init__(self, rows_1TD: torch.Tensor) -> None:
+        super().__init__()
+        self.rows_1TD = rows_1TD
+
+
+class _NoTokens(nn.Module):
+    """An embedding of NaN."""
+
+    def __init__(self, width: int, like: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._width, self._like = width, like
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of the dtype and device of the others."""
+        return self._like()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        like = self._like()
+        return torch.full((*ids.shape, self._width), float("nan"), dtype=like.dtype, device=like.device)
+
+
+class _DecoderCall(nn.Module):
+    """Stands for the decoder."""
+
+    def __init__(self, config: Any, embedding: _NoTokens) -> None:
+        super().__init__()
+        self.config, self.embed_tokens = config, embedding
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **given: Any) -> None:
+        others = sorted(name for name, value in given.items() if name not in _TO_DECODER and isinstance(value, (torch.Tensor, list, tuple)))
+        if args or others:
+            raise Unsupported(f"its decoder takes more of an image than embeddings: {', '.join(others)}")
+        raise _Embedded(inputs_embeds)
+
+
+class ImageEncoder(nn.Module):
+    """forward(tensors of the class's processor for one image) → rows [T, D]; NaN: the token's own embedding."""
+
+    def __init__(self, name: str, module: Any, width: int) -> None:
+        super().__init__()
+        self._forward = module.forward
+        self._parameters_of_forward = inspect.signature(module.forward).parameters
+        decoder = next(one for one in _DECODERS if hasattr(module, one))
+        config = getattr(module, decoder).config
+        embedding = _NoTokens(width, lambda: next(self.parameters()))
+        setattr(module, decoder, _DecoderCall(config, embedding))
+        module.get_input_embeddings = lambda: embedding
+        for child_name, child in {name: module}.items() if name else module.named_children():
+            self.add_module(child_name, child)
+
+    def forward(self, **tensors: torch.Tensor) -> torch.Tensor:
+        dtype = next(self.parameters()).dtype
+        known = {name: one for name, one in tensors.items() if name in self._parameters_of_forward}
+        inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in known.items()}
+        ids = inputs["input_ids"]
+        options: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if "position_ids" in self._parameters_of_forward else {}
+        try:
+            self._forward(**inputs, **options, use_cache=False)
+        except _Embedded as end:
+            return end.rows_1TD[0]
+        raise Unsupported("its forward did not come to its decoder")
+
+
+def with_images(
+    text: ModelSpec, name: str, model: Any, values: Callable[[Any], Mapping[str, torch.Tensor]], dtype: torch.dtype
+) -> ModelSpec:
+    """The spec with the encoder beside the decoder. text: of the decoder, which reads rows in its embedding.
+
+    name: of the merging module in `model`, which is another instance of the class. values: of the buffers that no checkpoint has.
+    """
+    names = weight_names(model)
+    every = {one for one, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    width = int(model.config.get_text_config().hidden_size)
+    module = model.get_submodule(name)
+    three_rows = has_three_rows(module)
+    of_text = {one for one, _ in (*text.module.named_parameters(remove_duplicate=False), *text.module.named_buffers())}
+    encoder = ImageEncoder(name, module, width).requires_grad_(False).eval()
+    own = {one for one, _ in (*encoder.named_parameters(), *encoder.named_buffers())}
+    persistent = encoder.state_dict().keys()
+    for tensor_name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
+        if tensor_name in persistent and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    row = EncoderRow(width=width, dtype=dtype)
+    positions = positions_input(text.max_model_len) if three_rows else POSITIONS
+    return replace(
+        text,
+        state=(*text.state, StateGroup(name=MEDIA_ROWS, layers=(row,), kind=ENCODER_ROWS)),
+        inputs=(*(positions if one is POSITIONS else one for one in text.inputs), ENCODER_ROW),
+        weight_map={**dict.fromkeys(one for one, target in names.items() if target not in of_text), **text.weight_map},
+        encoder=ModelSpec(
+            module=encoder,
+            config=text.config,
+            state=(),
+            vocab_size=1,
+            max_model_len=text.max_model_len,
+            inputs=(_INPUT,),
+            outputs=(StepOutput(name="rows", dims=(TOKENS, width)),),
+            weight_map={one: names.get(one, one) if names.get(one, one) in own else None for one in {*names, *every, *text.parts} - own},
+            buffers={one: value for one, value in values(model).items() if one not in persistent},
+            quantized_weights={one: stored for one, stored in split_weights(model, dtype).items() if one in own},
+            eager_reason=_REASON,
+        ),
+    )

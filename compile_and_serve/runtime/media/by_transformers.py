@@ -1,0 +1,191 @@
+"""Images for vision-language classes of the transformers package, prepared by their own processors."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from compile_and_serve.custom_ops.step_data import StepArray
+from compile_and_serve.runtime.media.images import Image, pillow
+from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
+from compile_and_serve.runtime.media.videos import Frames
+
+_NOT_OF_IMAGES = ("attention_mask", "token_type_ids", "mm_token_type_ids")
+_PLAIN = {"do_rescale": False, "do_normalize": False}
+_CLOSE = 1e-4  # of normalized values
+
+
+class TransformersProcessor:
+    """One item is the whole text of an image: placeholders, and the separators between and around its parts.
+
+    config: the model's config.json, with `image_processor`. folder: of the checkpoint.
+    """
+
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        """Raises `MediaError` if the folder has no processor that can be used."""
+        pillow()
+        import torch
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+        try:
+            loaded = _load(folder)
+            self._config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds for files that it cannot use
+            raise MediaError(f"transformers cannot load the processor of {folder.name}: {_line(error)}.") from None
+        if not hasattr(loaded, "image_processor") or getattr(loaded, "image_token", None) is None:
+            raise MediaError(f"{type(loaded).__name__} of {folder.name} prepares no images that a prompt has placeholders for.")
+        self.transformers_processor, self._torch = loaded, torch
+        self._options = _changed(loaded.image_processor, config.get("image_processor") or {})
+        self._token = int(loaded.tokenizer.convert_tokens_to_ids(loaded.image_token))
+        base = MODEL_MAPPING.get(type(self._config), None)
+        self._base: Any = base if hasattr(base, "get_rope_index") else None
+        self.three_rows = self._base is not None
+        self._moments = self._usual_moments()
+
+    @property
+    def placeholders(self) -> Mapping[int, MediaKind]:
+        """Token of a prompt → the kind of media that it stands for."""
+        return {self._token: "image"}
+
+    @property
+    def settings(self) -> str:
+        """What the arrays depend on besides the content."""
+        return f"{type(self.transformers_processor).__name__} {sorted(self._options.items())}"
+
+    def with_options(self, options: Mapping[str, Any]) -> TransformersProcessor:
+        """There are none. Raises `MediaError`."""
+        raise MediaError(
+            f"mm_processor_kwargs has {min(options)!r:.100}, but this model takes them for the whole server alone (--mm-processor-kwargs)."
+        )
+
+    def image(self, image: Image, key: bytes) -> PreparedMedia:
+        """Raises `MediaError`."""
+        made = self._run(image, is_plain=self._moments is not None)
+        ids = made.pop("input_ids")
+        types = made.pop("mm_token_type_ids", None)
+        is_byte = self._moments is not None
+        tensors = {name: one.astype(np.uint8) if is_byte and _has_pixels(name, one) else one for name, one in made.items()}
+        mean, std = self._moments or (None, None)
+        arrays = {"processed": _packed({"input_ids": ids, **tensors}, mean, std)}
+        positions, advance = (None, None) if self._base is None else self._positions(ids, types, made)
+        item = PreparedItem(offset=0, length=ids.shape[1], arrays=arrays, relative=positions, advance=advance)
+        return PreparedMedia(kind="image", key=key, tokens=ids[0].tolist(), items=[item])
+
+    def sample(self, total: int, fps: float) -> np.ndarray:
+        """Raises `MediaError`."""
+        raise MediaError("This model reads no videos here.")
+
+    def frames(self, frames: Frames, key: bytes) -> PreparedMedia:
+        """Raises `MediaError`."""
+        raise MediaError("This model reads no videos here.")
+
+    def _run(self, image: Image, *, is_plain: bool) -> dict[str, np.ndarray]:
+        """The processor's tensors of one image and of its text. is_plain: pixels stay bytes."""
+        options = {**self._options, **(_PLAIN if is_plain else {})}
+        try:
+            made = self.transformers_processor(
+                images=[image],
+                text=[self.transformers_processor.image_token],
+                add_special_tokens=False,
+                return_tensors="pt",
+                return_mm_token_type_ids=self._base is not None,
+                **options,
+            )
+        except Exception as error:  # of images that the processor cannot take
+            raise MediaError(f"The model's processor cannot take the image: {_line(error)}.") from None
+        tensors = {name: one for name, one in made.items() if isinstance(one, self._torch.Tensor)}
+        if lost := sorted(made.keys() - tensors.keys() - set(_NOT_OF_IMAGES)):
+            raise MediaError(f"The model's processor gives {lost[0]!r}, which is no tensor.")
+        left = set(_NOT_OF_IMAGES) - ({"mm_token_type_ids"} if self._base is not None else set())
+        return {name: one.numpy() for name, one in tensors.items() if name not in left}
+
+    def _usual_moments(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Mean and deviation of the channels, if the processor's pixels are bytes normalized with them; None: pixels cross as floats."""
+        from compile_and_serve.models.vision.whole_items import normalized
+
+        mean, std = (
+            np.array(getattr(self.transformers_processor.image_processor, name, None), np.float32) for name in ("image_mean", "image_std")
+        )
+        if mean.ndim != 1 or mean.shape != std.shape:
+            return None
+        noise = np.random.default_rng(0)
+        for height, width in ((200, 330), (700, 64)):
+            image = pillow().fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            given, plain = self._run(image, is_plain=False), self._run(image, is_plain=True)
+            for name in (name for name, one in given.items() if _has_pixels(name, one)):
+                pixels, torch = plain[name], self._torch
+                if pixels.min() < 0 or pixels.max() > 255 or (pixels != np.round(pixels)).any():
+                    return None
+                ours = normalized(torch.from_numpy(pixels.astype(np.uint8)), torch.from_numpy(mean), torch.from_numpy(std))
+                if ours.shape != given[name].shape or np.abs(ours.numpy() - given[name]).max() > _CLOSE:
+                    return None
+        return mean, std
+
+    def _positions(self, ids: np.ndarray, types: np.ndarray | None, made: Mapping[str, np.ndarray]) -> tuple[np.ndarray, int]:
+        """Positions of three rows as the class numbers them, from 0 on: int32 [tokens, 3], and what the positions gain."""
+        tensors = {name: self._torch.from_numpy(one) for name, one in made.items() if name.endswith("_grid_thw")}
+        shell = SimpleNamespace(config=self._config)
+        for name in ("get_vision_position_ids",):
+            if hasattr(self._base, name):
+                setattr(shell, name, getattr(self._base, name).__get__(shell))
+        types = ids == self._config.image_token_id if types is None else types
+        rows, deltas = self._base.get_rope_index(
+            shell, self._torch.from_numpy(ids), mm_token_type_ids=self._torch.from_numpy(types).int(), **tensors
+        )
+        return rows[:, 0].t().numpy().astype(np.int32), int(deltas.reshape(-1)[0]) + ids.shape[1]
+
+
+def _load(folder: Path) -> Any:
+    """The processor of a folder, without what processes videos: transformers needs torchvision for that."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision, the package hides it
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    settings: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            settings = json.loads((folder / name).read_text(encoding="utf-8"))  # of the last one
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = settings.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(config.get("model_type"))
+    found: Any = getattr(transformers, str(name), None)
+    if found is None:
+        raise ValueError(f"it has no class {name!r:.100}")
+    parameters = inspect.signature(found.__init__).parameters
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(folder, local_files_only=True),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        **({"video_processor": None} if "video_processor" in parameters else {}),
+    }
+    without_videos = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: None})
+    own = {key: value for key, value in settings.items() if key in parameters and key not in parts and key != "chat_template"}
+    return without_videos(**parts, **own)
+
+
+def _packed(tensors: Mapping[str, np.ndarray], mean: np.ndarray | None, std: np.ndarray | None) -> StepArray:
+    from compile_and_serve.models.vision.whole_items import packed  # imports torch
+
+    return packed(tensors, mean=mean, std=std)
+
+
+def _has_pixels(name: str, tensor: np.ndarray) -> bool:
+    return name.startswith("pixel") and (tensor.dtype.kind == "f" or tensor.dtype == np.uint8)
+
+
+def _changed(image_processor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not the processor's own: those of --mm-processor-kwargs."""
+    known = image_processor.to_dict()
+    return {
+        name: value for name, value in settings.items() if name in known and known[name] != value and isinstance(value, int | float | dict)
+    }
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0]:.200}".rstrip(".")

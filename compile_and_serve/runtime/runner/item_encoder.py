@@ -1,0 +1,104 @@
+"""`ItemEncoder`: an encoder of the transformers package, which runs as it is written, on one media item at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from compile_and_serve.compiler.model import Model
+from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, row_numbers
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.step import Step
+from compile_and_serve.custom_ops.step_data import StepArray
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.vision.whole_items import PROCESSED, unpacked
+from compile_and_serve.runtime.config import ModelConfig
+from compile_and_serve.runtime.media.images import pillow
+from compile_and_serve.runtime.media.prepared import MediaError, PreparedItem
+from compile_and_serve.runtime.media.registry import media_processor
+from compile_and_serve.runtime.runner.media_encoder import region_of, write_given_rows
+from compile_and_serve.runtime.runner.model_facts import media_info
+from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
+from compile_and_serve.runtime.side_model import SideModel
+
+log = logging.getLogger(__name__)
+
+# Width and height of images, among which are those with the most tokens.
+_SIZES = ((4096, 4096), (4096, 1024), (1024, 4096), (1024, 1024), (448, 448))
+
+
+def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, PreparedItem | None]:
+    """The spec with the length of the longest item that the folder's processor makes, and that item.
+
+    Nothing changes, and there is none, for a model without such an encoder. Without a processor the model reads text alone.
+    """
+    if spec.encoder is None or spec.encoder.eager_reason is None:
+        return spec, None
+    try:
+        processor = media_processor(media_info(model, spec))
+        assert processor is not None
+        items = [processor.image(pillow().new("RGB", size), b"").items[0] for size in _SIZES]
+    except MediaError as error:
+        log.warning("The model reads no images here: %s", error)
+        rows = spec.row_group
+        state = tuple(one for one in spec.state if one is not rows)
+        return replace(spec, encoder=None, state=state, inputs=tuple(one for one in spec.inputs if one is not ENCODER_ROW)), None
+    longest = max(items, key=lambda item: item.length)
+    return replace(spec, encoder=replace(spec.encoder, max_model_len=longest.length)), longest
+
+
+class ItemEncoder:
+    """A `RowEncoder`. longest: an item of the greatest length."""
+
+    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, longest: PreparedItem, device: torch.device) -> None:
+        """spec: of the engine's model."""
+        self._model: Model = side.model
+        self._output = side.spec.outputs[0].name
+        self._longest, self._device, self._platform = longest, device, platform_of(device)
+        self.max_tokens = info.max_tokens
+        name, self._rows_RD = region_of(spec, info, device)
+        self.state: Mapping[str, torch.Tensor] = {name: self._rows_RD}
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        """Compute the rows of items, one after another."""
+        for one in write_given_rows(self._rows_RD, items, self._platform):
+            rows_TD = self._rows_of(one.arrays[PROCESSED.name], one.length)
+            numbers_T = self._platform.upload(row_numbers(one.page_ids, one.length).astype(np.int64), through_pinned=True)
+            self._rows_RD.index_copy_(0, numbers_T, rows_TD.to(self._rows_RD.dtype))
+
+    def run_largest(self) -> None:
+        """See `RowEncoder`."""
+        self._rows_of(self._longest.arrays[PROCESSED.name], self._longest.length)
+        self._platform.synchronize()
+
+    def run_longest_item(self) -> None:
+        """See `RowEncoder`."""
+        self.run_largest()
+
+    def run_dummy(self, num_tokens: int) -> None:
+        """Nothing is made for a number of tokens."""
+
+    def dummy_step(self, num_tokens: int) -> Step:
+        """It has no graphs."""
+        raise AssertionError("an encoder of single items has no graphs")
+
+    def _rows_of(self, array: StepArray, length: int) -> torch.Tensor:
+        tensors = unpacked(array, self._device)
+        step = Step(
+            inputs=tensors,
+            state={},
+            metadata={},
+            num_tokens=length,
+            num_seqs=1,
+            padded_tokens=length,
+            padded_seqs=1,
+            num_rows=length,
+            max_query_len=length,
+        )
+        rows_TD = self._model(step)[self._output]
+        assert len(rows_TD) == length, f"the encoder gives {len(rows_TD)} rows for an item of {length} tokens"
+        return rows_TD

@@ -1,0 +1,68 @@
+"""Vision-language classes of the transformers package: tiny random checkpoints give the tokens and logits of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+
+from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.runner import item_encoder
+from tests.support.engines import run_requests, tiny_config
+from tests.support.seeing_models import CLASSES, processor_of, reference, seeing_request, write_seeing
+from tests.support.vision_models import FIRST, PROMPTS, SECOND, TEXT, Parts
+
+QUICK = ("llava_next", "qwen2_vl")
+
+
+class Checkpoint:
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.model = write_seeing(name, folder)
+        self.processor = processor_of(name, folder)
+
+    def engine(self, **options: Any) -> EngineCore:
+        with pytest.MonkeyPatch.context() as patch:
+            if CLASSES[self.name].by_hand is not None:  # transformers' own needs torchvision
+                patch.setattr(item_encoder, "media_processor", lambda info: self.processor)
+            return EngineCore(tiny_config(self.folder, **{"load_format": "auto", "skip_tokenizer_init": True} | options))
+
+    def check(self, core: EngineCore, prompts: dict[str, Parts]) -> None:
+        """All prompts at once give what transformers generates for each."""
+        made = [seeing_request(name, parts, self.processor) for name, parts in prompts.items()]
+        outputs = run_requests(core, [one for one, _ in made])
+        for one, images in made:
+            tokens, logprobs = reference(self.model, self.processor, one, images)
+            steps = outputs[one.request_id]
+            assert [token for step in steps for token in step.new_token_ids] == tokens, one.request_id
+            found = [entry.logprobs[0] for step in steps for entry in step.new_logprobs or ()]
+            assert found == pytest.approx(logprobs, abs=1e-3), one.request_id
+
+
+@pytest.fixture(scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_tokens_and_logits_are_those_of_transformers(checkpoint: Checkpoint) -> None:
+    """0, 1 and 3 images of different sizes; chunks cut them; all at once."""
+    core = checkpoint.engine(max_num_batched_tokens=21)
+    checkpoint.check(core, PROMPTS)
+    core.shutdown()
+
+
+def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
+    core = checkpoint.engine()
+    turn: Parts = [TEXT[2], FIRST, TEXT[1]]
+    checkpoint.check(core, {"a": turn})
+    length = len(seeing_request("a", turn, checkpoint.processor)[0].prompt_token_ids)
+    for number, (parts, cached) in enumerate(((turn, (length - 1) // 4 * 4), ([TEXT[2], SECOND, TEXT[1]], len(TEXT[2]) // 4 * 4))):
+        one, images = seeing_request(f"b{number}", parts, checkpoint.processor)
+        steps = run_requests(core, [one])[one.request_id]
+        assert steps[0].num_cached_tokens == cached
+        tokens = [token for step in steps for token in step.new_token_ids]
+        assert tokens == reference(checkpoint.model, checkpoint.processor, one, images)[0]
+    core.shutdown()

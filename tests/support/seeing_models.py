@@ -1,0 +1,403 @@
+"""Tiny random vision-language checkpoints of the transformers package's classes, with their processors, and what they generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from compile_and_serve.models.vision.whole_items import packed
+from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
+from compile_and_serve.runtime.media.prepared import PreparedItem, PreparedMedia, place_media
+from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.weights.folder_config import read_folder_config
+from tests.support.engines import request
+from tests.support.vision_models import Parts, picture
+
+SIDE = 24  # pixels of a tile
+_TEXT: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": 4,
+    "initializer_range": 0.3,
+}
+_SIZE = {"height": SIDE, "width": SIDE}
+_PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
+_QWEN_VISION = {"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "depth": 2, "mlp_ratio": 2, "patch_size": 4, "initializer_range": 0.3}
+_GLM_VISION = {
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "depth": 2,
+    "patch_size": 4,
+    "image_size": SIDE,
+    "initializer_range": 0.3,
+}
+_PIXELS = {"shortest_edge": 256, "longest_edge": 4096}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeing:
+    """name: of the class, without its end. text, vision: configs. image: the image processor's class and settings; processor: of the
+    whole. by_hand: in place of both, where transformers' need torchvision: (rows, columns) of an image in tiles or patches → its text
+    and its tensors. options: of the whole config. tokens: special ones, by the tokenizer's names. row_token: what features replace.
+    """
+
+    name: str
+    text: Callable[[], Any]
+    vision: Callable[[], Any]
+    image: tuple[str, Mapping[str, Any]] | None = None
+    processor: tuple[str, Mapping[str, Any]] = ("", {})
+    by_hand: Callable[[int, int], tuple[str, dict[str, np.ndarray]]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    image_token: str = "<image>"
+    row_token: str = ""
+
+
+def _noise(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape[-1] + 10 * shape[0]).standard_normal(shape, dtype=np.float32)
+
+
+def _pixtral(merge: int) -> Callable[[int, int], tuple[str, dict[str, np.ndarray]]]:
+    def make(rows: int, columns: int) -> tuple[str, dict[str, np.ndarray]]:
+        height, width = rows * merge * 4, columns * merge * 4
+        lines = [" ".join(["[IMG]"] * columns)] * rows
+        return " [IMG_BREAK] ".join(lines) + " [IMG_END]", {
+            "pixel_values": _noise(1, 3, height, width),
+            "image_sizes": np.array([[height, width]]),
+        }
+
+    return make
+
+
+def _tiles(line: Callable[[int, int], str], *, in_batch: bool = False) -> Callable[[int, int], tuple[str, dict[str, np.ndarray]]]:
+    """Tiles of `SIDE` pixels, beside one of the whole image."""
+
+    def make(rows: int, columns: int) -> tuple[str, dict[str, np.ndarray]]:
+        pixels = _noise(rows * columns + 1, 3, SIDE, SIDE)
+        return line(rows, columns), {"pixel_values": pixels[None] if in_batch else pixels}
+
+    return make
+
+
+def _repeated(word: str, times: int = 9) -> str:
+    return " ".join([word] * times)
+
+
+def _of_idefics(rows: int, columns: int) -> str:
+    fake = "<fake_token_around_image>"
+    tiles = [f"<row_{i + 1}_col_{j + 1}>" for i in range(rows) for j in range(columns)]
+    return " ".join(f"{fake} {tile} {_repeated('<image>')}" for tile in (*tiles, "<global-img>")) + f" {fake}"
+
+
+def _of_ovis(rows: int, columns: int) -> str:
+    lines = [" <IMG_COL> ".join([_repeated("<IMG_ATOM>")] * columns)] * rows
+    return f"<IMG_START> {_repeated('<IMG_ATOM>')} <IMG_GRID> {' <IMG_ROW> '.join(lines)} <IMG_END>"
+
+
+def _of_llama(rows: int, columns: int) -> str:
+    lines = [" <|tile_x_separator|> ".join([_repeated("<|patch|>")] * columns)] * rows
+    return f"<|image_start|> {' <|tile_y_separator|> '.join(lines)} <|image|> {_repeated('<|patch|>')} <|image_end|>"
+
+
+def _llama() -> Any:
+    return transformers.LlamaConfig(**_TEXT)
+
+
+def _siglip() -> Any:
+    return transformers.SiglipVisionConfig(**_VISION)
+
+
+_IDEFICS_TOKENS = {"fake": "<fake_token_around_image>", "global": "<global-img>"} | {
+    f"tile{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)
+}
+CLASSES: dict[str, Seeing] = {
+    "llava": Seeing(
+        name="Llava",
+        text=_llama,
+        vision=lambda: transformers.CLIPVisionConfig(**_VISION, projection_dim=32),
+        image=("CLIPImageProcessorPil", {"size": {"shortest_edge": SIDE}, "crop_size": _SIZE}),
+        processor=("LlavaProcessor", {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
+    ),
+    "llava_next": Seeing(
+        name="LlavaNext",
+        text=lambda: transformers.MistralConfig(**_TEXT, sliding_window=None),
+        vision=lambda: transformers.CLIPVisionConfig(**_VISION, projection_dim=32),
+        image=("LlavaNextImageProcessorPil", {"size": {"shortest_edge": SIDE}, "crop_size": _SIZE, "image_grid_pinpoints": _PINPOINTS}),
+        processor=("LlavaNextProcessor", {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
+        options={"image_grid_pinpoints": _PINPOINTS},
+    ),
+    "llava_onevision": Seeing(
+        name="LlavaOnevision",
+        text=lambda: transformers.Qwen2Config(**_TEXT),
+        vision=_siglip,
+        image=("LlavaOnevisionImageProcessorPil", {"size": _SIZE, "image_grid_pinpoints": _PINPOINTS}),
+        processor=("LlavaOnevisionProcessor", {"num_image_tokens": 36, "vision_feature_select_strategy": "full"}),
+        options={"image_grid_pinpoints": _PINPOINTS, "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    ),
+    "internvl": Seeing(
+        name="InternVL",
+        text=lambda: transformers.Qwen2Config(**_TEXT),
+        vision=lambda: transformers.InternVLVisionConfig(**(_VISION | {"image_size": [SIDE, SIDE], "patch_size": [4, 4]})),
+        image=("GotOcr2ImageProcessorPil", {"size": _SIZE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}),
+        processor=("InternVLProcessor", {"image_seq_length": 9}),
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        options={"image_seq_length": 9},
+        image_token="<IMG_CONTEXT>",
+    ),
+    "mistral3": Seeing(
+        name="Mistral3",
+        text=lambda: transformers.MistralConfig(**_TEXT, sliding_window=None),
+        vision=lambda: transformers.PixtralVisionConfig(**(_VISION | {"image_size": 96, "head_dim": 16})),
+        by_hand=_pixtral(2),
+        options={"spatial_merge_size": 2, "vision_feature_layer": -1},
+        image_token="[IMG]",
+        tokens={"break": "[IMG_BREAK]", "end": "[IMG_END]"},
+    ),
+    "pixtral": Seeing(
+        name="Llava",
+        text=lambda: transformers.MistralConfig(**_TEXT, sliding_window=None),
+        vision=lambda: transformers.PixtralVisionConfig(**(_VISION | {"image_size": 96, "head_dim": 16})),
+        by_hand=_pixtral(1),
+        options={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        image_token="[IMG]",
+        tokens={"break": "[IMG_BREAK]", "end": "[IMG_END]"},
+    ),
+    "idefics3": Seeing(
+        name="Idefics3",
+        text=_llama,
+        vision=lambda: transformers.models.idefics3.Idefics3VisionConfig(**_VISION),
+        by_hand=_tiles(_of_idefics, in_batch=True),
+        options={"scale_factor": 2},
+        tokens=_IDEFICS_TOKENS,
+    ),
+    "smolvlm": Seeing(
+        name="SmolVLM",
+        text=_llama,
+        vision=lambda: transformers.models.smolvlm.SmolVLMVisionConfig(**_VISION),
+        by_hand=_tiles(_of_idefics, in_batch=True),
+        options={"scale_factor": 2},
+        tokens=_IDEFICS_TOKENS,
+    ),
+    "qwen2_vl": Seeing(
+        name="Qwen2VL",
+        text=lambda: _TEXT | _MROPE,
+        vision=lambda: _QWEN_VISION,
+        image=("Qwen2VLImageProcessorPil", {"size": _PIXELS, "patch_size": 4}),
+        processor=("Qwen2VLProcessor", {}),
+        tokens={"video_token": "<video>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"},
+        options={"video_token_id": 12, "vision_start_token_id": 13, "vision_end_token_id": 14},
+    ),
+    "glm4v": Seeing(
+        name="Glm4v",
+        text=lambda: (
+            _TEXT
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}}
+        ),
+        vision=lambda: _GLM_VISION,
+        image=("Glm4vImageProcessorPil", {"size": _PIXELS, "patch_size": 4}),
+        processor=("Glm4vProcessor", {}),
+        tokens={"video_token": "<|video|>", "start": "<|begin_of_image|>", "end": "<|end_of_image|>"},
+        options={"video_token_id": 12, "image_start_token_id": 13, "image_end_token_id": 14},
+    ),
+    "ovis2": Seeing(
+        name="Ovis2",
+        text=lambda: transformers.Qwen2Config(**_TEXT),
+        vision=lambda: transformers.models.ovis2.Ovis2VisionConfig(
+            **_VISION, hidden_stride=2, vocab_size=40, num_visual_indicator_tokens=5
+        ),
+        by_hand=_tiles(_of_ovis),
+        tokens={
+            "atom": "<IMG_ATOM>",
+            "start": "<IMG_START>",
+            "grid": "<IMG_GRID>",
+            "col": "<IMG_COL>",
+            "row": "<IMG_ROW>",
+            "end": "<IMG_END>",
+        },
+        options={"visual_indicator_token_ids": [13, 14, 15, 16, 17], "vocab_size": 320, "hidden_size": 64},
+        row_token="<IMG_ATOM>",
+    ),
+    "llama4": Seeing(
+        name="Llama4",
+        text=lambda: transformers.Llama4TextConfig(
+            **_TEXT, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=64, use_qk_norm=False, interleave_moe_layer_step=1
+        ),
+        vision=lambda: transformers.Llama4VisionConfig(
+            **(_VISION | {"intermediate_size": 128}),
+            vision_output_dim=32,
+            projector_input_dim=32,
+            projector_output_dim=32,
+            pixel_shuffle_ratio=0.5,
+        ),
+        by_hand=_tiles(_of_llama),
+        tokens={
+            "patch": "<|patch|>",
+            "start": "<|image_start|>",
+            "end": "<|image_end|>",
+            "x": "<|tile_x_separator|>",
+            "y": "<|tile_y_separator|>",
+        },
+        image_token="<|image|>",
+        row_token="<|patch|>",
+    ),
+}
+
+
+class HandProcessor:
+    """Makes images by `Seeing.by_hand`: of one tile or patch for each 20 pixels."""
+
+    three_rows = False
+
+    def __init__(self, seeing: Seeing) -> None:
+        self._seeing = seeing
+        self._tokenizer = _tokenizer(seeing)
+        self.placeholders = {self._tokenizer.convert_tokens_to_ids(seeing.image_token): "image"}
+
+    def made(self, image: Any) -> tuple[list[int], dict[str, np.ndarray]]:
+        """The tokens and tensors of an image."""
+        assert self._seeing.by_hand is not None
+        rows, columns = (min(3, max(1, size // 20)) for size in reversed(image.size))
+        text, tensors = self._seeing.by_hand(rows, columns)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"], tensors
+
+    def image(self, image: Any, key: bytes) -> PreparedMedia:
+        ids, tensors = self.made(image)
+        arrays = {"processed": packed({"input_ids": np.array([ids]), **tensors})}
+        return PreparedMedia(kind="image", key=key, tokens=ids, items=[PreparedItem(offset=0, length=len(ids), arrays=arrays)])
+
+
+def _tokenizer(seeing: Seeing) -> Any:
+    specials = [seeing.image_token, *seeing.tokens.values()]
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(8)), *specials]  # the placeholder is token 11
+    words += [f"w{i}" for i in range(8, 328 - len(words))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"image_token": seeing.image_token, **{name: token for name, token in seeing.tokens.items() if name.endswith("_token")}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={**named, **{name: token for name, token in seeing.tokens.items() if name not in named}},
+    )
+
+
+def write_seeing(name: str, folder: Path) -> Any:
+    """A checkpoint of a name in `CLASSES`, with its processor. → transformers' model"""
+    seeing = CLASSES[name]
+    tokenizer = _tokenizer(seeing)
+    if seeing.image is not None:
+        image_class, image_settings = seeing.image
+        getattr(transformers, image_class)(**image_settings).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        class_name, settings = seeing.processor
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": class_name, **settings}))
+    config = getattr(transformers, f"{seeing.name}Config")(
+        text_config=seeing.text(),
+        vision_config=seeing.vision(),
+        image_token_id=tokenizer.convert_tokens_to_ids(seeing.row_token or seeing.image_token),
+        tie_word_embeddings=False,
+        **seeing.options,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{seeing.name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def processor_of(name: str, folder: Path) -> Any:
+    """What prepares the images of a checkpoint."""
+    seeing = CLASSES[name]
+    return TransformersProcessor(read_folder_config(folder), folder) if seeing.image is not None else HandProcessor(seeing)
+
+
+def seeing_request(name: str, parts: Parts, processor: Any, **params: Any) -> tuple[EngineRequest, list[Any]]:
+    """A greedy request, and its images."""
+    from PIL.Image import fromarray
+
+    (token,) = processor.placeholders
+    prompt, media, images = [], [], []
+    for part in parts:
+        prompt += [40 + word % 240 for word in part] if isinstance(part, list) else [token]
+        if isinstance(part, tuple) and processor.three_rows:
+            prompt.append(41)  # behind a last image, transformers' `generate` counts on from its last row, and not from its largest
+        if isinstance(part, tuple):
+            images.append(fromarray(picture(*part)))
+            media.append(processor.image(images[-1], repr(part).encode()))
+    tokens, items = place_media(prompt, media, processor.placeholders, three_rows=processor.three_rows)
+    one = request(name, tokens, **{"max_tokens": 32, "ignore_eos": True, "logprobs": 0} | params)
+    one.media = items
+    return one, images
+
+
+def reference(model: Any, processor: Any, one: EngineRequest, images: Sequence[Any]) -> tuple[list[int], list[float]]:
+    """transformers' greedy tokens for a request, and their log-probabilities."""
+    ids = torch.tensor([one.prompt_token_ids])
+    inputs: dict[str, torch.Tensor] = {}
+    if images and isinstance(processor, HandProcessor):
+        every = [{name: torch.from_numpy(tensor) for name, tensor in processor.made(image)[1].items()} for image in images]
+        shape = [max(one["pixel_values"].shape[dim] for one in every) for dim in (-2, -1)]
+        for one_image in every:
+            pixels = one_image["pixel_values"]
+            padding = (0, shape[1] - pixels.shape[-1], 0, shape[0] - pixels.shape[-2])
+            one_image["pixel_values"] = torch.nn.functional.pad(pixels, padding)
+        inputs = {name: torch.cat([one[name] for one in every], dim=int(every[0][name].dim() == 5)) for name in every[0]}
+    elif images:
+        theirs = processor.transformers_processor
+        made = theirs(images=list(images), text=[theirs.image_token * len(images)], return_tensors="pt", add_special_tokens=False)
+        inputs = {name: one for name, one in made.items() if name not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    if hasattr(getattr(model, "model", None), "rope_deltas"):
+        model.model.rope_deltas = None
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=one.sampling_params.max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **inputs,
+    )
+    tokens = out.sequences[0, ids.shape[1] :].tolist()
+    return tokens, [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens, strict=True)]
