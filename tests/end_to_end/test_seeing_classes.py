@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 pytest.importorskip("PIL")
 
+from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
-from tests.support.seeing_models import CLASSES, processor_of, reference, seeing_request, write_seeing
+from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, write_seeing
 from tests.support.vision_models import FIRST, PROMPTS, SECOND, TEXT, Parts
 
 QUICK = ("llava_next", "qwen2_vl")
@@ -66,3 +69,21 @@ def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
         tokens = [token for step in steps for token in step.new_token_ids]
         assert tokens == reference(checkpoint.model, checkpoint.processor, one, images)[0]
     core.shutdown()
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("llava_next", tmp_path)
+    core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)
+    assert core.info.compile_report["encoder.reason"] == "transformers' encoder reads sizes of images on the host"
+    checkpoint.check(core, PROMPTS)
+    core.shutdown()
+
+
+def test_classes_whose_images_attend_forwards_read_text_alone(caplog: pytest.LogCaptureFixture) -> None:
+    config = transformers.PaliGemmaConfig(
+        text_config=transformers.GemmaConfig(**TINY), vision_config=transformers.SiglipVisionConfig(num_hidden_layers=1)
+    ).to_dict()
+    spec = build_model({**config, "architectures": ["PaliGemmaForConditionalGeneration"]}, dtype=torch.float32)
+    assert spec.encoder is None
+    assert "runs on text alone: tokens of an image attend to later ones" in caplog.text

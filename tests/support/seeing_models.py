@@ -23,7 +23,7 @@ from tests.support.engines import request
 from tests.support.vision_models import Parts, picture
 
 SIDE = 24  # pixels of a tile
-_TEXT: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -130,7 +130,7 @@ def _of_llama(rows: int, columns: int) -> str:
 
 
 def _llama() -> Any:
-    return transformers.LlamaConfig(**_TEXT)
+    return transformers.LlamaConfig(**TINY)
 
 
 def _siglip() -> Any:
@@ -150,7 +150,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "llava_next": Seeing(
         name="LlavaNext",
-        text=lambda: transformers.MistralConfig(**_TEXT, sliding_window=None),
+        text=lambda: transformers.MistralConfig(**TINY, sliding_window=None),
         vision=lambda: transformers.CLIPVisionConfig(**_VISION, projection_dim=32),
         image=("LlavaNextImageProcessorPil", {"size": {"shortest_edge": SIDE}, "crop_size": _SIZE, "image_grid_pinpoints": _PINPOINTS}),
         processor=("LlavaNextProcessor", {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
@@ -158,7 +158,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "llava_onevision": Seeing(
         name="LlavaOnevision",
-        text=lambda: transformers.Qwen2Config(**_TEXT),
+        text=lambda: transformers.Qwen2Config(**TINY),
         vision=_siglip,
         image=("LlavaOnevisionImageProcessorPil", {"size": _SIZE, "image_grid_pinpoints": _PINPOINTS}),
         processor=("LlavaOnevisionProcessor", {"num_image_tokens": 36, "vision_feature_select_strategy": "full"}),
@@ -166,7 +166,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "internvl": Seeing(
         name="InternVL",
-        text=lambda: transformers.Qwen2Config(**_TEXT),
+        text=lambda: transformers.Qwen2Config(**TINY),
         vision=lambda: transformers.InternVLVisionConfig(**(_VISION | {"image_size": [SIDE, SIDE], "patch_size": [4, 4]})),
         image=("GotOcr2ImageProcessorPil", {"size": _SIZE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}),
         processor=("InternVLProcessor", {"image_seq_length": 9}),
@@ -181,7 +181,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "mistral3": Seeing(
         name="Mistral3",
-        text=lambda: transformers.MistralConfig(**_TEXT, sliding_window=None),
+        text=lambda: transformers.MistralConfig(**TINY, sliding_window=None),
         vision=lambda: transformers.PixtralVisionConfig(**(_VISION | {"image_size": 96, "head_dim": 16})),
         by_hand=_pixtral(2),
         options={"spatial_merge_size": 2, "vision_feature_layer": -1},
@@ -190,7 +190,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "pixtral": Seeing(
         name="Llava",
-        text=lambda: transformers.MistralConfig(**_TEXT, sliding_window=None),
+        text=lambda: transformers.MistralConfig(**TINY, sliding_window=None),
         vision=lambda: transformers.PixtralVisionConfig(**(_VISION | {"image_size": 96, "head_dim": 16})),
         by_hand=_pixtral(1),
         options={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
@@ -215,7 +215,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "qwen2_vl": Seeing(
         name="Qwen2VL",
-        text=lambda: _TEXT | _MROPE,
+        text=lambda: TINY | _MROPE,
         vision=lambda: _QWEN_VISION,
         image=("Qwen2VLImageProcessorPil", {"size": _PIXELS, "patch_size": 4}),
         processor=("Qwen2VLProcessor", {}),
@@ -225,7 +225,7 @@ CLASSES: dict[str, Seeing] = {
     "glm4v": Seeing(
         name="Glm4v",
         text=lambda: (
-            _TEXT
+            TINY
             | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}}
         ),
         vision=lambda: _GLM_VISION,
@@ -236,7 +236,7 @@ CLASSES: dict[str, Seeing] = {
     ),
     "ovis2": Seeing(
         name="Ovis2",
-        text=lambda: transformers.Qwen2Config(**_TEXT),
+        text=lambda: transformers.Qwen2Config(**TINY),
         vision=lambda: transformers.models.ovis2.Ovis2VisionConfig(
             **_VISION, hidden_stride=2, vocab_size=40, num_visual_indicator_tokens=5
         ),
@@ -255,7 +255,7 @@ CLASSES: dict[str, Seeing] = {
     "llama4": Seeing(
         name="Llama4",
         text=lambda: transformers.Llama4TextConfig(
-            **_TEXT, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=64, use_qk_norm=False, interleave_moe_layer_step=1
+            **TINY, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=64, use_qk_norm=False, interleave_moe_layer_step=1
         ),
         vision=lambda: transformers.Llama4VisionConfig(
             **(_VISION | {"intermediate_size": 128}),

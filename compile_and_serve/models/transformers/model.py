@@ -185,7 +185,7 @@ def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: Mak
         with _recorded(model, called):
             calls = run()
         if unused := _remove_unused(model, called):
-            for child_name, child in model.named_children():
+            for child_name, child in model.named_children() if pooled is None else ():
                 module.add_module(child_name, child)
             calls = run(again=True)  # shows that the model works without them
     finally:
