@@ -111,7 +111,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 RANGE_torch211 := torch==2.11.0 numpy<2.4
 RANGE_torch215 := torch==2.15.0
 RANGE_transformers517 := $(TORCH) transformers==5.17.0
-RANGE_transformers524 := $(TORCH) transformers==5.24.0
+RANGE_transformers524 := $(TORCH) transformers==5.24.0 huggingface_hub==2.4.0
 
 .venv-%/.installed-dev: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

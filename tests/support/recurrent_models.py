@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ _DELTA_NET: dict[str, Any] = {
 }
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 
+# Before, transformers' norm of these classes took all groups together, which no published implementation does.
+NORM_GROUPS = 2 if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else 1
+
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
-    "mamba_n_groups": 2,
+    "mamba_n_groups": NORM_GROUPS,
     "mamba_d_state": 32,
     "max_position_embeddings": 2048,
     "num_hidden_layers": 4,
@@ -39,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": _DELTA_NET,
     "Qwen3NextForCausalLM": {**_DELTA_NET, **_MOE, "mlp_only_layers": [1]},
     "Qwen3_5MoeForCausalLM": {**_DELTA_NET, **_MOE},
-    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": NORM_GROUPS, "state_size": 32},
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1]},
     "GraniteMoeHybridForCausalLM": {
         **_MAMBA,

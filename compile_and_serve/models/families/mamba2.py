@@ -46,18 +46,19 @@ def _mixer_config(config: Mapping[str, Any], hidden_size: int, eps: float, **cha
     num_heads = positive_int(config, "mamba_n_heads", 128)
     inner = config.get("mamba_d_ssm") or positive_int(config, "mamba_expand", 2) * hidden_size
     head_dim = config.get("mamba_d_head", "auto")
+    num_groups = positive_int(config, "mamba_n_groups", 1)
     made = Mamba2Config(
         hidden_size=hidden_size,
         num_heads=num_heads,
         head_dim=inner // num_heads if head_dim == "auto" else int(head_dim),
-        num_groups=positive_int(config, "mamba_n_groups", 1),
+        num_groups=num_groups,
         state_size=positive_int(config, "mamba_d_state", 256),
         width=positive_int(config, "mamba_d_conv", 4),
         eps=eps,
         has_bias=bool(config.get("mamba_proj_bias", False)),
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
         time_limits=time_limits(config),
-        **changes,
+        **{"norm_groups": num_groups, **changes},
     )
     if made.inner_size != inner:
         raise ModelConfigError(f"mamba_n_heads times mamba_d_head must be {inner}, got {made.num_heads} times {made.head_dim}.")
@@ -68,11 +69,13 @@ def build_mamba2(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     eps = float(config.get("layer_norm_epsilon", 1e-5))
     known = {"intermediate_size": 1, "num_attention_heads": 1, "max_position_embeddings": MAX_LENGTH, "rms_norm_eps": eps, **config}
     decoder = DecoderConfig.from_dict(known)
+    num_groups = positive_int(config, "n_groups", 8)
     mixer = Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=positive_int(config, "num_heads", 128),
         head_dim=positive_int(config, "head_dim", 64),
-        num_groups=positive_int(config, "n_groups", 8),
+        num_groups=num_groups,
+        norm_groups=num_groups,
         state_size=positive_int(config, "state_size", 128),
         width=positive_int(config, "conv_kernel", 4),
         eps=eps,

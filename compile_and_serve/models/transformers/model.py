@@ -399,7 +399,8 @@ def _give_positions(model: Any, running: RunningForward) -> bool:
     found = False
     for module in model.modules():
         parameters = inspect.signature(module.forward).parameters
-        if "position_ids" in parameters and "past_key_values_length" in parameters:
+        # The name changed with transformers 5.24.
+        if "position_ids" in parameters and not parameters.keys().isdisjoint(("past_key_values_length", "cache_length")):
             module.forward = partial(_at_positions, module.forward, running)
             found = True
     return found

@@ -63,10 +63,6 @@ def mpt_slopes(num_heads: int) -> torch.Tensor:
     return slopes if whole == num_heads else torch.cat([slopes[1::2], slopes[::2]])[:num_heads].clone()
 
 
-def _no_alibi(*_: Any, **__: Any) -> None:
-    """Stands for the tensor of biases: attention takes the slopes."""
-
-
 def _attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, **options: Any) -> torch.Tensor:
     """q, k, v: [1, heads, T, E]. → [1, T, H, E] in v's dtype"""
     return attention_forward(module, q.to(v.dtype), k.to(v.dtype), v, mask, scale, **options)[0]
@@ -91,7 +87,7 @@ def _openai_gpt(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None,
 
 
 def _xglm(
-    module: Any, hidden_states: Any, key_value_states: Any = None, past_key_values: Any = None, attention_mask: Any = None, **options: Any
+    module: Any, hidden_states: Any, key_value_states: Any = None, _cache: Any = None, attention_mask: Any = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     if key_value_states is not None or options.get("attn_prompt") is not None:
         raise Unsupported(f"{type(module).__name__} attends to other tokens than the sequence's own")
@@ -102,7 +98,7 @@ def _xglm(
     return module.out_proj(_attend(module, q, k, v, attention_mask, module.scaling).flatten(2)), None
 
 
-def _xglm_positions(module: Any, position_ids: torch.Tensor, past_key_values_length: int = 0) -> torch.Tensor:
+def _xglm_positions(module: Any, position_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """The original asks whether the step has more tokens than its table has positions, which a capture does not know."""
     return nn.functional.embedding(position_ids + module.offset, module.weights)
 
@@ -111,6 +107,15 @@ def _bloom(module: Any, hidden_states: Any, residual: Any, alibi: Any, attention
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     out = _attend(module, q, k, v, attention_mask, module.inv_norm_factor, alibi_slopes_H=module.cas_alibi_slopes)
     return residual + module.dense(out.flatten(2)), None
+
+
+def _bloom_model(module: Any, input_ids: Any, **_: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+    """The original computes ALiBi for all tokens of a step. Here attention takes the slopes."""
+    hidden = module.word_embeddings_layernorm(module.word_embeddings(input_ids))
+    mask = create_causal_mask(module.config, hidden, None, None)
+    for block in module.h:
+        hidden = block(hidden, alibi=None, attention_mask=mask)[0]
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
 
 
 def _falcon(
@@ -141,7 +146,7 @@ def _mpt(module: Any, hidden_states: Any, attention_mask: Any = None, **_: Any) 
 def _mpt_model(module: Any, input_ids: Any, **_: Any) -> BaseModelOutputWithPastAndCrossAttentions:
     """The original computes ALiBi for its longest sequence, and converts the mask, which there is only in the dry run."""
     hidden = module.wte(input_ids)
-    mask = create_causal_mask(config=module.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+    mask = create_causal_mask(module.config, hidden, None, None)
     for block in module.blocks:
         hidden = block(hidden, position_bias=None, attention_mask=mask)[0]
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
@@ -150,7 +155,7 @@ def _mpt_model(module: Any, input_ids: Any, **_: Any) -> BaseModelOutputWithPast
 def _ctrl_model(module: Any, input_ids: Any, position_ids: Any, **_: Any) -> BaseModelOutputWithPast:
     """The original scales by a number of NumPy's, which cannot be captured."""
     hidden = module.w(input_ids) * module.d_model_size**0.5
-    mask = create_causal_mask(config=module.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+    mask = create_causal_mask(module.config, hidden, None, None)
     hidden = hidden + module.pos_encoding.to(hidden.dtype)[position_ids]
     for layer in module.h:
         hidden = layer(hidden, attention_mask=mask)
@@ -203,7 +208,7 @@ _METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # class of a module →
     "TrOCRAttention": ("forward", _xglm),
     "MvpAttention": ("forward", _xglm),
     "BloomAttention": ("forward", _bloom),
-    "BloomModel": ("build_alibi_tensor", _no_alibi),
+    "BloomModel": ("forward", _bloom_model),
     "FalconAttention": ("forward", _falcon),
     "MptAttention": ("forward", _mpt),
     "MptModel": ("forward", _mpt_model),

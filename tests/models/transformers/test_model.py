@@ -285,7 +285,6 @@ def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, A
         ("NoSuchForCausalLM", {}, "has no such model"),
         ("BertModel", {}, "it does not generate text"),
         ("BertLMHeadModel", {}, "its attention mask is 'bidirectional_mask_function', not causal"),
-        ("RoFormerForCausalLM", {"is_decoder": True}, "its attention mask is 'bidirectional_mask_function', not causal"),
         ("CpmAntForCausalLM", {"dim_head": 16}, "its attention does not go through the attention interface"),
         ("GptOssForCausalLM", {}, "the experts model.layers.0.mlp.experts have biases, no gate, or another layout"),
         ("DeepseekV3ForCausalLM", {"n_routed_experts": 1, "qk_rope_head_dim": 8}, "it keeps latent keys and values"),
