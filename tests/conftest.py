@@ -24,6 +24,7 @@ import torch
 
 from tests.support.covering_cases import covering_cases
 from tests.support.made_once import made_once
+from tests.support.triton_interpreter import patch_language_once
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -34,6 +35,8 @@ os.environ["COLUMNS"] = "120"
 # Triton reads it when it is imported, which is before any test module is.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_language_once()
 
 TINY_VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -73,9 +73,8 @@ def test_compiled_tokens(folders: tuple[Path, Path], expected: list[list[int]], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_serve_the_same_tokens(num_ranks: int, folders: tuple[Path, Path], expected: list[list[int]], tmp_path: Path) -> None:
-    assert served(folders[0], tensor_parallel_size=num_ranks, enforce_eager=False, cache_dir=tmp_path)[0] == expected
+def test_two_ranks_serve_the_same_tokens(folders: tuple[Path, Path], expected: list[list[int]], tmp_path: Path) -> None:
+    assert served(folders[0], tensor_parallel_size=2, enforce_eager=False, cache_dir=tmp_path)[0] == expected
 
 
 @pytest.mark.parametrize("truncate", [False, True])

@@ -53,7 +53,7 @@ def test_two_ranks_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     given = [request(f"r{i}", [token % 8 for token in prompt_of(i, 9 + i)], max_tokens=30) for i in range(4)]
     found = []
     for size in (1, 2):
-        core = engine(target, drafter, tensor_parallel_size=size, cache_dir=tmp_path / "cache", enforce_eager=False)
+        core = engine(target, drafter, tensor_parallel_size=size, cache_dir=tmp_path / "cache", enforce_eager=size == 1)
         tokens = tokens_of(run_requests(core, given))
         found.append((tokens, core.stats().spec_decode_num_accepted_tokens_per_pos))
         core.shutdown()

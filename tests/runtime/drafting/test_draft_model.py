@@ -154,7 +154,7 @@ def test_both_models_are_compiled_once_and_start_from_artifacts(
 def test_two_ranks_draft_alike(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_draft(monkeypatch)
     options = {"tensor_parallel_size": 2, "cache_dir": tmp_path / "cache"}
-    plain, _ = run(folder, greedy_requests(), None, **options)
+    plain, _ = run(folder, greedy_requests(), None)
     drafted, stats = run(folder, greedy_requests(), speculation(folder), **options)
     assert tokens_of(drafted) == tokens_of(plain)
     assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 40
