@@ -24,7 +24,7 @@ import torch
 
 from tests.support.covering_cases import covering_cases
 from tests.support.made_once import made_once
-from tests.support.triton_interpreter import patch_language_once
+from tests.support.triton_interpreter import make_interpreter_quicker
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -36,7 +36,7 @@ os.environ["COLUMNS"] = "120"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_language_once()
+    make_interpreter_quicker()
 
 TINY_VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
