@@ -93,16 +93,3 @@ def test_through_transformers_own_implementation(
     assert llm.info.compile_report["distinct_pieces"] == 3
     check(reference, prompts, generate(llm, prompts), expected)
     llm.shutdown()
-
-
-@pytest.mark.slow
-def test_after_preemption_with_a_small_token_budget(
-    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    options: dict[str, Any] = {"max_model_len": 192, "max_num_seqs": 16, "max_num_batched_tokens": 32, "num_kv_blocks": 24}
-    llm = LLM(str(smollm2_dir), dtype="float32", enable_prefix_caching=False, **options)
-    check(reference, prompts, generate(llm, prompts), expected)
-    stats = llm.engine.core.stats()
-    assert stats.num_preemptions > 0
-    assert stats.num_free_blocks == stats.num_total_blocks
-    llm.shutdown()
