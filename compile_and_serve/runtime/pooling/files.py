@@ -17,6 +17,7 @@ _KINDS: Mapping[str, PoolingType] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
 }
+_HEADS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
 _BY_NAME: Mapping[str, PoolingType] = {"lasttoken": "last", "mean": "mean", "cls": "cls", "max": "max"}  # of `pooling_mode`, newer
 _MODULES = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize", "LogitScore")
 
@@ -30,6 +31,16 @@ def does_pool(model: ModelConfig, config: Mapping[str, Any]) -> bool:
     if model.runner != "auto":
         return model.runner == "pooling"
     return is_pooling_architecture(config) or "classifier_from_token" in config or _has_modules(model)
+
+
+def with_base_class(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The config with the class that sentence-transformers loads: a Transformer before Pooling is one without a head, whatever it names."""
+    names = config.get("architectures")
+    is_pooled = {"Transformer", "Pooling"} <= {name for name, _ in modules_of(model)}
+    if not is_pooled or not isinstance(names, list) or not names:
+        return dict(config)
+    base = next((str(names[0]).removesuffix(suffix) for suffix in _HEADS if str(names[0]).endswith(suffix)), None)
+    return dict(config) if base is None else {**config, "architectures": [f"{base}Model"]}
 
 
 def modules_of(model: ModelConfig) -> list[tuple[str, Path]]:

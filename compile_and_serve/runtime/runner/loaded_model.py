@@ -28,7 +28,7 @@ from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
 from compile_and_serve.runtime.media.prepared import PreparedItem
 from compile_and_serve.runtime.messages import StageCallback
-from compile_and_serve.runtime.pooling.files import does_pool
+from compile_and_serve.runtime.pooling.files import does_pool, with_base_class
 from compile_and_serve.runtime.pooling.rerankers import with_answers
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
@@ -268,7 +268,9 @@ class LoadedModel:
 def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> LoadedModel:
     """Read the config, compile the model, load the weights. Raises the `ValueError` family as `Worker` does."""
     start = time.perf_counter()
-    model_config = with_answers(read_model_config(config.model), config.model)
+    model_config = read_model_config(config.model)
+    if config.model.runner != "generate":
+        model_config = with_answers(with_base_class(model_config, config.model), config.model)
     config = with_cache_dtype(config, model_config, device)
     dtype = model_dtype(config, device)
     cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)

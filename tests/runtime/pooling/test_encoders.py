@@ -166,6 +166,24 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
         np.testing.assert_allclose(output.outputs.embedding, row / np.linalg.norm(row), atol=3e-5)
 
 
+def test_sentence_transformers_loads_a_class_without_its_head(tmp_path: Path) -> None:
+    """all-mpnet-base-v2 names MPNetForMaskedLM, and has no head."""
+    folder = write_encoder(tmp_path / "model", "MPNetModel")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["MPNetForMaskedLM"]}))
+    modules = [
+        {"type": "sentence_transformers.models.Transformer", "path": ""},
+        {"type": "sentence_transformers.models.Pooling", "path": "1"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1").mkdir()
+    (folder / "1" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    with LLM(str(folder), skip_tokenizer_init=True, **OPTIONS) as llm:
+        outputs = llm.embed(token_prompts(), pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+    for output, theirs_TD in zip(outputs, theirs(folder, "MPNetModel", PROMPTS), strict=True):
+        np.testing.assert_allclose(output.outputs.embedding, theirs_TD.mean(0), atol=3e-5)
+
+
 def test_what_is_not_supported_is_said() -> None:
     config = {"architectures": ["BertModel"], "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "position_embedding_type": "relative_key"}
