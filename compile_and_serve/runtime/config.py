@@ -302,7 +302,12 @@ class SchedulerConfig:
             self,
             max_num_batched_tokens=budget,
             async_scheduling=is_asynchronous if self.async_scheduling is None else self.async_scheduling,
-            admit_in_groups=(is_asynchronous and self.policy == "fcfs" if self.admit_in_groups is None else self.admit_in_groups),
+            # A model whose prompts are not cut has no decodes that a prompt could hold up.
+            admit_in_groups=(
+                is_asynchronous and self.policy == "fcfs" and longest_whole_prompt is None
+                if self.admit_in_groups is None
+                else self.admit_in_groups
+            ),
         )
 
 

@@ -73,3 +73,4 @@ def test_slots_are_given_away_in_groups_on_a_gpu_in_order_of_arrival() -> None:
     }
     assert defaults == {(False, "fcfs"): False, (False, "priority"): False, (True, "fcfs"): True, (True, "priority"): False}
     assert SchedulerConfig(admit_in_groups=True).for_device(is_asynchronous=False).admit_in_groups
+    assert not SchedulerConfig().for_device(is_asynchronous=True, longest_whole_prompt=512).admit_in_groups  # it has no decodes
