@@ -13,6 +13,7 @@ import transformers
 from compile_and_serve import LLM, PoolingParams
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.pooling import build_pooling_model
+from tests.runtime.pooling.test_encoders import LONG, write_tokenizer
 from tests.support.transformers_models import SIZES, config_of, write_random_model
 
 LENGTHS = (1, 512, 2, 33, 33, 7)
@@ -109,6 +110,23 @@ def test_classes_of_tokens_and_sparse_embeddings(tmp_path: Path) -> None:
         sparse = llm.embed(token_prompts(), use_tqdm=False)
     for one, logits_TV in zip(sparse, theirs(folder, "DebertaV2ForMaskedLM"), strict=True):
         np.testing.assert_allclose(one.outputs.embedding, np.log1p(np.maximum(logits_TV, 0)).max(0), atol=3e-5)
+
+
+def test_a_classifier_of_pairs_sees_which_text_is_which(tmp_path: Path) -> None:
+    architecture = "AlbertForSequenceClassification"
+    folder = write(tmp_path / "model", architecture, {"embedding_size": 32, "num_labels": 1, "max_position_embeddings": 12})
+    write_tokenizer(folder)
+    cut = PoolingParams(use_activation=False, truncate_prompt_tokens=-1, truncation_side="right")
+    with LLM(str(folder), **OPTIONS | {"skip_tokenizer_init": False}) as llm:
+        outputs = llm.score("the cat sits", ["a dog runs", LONG], pooling_params=cut, use_tqdm=False)
+    model = transformers.AlbertForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        types = (torch.arange(ids.shape[1]) >= 5).long()[None]  # [CLS], three words and [SEP] are the first text
+        with torch.no_grad():
+            [[logit]] = model(ids, token_type_ids=types).logits
+        assert output.outputs.score == pytest.approx(logit.item(), abs=2e-5)
+    assert len(outputs[1].prompt_token_ids) == 12
 
 
 def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
