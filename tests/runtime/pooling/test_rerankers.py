@@ -34,7 +34,9 @@ def change_checkpoint(folder: Path, architecture: str, tensors: dict[str, torch.
 def test_a_decoder_rates_pairs_by_its_answers(tied: bool, answers: list[str], tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model", "Qwen3ForCausalLM", tie_word_embeddings=tied, num_hidden_layers=2)
     write_tokenizer(folder)
-    overrides = {"classifier_from_token": answers, "pair_template": TEMPLATE}
+    overrides: dict[str, Any] = {"classifier_from_token": answers, "pair_template": TEMPLATE}
+    if tied:  # as vLLM has it
+        overrides |= {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}
     with LLM(str(folder), hf_overrides=overrides, **OPTIONS) as llm:
         assert llm.info.pooling is not None
         assert llm.info.pooling.tasks == ("classify", "score")
