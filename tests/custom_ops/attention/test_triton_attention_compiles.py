@@ -17,6 +17,7 @@ SCRIPT = """
 import json
 from compile_and_serve.custom_ops.sampling.triton_sampling import _draw_kernel, _filter_kernel
 from compile_and_serve.custom_ops.attention.triton_decode import _decode_kernel, decode_config
+from compile_and_serve.custom_ops.attention.triton_encoder import _encoder_kernel
 from compile_and_serve.custom_ops.attention.triton_prefill import _prefill_kernel
 from compile_and_serve.custom_ops.attention.triton_rope import _rope_kv_kernel
 from compile_and_serve.custom_ops.sampling.decode_inputs import _begin_kernel, _end_kernel
@@ -84,11 +85,16 @@ tokens = {name: "*i64" for kernel in (_begin_kernel, _end_kernel) for name in ke
           if name.endswith("_ptr") and name not in INT32}
 found["begin"] = shared(_begin_kernel, {"BLOCK_SIZE": 16, "ROWS": 128}, 4, tokens)
 found["end"] = shared(_end_kernel, {"ROWS": 128, "PDL": True}, 4, tokens)
+encoder = {"NUM_HEADS": 12, "GROUP": 1, "HEAD_DIM": 64, "COLUMNS": 512, "BLOCK_Q": 64, "BLOCK_C": 64, "BLOCK_E": 64, "LOG2": 1.44,
+           "HAS_BIAS": True, "HAS_DISTANCE": True, "HAS_QUERY": True, "HAS_KEY": True}
+types = {"starts_ptr": "*i32", "columns_ptr": "*i64", "scale": "fp32", "out_ptr": "*bf16"}
+for window in (0, 64):
+    found[f"encoder {window}"] = shared(_encoder_kernel, encoder | {"WINDOW": window}, 4, types)
 print(json.dumps(found))
 """
 
 
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
-    assert len(shared) == 20
+    assert len(shared) == 22
     assert max(shared.values()) <= LARGEST_SHARED
