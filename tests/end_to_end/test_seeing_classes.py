@@ -16,7 +16,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
 from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, write_seeing
-from tests.support.vision_models import FIRST, PROMPTS, SECOND, TEXT, Parts
+from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts
 
 QUICK = ("llava_next", "qwen2_vl")
 
@@ -80,10 +80,19 @@ def test_compiled(tmp_path: Path) -> None:
     core.shutdown()
 
 
-def test_classes_whose_images_attend_forwards_read_text_alone(caplog: pytest.LogCaptureFixture) -> None:
-    config = transformers.PaliGemmaConfig(
-        text_config=transformers.GemmaConfig(**TINY), vision_config=transformers.SiglipVisionConfig(num_hidden_layers=1)
-    ).to_dict()
-    spec = build_model({**config, "architectures": ["PaliGemmaForConditionalGeneration"]}, dtype=torch.float32)
+REFUSED = {
+    "PaliGemma": ("tokens of an image attend to later ones", {"vision_config": transformers.SiglipVisionConfig(num_hidden_layers=1)}),
+    "Qwen3VL": ("deepstack_visual_embeds", {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_classes_that_read_text_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    reason, options = REFUSED[name]
+    text = transformers.GemmaConfig(**TINY) if name == "PaliGemma" else QWEN["qwen3"][1] | TINY
+    config = getattr(transformers, f"{name}Config")(text_config=text, **options).to_dict()
+    architecture = f"{name}ForConditionalGeneration"
+    spec = build_model({**config, "architectures": [architecture]}, dtype=torch.float32, model_impl="transformers")
     assert spec.encoder is None
-    assert "runs on text alone: tokens of an image attend to later ones" in caplog.text
+    assert f"{architecture} runs on text alone" in caplog.text
+    assert reason in caplog.text

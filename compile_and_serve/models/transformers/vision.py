@@ -11,8 +11,10 @@ Shape legend: T tokens of the step, or of an image's text in the encoder; D hidd
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,6 +29,7 @@ from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
 from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepInput, StepOutput
+from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.transformers.attention import RunningForward, Unsupported
 from compile_and_serve.models.transformers.weights import split_weights, weight_names
@@ -36,7 +39,10 @@ from compile_and_serve.models.vision.whole_items import PROCESSED
 
 _DECODERS = ("language_model", "text_model")
 _REASON = "transformers' encoder reads sizes of images on the host"
-_TO_DECODER = frozenset({"inputs_embeds", "attention_mask", "position_ids", "cache_position", "input_ids"})
+_TO_DECODER = frozenset(
+    "inputs_embeds attention_mask position_ids cache_position input_ids past_key_values use_cache logits_to_keep labels return_dict "
+    "output_attentions output_hidden_states".split()
+)
 _INPUT = StepInput(
     name=PROCESSED.name,
     dtype=torch.uint8,
@@ -60,7 +66,16 @@ def merging_module(model: nn.Module) -> tuple[str, Any] | None:
     source = inspect.getsource(sys.modules[type(found[0][1]).__module__])
     if "block_sequence_ids" in source:
         raise Unsupported("tokens of an image attend to later ones of the same image")
+    if others := sorted(_given_to_decoder(found[0][1]) - _TO_DECODER):
+        raise Unsupported(f"its decoder takes more of an image than embeddings: {', '.join(others)}")
     return found[0]
+
+
+def _given_to_decoder(module: nn.Module) -> set[str]:
+    """The names of what the module's forward gives its decoder."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward))))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    return {word.arg for call in calls if call.func.attr in _DECODERS for word in call.keywords if word.arg is not None}  # type: ignore[attr-defined]
 
 
 def has_three_rows(module: nn.Module) -> bool:
@@ -130,7 +145,7 @@ class _DecoderCall(nn.Module):
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **given: Any) -> None:
         others = sorted(name for name, value in given.items() if name not in _TO_DECODER and isinstance(value, (torch.Tensor, list, tuple)))
         if args or others:
-            raise Unsupported(f"its decoder takes more of an image than embeddings: {', '.join(others)}")
+            raise ModelConfigError(f"The decoder takes more of an image than embeddings: {', '.join(others)}.")
         raise _Embedded(inputs_embeds)
 
 
@@ -159,7 +174,7 @@ class ImageEncoder(nn.Module):
             self._forward(**inputs, **options, use_cache=False)
         except _Embedded as end:
             return end.rows_1TD[0]
-        raise Unsupported("its forward did not come to its decoder")
+        raise ModelConfigError("The class's forward did not come to its decoder.")
 
 
 def with_images(

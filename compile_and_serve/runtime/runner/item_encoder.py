@@ -27,17 +27,17 @@ from compile_and_serve.runtime.side_model import SideModel
 
 log = logging.getLogger(__name__)
 
-# Width and height of images, among which are those with the most tokens.
+# Width and height of images, among which are those with the most tokens and one with few.
 _SIZES = ((4096, 4096), (4096, 1024), (1024, 4096), (1024, 1024), (448, 448))
 
 
-def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, PreparedItem | None]:
-    """The spec with the length of the longest item that the folder's processor makes, and that item.
+def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, list[PreparedItem]]:
+    """The spec with the length of the longest item that the folder's processor makes, and the shortest and that item.
 
-    Nothing changes, and there is none, for a model without such an encoder. Without a processor the model reads text alone.
+    Nothing changes, and there are none, for a model without such an encoder. Without a processor the model reads text alone.
     """
     if spec.encoder is None or spec.encoder.eager_reason is None:
-        return spec, None
+        return spec, []
     try:
         processor = media_processor(media_info(model, spec))
         assert processor is not None
@@ -46,19 +46,19 @@ def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, P
         log.warning("The model reads no images here: %s", error)
         rows = spec.row_group
         state = tuple(one for one in spec.state if one is not rows)
-        return replace(spec, encoder=None, state=state, inputs=tuple(one for one in spec.inputs if one is not ENCODER_ROW)), None
-    longest = max(items, key=lambda item: item.length)
-    return replace(spec, encoder=replace(spec.encoder, max_model_len=longest.length)), longest
+        return replace(spec, encoder=None, state=state, inputs=tuple(one for one in spec.inputs if one is not ENCODER_ROW)), []
+    items.sort(key=lambda item: item.length)
+    return replace(spec, encoder=replace(spec.encoder, max_model_len=items[-1].length)), [items[0], items[-1]]
 
 
 class ItemEncoder:
-    """A `RowEncoder`. longest: an item of the greatest length."""
+    """A `RowEncoder`."""
 
-    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, longest: PreparedItem, device: torch.device) -> None:
-        """spec: of the engine's model."""
+    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, items: Sequence[PreparedItem], device: torch.device) -> None:
+        """spec: of the engine's model. items: from a short one to one of the greatest length."""
         self._model: Model = side.model
         self._output = side.spec.outputs[0].name
-        self._longest, self._device, self._platform = longest, device, platform_of(device)
+        self._items, self._device, self._platform = items, device, platform_of(device)
         self.max_tokens = info.max_tokens
         name, self._rows_RD = region_of(spec, info, device)
         self.state: Mapping[str, torch.Tensor] = {name: self._rows_RD}
@@ -72,12 +72,11 @@ class ItemEncoder:
 
     def run_largest(self) -> None:
         """See `RowEncoder`."""
-        self._rows_of(self._longest.arrays[PROCESSED.name], self._longest.length)
-        self._platform.synchronize()
+        self._run(self._items[-1])
 
     def run_longest_item(self) -> None:
         """See `RowEncoder`."""
-        self.run_largest()
+        self._run(self._items[0 if self._platform.shares_host_memory else -1])
 
     def run_dummy(self, num_tokens: int) -> None:
         """Nothing is made for a number of tokens."""
@@ -85,6 +84,10 @@ class ItemEncoder:
     def dummy_step(self, num_tokens: int) -> Step:
         """It has no graphs."""
         raise AssertionError("an encoder of single items has no graphs")
+
+    def _run(self, item: PreparedItem) -> None:
+        self._rows_of(item.arrays[PROCESSED.name], item.length)
+        self._platform.synchronize()
 
     def _rows_of(self, array: StepArray, length: int) -> torch.Tensor:
         tensors = unpacked(array, self._device)

@@ -74,7 +74,7 @@ def join_ranks(rank: Rank, device: torch.device, on_stage: StageCallback) -> Non
 @dataclass(kw_only=True)
 class LoadedModel:
     """spec: the rank's part, with what passes added. dtype: of activations. backends: by attention group. weights: of the drafter and
-    the encoder, too. longest_item: of an encoder that runs one item at a time. facts: for the report. stages: the other stages of the
+    the encoder, too. sample_items: of an encoder that runs one item at a time. facts: for the report. stages: the other stages of the
     model; None: there are none.
     """
 
@@ -89,7 +89,7 @@ class LoadedModel:
     drafter: CompiledDrafter | None
     encoder: SideModel | None
     encoder_info: EncoderInfo | None
-    longest_item: PreparedItem | None
+    sample_items: list[PreparedItem]
     adapters: DeviceAdapters | None
     weights: SleepingWeights
     facts: dict[str, int | float | str]
@@ -126,7 +126,7 @@ class LoadedModel:
     def graph_runners(self, *, logs: bool) -> GraphRunners | None:
         """As `make_graph_runners`."""
         drafter_backends = None if self.drafter is None else self.drafter.backends
-        has_graphs = self.encoder is not None and self.longest_item is None
+        has_graphs = self.encoder is not None and not self.sample_items
         encoder = self.encoder.model if self.encoder is not None and has_graphs else None
         common = self.config, self.spec, self.model.plans, self.backends, drafter_backends, self.device
         return make_graph_runners(*common, encoder, self.encoder_tokens, logs=logs)
@@ -143,8 +143,8 @@ class LoadedModel:
         limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1], "stages": self.stages}
         if self.encoder is not None and self.encoder_info is not None:
             of_encoder = None if graphs is None else graphs.encoder
-            if self.longest_item is not None:
-                limits["encoder"] = ItemEncoder(self.encoder, self.spec, self.encoder_info, self.longest_item, self.device)
+            if self.sample_items:
+                limits["encoder"] = ItemEncoder(self.encoder, self.spec, self.encoder_info, self.sample_items, self.device)
             else:
                 steps = of_encoder or PlainRunner(self.encoder.model)
                 limits["encoder"] = MediaEncoder(self.encoder, steps, self.spec, self.encoder_info, self.device)
@@ -289,7 +289,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
     )
     config = replace(config, scheduler=limits)
-    spec, longest_item = with_longest_item(spec, config.model)
+    spec, sample_items = with_longest_item(spec, config.model)
     info = encoder_info(spec, config)
     stages = None
     if rank.mesh.pipe > 1:
@@ -354,7 +354,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         drafter=compiled_drafter,
         encoder=encoder,
         encoder_info=info,
-        longest_item=longest_item,
+        sample_items=sample_items,
         adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
         weights=sleeping_weights(model, load_all, compiled_drafter, encoder),
         stages=stages,
