@@ -11,6 +11,7 @@ import transformers
 
 pytest.importorskip("PIL")
 
+from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
@@ -69,6 +70,24 @@ def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
         tokens = [token for step in steps for token in step.new_token_ids]
         assert tokens == reference(checkpoint.model, checkpoint.processor, one, images)[0]
     core.shutdown()
+
+
+def test_images_offline_go_through_the_folders_processor(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("llava_next", tmp_path)
+    parts: Parts = [TEXT[2], FIRST, TEXT[1]]
+    one, images = seeing_request("a", parts, checkpoint.processor)
+    expected = reference(checkpoint.model, checkpoint.processor, one, images)[0]
+    (token,) = checkpoint.processor.placeholders
+    first = next(index for index, found in enumerate(one.prompt_token_ids) if found == token)
+    ids = [*one.prompt_token_ids[: first + 1], *one.prompt_token_ids[first + one.media[0].length :]]
+    with LLM(str(tmp_path), dtype="float32", enforce_eager=True, device="cpu", num_kv_blocks=128, num_threads=1) as llm:
+        prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": images[0]}}
+        [result] = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True), use_tqdm=False)
+        wrong = {**prompt, "mm_processor_kwargs": {"x": 1}}
+        with pytest.raises(ValueError, match="for the whole server alone"):
+            llm.generate(wrong, use_tqdm=False)
+    assert result.prompt_token_ids == one.prompt_token_ids
+    assert result.outputs[0].token_ids == expected
 
 
 @pytest.mark.slow
