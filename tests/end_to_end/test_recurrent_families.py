@@ -127,7 +127,6 @@ def test_two_ranks(architecture: str, tmp_path: Path) -> None:
     """Ranks share the heads of attention and of recurrent layers, and a convolution's channels."""
     model = write_recurrent(tmp_path / "model", architecture)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}
-    options["enforce_eager"] = architecture not in QUICK
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:4]]
     with LLM(str(model), **options, cache_dir=tmp_path / "cache", tensor_parallel_size=2) as llm:

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 
 from compile_and_serve import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.engine.core import EngineCore
 from tests.support.adapters import merge, write_adapter
 from tests.support.drafters import check_every_draft
@@ -24,7 +26,7 @@ from tests.support.engines import request, run_requests, tiny_config, tokens_of,
 from tests.support.group_checkpoints import write_grouped
 from tests.support.recurrent_models import write_recurrent
 from tests.support.rewriting import check_verified, rewrite
-from tests.support.transformers_models import greedy_tokens, load_reference
+from tests.support.transformers_models import greedy_tokens, load_reference, write_random_model
 
 # The linears that adapters change.
 TARGETS = {
@@ -38,7 +40,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 PROMPTS = [[(seed * 131 + i * i * 7) % 317 + 3 for i in range(length)] for seed, length in enumerate((5, 40, 17))]
 NUM_TOKENS = 12
-OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "enforce_eager": True, "max_model_len": 256, "num_threads": 1}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "num_threads": 1}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -52,13 +54,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), enable_lora=True, max_lora_rank=8, max_num_seqs=8, max_num_batched_tokens=32, **OPTIONS) as llm:
+    with LLM(str(model), enforce_eager=True, max_num_seqs=8, max_num_batched_tokens=32, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
     return greedy_tokens(model, PROMPTS, NUM_TOKENS)
+
+
+def spec_of(model: Path) -> ModelSpec:
+    return build_model(json.loads((model / "config.json").read_text()), dtype=torch.float32)
 
 
 def greedy(**params: Any) -> SamplingParams:
@@ -72,7 +78,18 @@ def answers(llm: LLM, params: SamplingParams, adapters: list[LoRARequest | None]
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
-def test_adapters_of_projections(model: Path, llm: LLM, expected: list[list[int]], tmp_path: Path) -> None:
+def test_projections_take_adapters(model: Path) -> None:
+    spec = spec_of(model)
+    captured, ctx, _ = rewrite(spec, CompileConfig(max_loras=2, max_lora_rank=4), verify=False)
+    placeholders = captured.gm.graph.find_nodes(op="placeholder")
+    sites = {site.module for site in adapter_sites([ctx.weights[one.meta["weight"]] for one in placeholders if "weight" in one.meta])}
+    names = [name.removesuffix(".weight") for name, parameter in spec.module.named_parameters() if parameter.dim() == 2]
+    assert {name for name in names if name.endswith(TARGETS[model.name])} <= sites
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3_5ForCausalLM"], indirect=True, scope="module")
+def test_adapters(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """A batch of the model and an adapter: what each says alone."""
     adapter = write_adapter(tmp_path / "adapter", model, 8, targets=TARGETS[model.name])
     chosen = LoRARequest("adapter", 1, str(adapter))
@@ -80,7 +97,8 @@ def test_adapters_of_projections(model: Path, llm: LLM, expected: list[list[int]
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
         wanted = merged.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
-    made = answers(llm, greedy(), [None, chosen, None])
+    with LLM(str(model), enable_lora=True, max_lora_rank=8, max_num_seqs=8, cache_dir=tmp_path / "cache", **OPTIONS) as llm:
+        made = answers(llm, greedy(), [None, chosen, None])
     assert [made[0][0], made[1][0], made[2][0]] == [expected[0], wanted[0, len(PROMPTS[1]) :].tolist(), expected[2]]
     assert made[1][0] != expected[1]
 
@@ -105,16 +123,18 @@ def test_structured_output(llm: LLM) -> None:
 
 def test_weights_of_8_bits(model: Path) -> None:
     """What each linear gives is that of the rounded weights (the pass checks itself), and all of them are rounded."""
-    spec = build_model(json.loads((model / "config.json").read_text()), dtype=torch.float32)
+    spec = spec_of(model)
     _, _, records = rewrite(spec, CompileConfig(quantization="int8-weight-only"))
     check_verified(records, "quantize_linears")
     assert records["quantize_linears"].result.matched >= 2 * len(spec.state[-1].layers)  # type: ignore[union-attr]
 
 
 def test_weights_of_4_bits(model: Path, tmp_path: Path) -> None:
-    names = (name.removesuffix(".weight") for name, tensor in load_file(model / "model.safetensors").items() if tensor.dim() == 2)
-    skipped = tuple(name for name in names if name.endswith(("x_proj", "dt_proj")))  # whose sizes groups do not fit
-    quantized, dequantized = write_grouped(model, tmp_path, AWQ, skipped)
+    """Some linears of each mixer, under the names of checkpoints."""
+    linears = [name.removesuffix(".weight") for name, one in load_file(model / "model.safetensors").items() if one.dim() == 2]
+    skipped = tuple(name for name in linears if name.endswith(("x_proj", "dt_proj")))  # whose sizes groups do not fit
+    plain = [name for name in linears if not name.endswith("_proj") or name in skipped]
+    quantized, dequantized = write_grouped(model, tmp_path, AWQ | {"modules_to_not_convert": plain}, skipped)
     made = []
     for folder in (quantized, dequantized):
         core = EngineCore(tiny_config(folder, load_format="auto", block_size=16))
@@ -130,7 +150,7 @@ def test_drafts_change_nothing(
     check_every_draft(monkeypatch)
     config: dict[str, Any] = NGRAM
     if method == "draft_model":
-        config = {"method": method, "model": str(write_tiny_model(tmp_path / "drafter")), "num_speculative_tokens": 3}
+        config = {"method": method, "model": str(write_random_model(tmp_path / "drafter", "LlamaForCausalLM")), "num_speculative_tokens": 3}
     options: dict[str, Any] = {"load_format": "auto", "block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 32}
     if method == "draft_model" and model.name not in HAS_ATTENTION:
         with pytest.raises(ValueError, match="The model keeps no tokens, in whose pages the drafter would keep its own"):
