@@ -78,15 +78,6 @@ def answers(llm: LLM, params: SamplingParams, adapters: list[LoRARequest | None]
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
-def test_projections_take_adapters(model: Path) -> None:
-    spec = spec_of(model)
-    captured, ctx, _ = rewrite(spec, CompileConfig(max_loras=2, max_lora_rank=4), verify=False)
-    placeholders = captured.gm.graph.find_nodes(op="placeholder")
-    sites = {site.module for site in adapter_sites([ctx.weights[one.meta["weight"]] for one in placeholders if "weight" in one.meta])}
-    names = [name.removesuffix(".weight") for name, parameter in spec.module.named_parameters() if parameter.dim() == 2]
-    assert {name for name in names if name.endswith(TARGETS[model.name])} <= sites
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3_5ForCausalLM"], indirect=True, scope="module")
 def test_adapters(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
@@ -121,12 +112,16 @@ def test_structured_output(llm: LLM) -> None:
     assert all(len(text) == 7 and text.endswith("x") and set(text[:-1]) <= set("abcd") for text in (one.outputs[0].text for one in outputs))
 
 
-def test_weights_of_8_bits(model: Path) -> None:
-    """What each linear gives is that of the rounded weights (the pass checks itself), and all of them are rounded."""
+def test_projections_take_8_bits_and_adapters(model: Path) -> None:
+    """What each linear gives is that of the rounded weights (the pass checks itself)."""
     spec = spec_of(model)
-    _, _, records = rewrite(spec, CompileConfig(quantization="int8-weight-only"))
+    captured, ctx, records = rewrite(spec, CompileConfig(quantization="int8-weight-only", max_loras=2, max_lora_rank=4))
     check_verified(records, "quantize_linears")
     assert records["quantize_linears"].result.matched >= 2 * len(spec.state[-1].layers)  # type: ignore[union-attr]
+    placeholders = captured.gm.graph.find_nodes(op="placeholder")
+    sites = {site.module for site in adapter_sites([ctx.weights[one.meta["weight"]] for one in placeholders if "weight" in one.meta])}
+    names = [name.removesuffix(".weight") for name, parameter in spec.module.named_parameters() if parameter.dim() == 2]
+    assert {name for name in names if name.endswith(TARGETS[model.name])} <= sites
 
 
 def test_weights_of_4_bits(model: Path, tmp_path: Path) -> None:
