@@ -36,7 +36,7 @@ from compile_and_serve.compiler.passes.quantize_linears import slow_reason
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan, with_weights_of
 from compile_and_serve.compiler.pieces.splitter import split
 from compile_and_serve.compiler.reports.dump import Dump
-from compile_and_serve.compiler.reports.pass_report import pass_row, pass_summary
+from compile_and_serve.compiler.reports.pass_report import log_stored_rows, pass_row, pass_summary
 from compile_and_serve.compiler.reports.profile import profile_model
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
@@ -238,6 +238,7 @@ class _Compilation:
                 return None
             entries[piece] = entry
         self.report |= {"passes": stored.passes, "artifact": "hit", "artifact_key": plan_entry.key}
+        log_stored_rows(stored.passes)
 
         def load() -> tuple[dict[str, CompiledPiece], float]:
             start = time.perf_counter()

@@ -12,7 +12,6 @@ not rounded as the checkpoint asks for.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -45,8 +44,6 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, dtype_name
 from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, Mxfp4Parts, Parts, ScaledParts, StoredWeight
-
-log = logging.getLogger(__name__)
 
 KERNEL, PACKED_KERNEL = "quantized_experts", "packed_experts"
 
@@ -97,9 +94,7 @@ class QuantizeExperts(BasePass):
             node.replace_all_uses_with(quantized)
             gm.graph.erase_node(node)
             matched += 1
-        for remark in sorted(remarks):
-            log.info(remark)
-        return PassResult(matched=matched, near_misses=tuple(near_misses))
+        return PassResult(matched=matched, near_misses=tuple(near_misses), remarks=tuple(sorted(remarks)))
 
     def _wants(self, args: Mapping[str, Any], ctx: PassContext) -> bool:
         names = [weight_of(args[linear]) for linear in LINEARS]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from compile_and_serve.compiler.rewrite.graph_pass import SkipReason
-from compile_and_serve.compiler.rewrite.pass_manager import PassRecord
+from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, SkipReason
+from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, log_result
 
 
 def pass_row(record: PassRecord) -> dict[str, Any]:
@@ -23,7 +23,16 @@ def pass_row(record: PassRecord) -> dict[str, Any]:
         "expected": record.result.expected,
         "near_misses": near_misses,
         "measured": list(record.result.measured),
+        "remarks": list(record.result.remarks),
     }
+
+
+def log_stored_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Log what the passes logged when they made the artifact that has these rows."""
+    for row in rows:
+        if "skipped" not in row:
+            near_misses = row["near_misses"][: row["expected"] - row["matched"]]  # the others were left to Inductor
+            log_result(row["name"], [NearMiss(**miss) for miss in near_misses], row.get("remarks", ()))
 
 
 def pass_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

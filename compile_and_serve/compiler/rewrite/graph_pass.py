@@ -54,13 +54,14 @@ class PassResult:
     """What a pass did: the number of rewritten sites, and the near misses, which it expected to rewrite.
 
     left_to_inductor: sites that it could have rewritten, but for which Inductor's code was measured to be faster.
-    measured: one sentence for each measured shape.
+    measured: one sentence for each measured shape. remarks: sentences for the log, such as what a checkpoint asks for and does not get.
     """
 
     matched: int
     near_misses: tuple[NearMiss, ...] = ()
     left_to_inductor: tuple[NearMiss, ...] = ()
     measured: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def expected(self) -> int:

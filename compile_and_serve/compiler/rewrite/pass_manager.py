@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, NearMiss, PassContext, PassError, PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.verify import PassVerifier, Verification
 
 log = logging.getLogger(__name__)
@@ -60,18 +60,20 @@ def run_passes(
         log.info("pass %s", record.sentence())
         if isinstance(result, PassResult):
             after_pass(graph_pass.name, gm)
-            _log_near_misses(graph_pass.name, result)
+            log_result(graph_pass.name, result.near_misses, result.remarks)
         records.append(record)
     return records
 
 
-def _log_near_misses(name: str, result: PassResult) -> None:
-    """Log one line per reason and source line, because layers repeat each other."""
-    repeats = Counter((miss.source, miss.reason) for miss in result.near_misses)
-    for miss in result.near_misses:
+def log_result(name: str, near_misses: Sequence[NearMiss], remarks: Sequence[str]) -> None:
+    """Log near misses, one line per reason and source line, because layers repeat each other; then remarks."""
+    repeats = Counter((miss.source, miss.reason) for miss in near_misses)
+    for miss in near_misses:
         if count := repeats.pop((miss.source, miss.reason), 0):
             more = f" and {count - 1} more" if count > 1 else ""
             log.warning("pass %s did not rewrite %s%s (%s): %s", name, miss.node, more, miss.source, miss.reason)
+    for remark in remarks:
+        log.info(remark)
 
 
 def _run_one(

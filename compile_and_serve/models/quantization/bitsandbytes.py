@@ -1,5 +1,7 @@
 """bitsandbytes: NF4 and FP4 codes in blocks of 64, with or without double quantization; LLM.int8's weights, one scale per output.
 
+Experts are read as linears, each under its own name.
+
 Activations are not rounded to 8 bits, other than in LLM.int8. Shape legend: I input features, O output features, G groups of inputs.
 Source: bitsandbytes' `functional.py` (`dequantize_4bit`, `QuantState`).
 """
@@ -7,18 +9,27 @@ Source: bitsandbytes' `functional.py` (`dequantize_4bit`, `QuantState`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, around, scale_to_rows, scaled_weight
+from compile_and_serve.custom_ops.stored_weight import (
+    GroupedParts,
+    QuantizedWeight,
+    StoredTensor,
+    TensorPart,
+    around,
+    scale_to_rows,
+    scaled_weight,
+)
 from compile_and_serve.custom_ops.weight_functions import Expression, weight_function
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.quantization.checkpoint_format import FormatFields, linears_of, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import is_ignored, require, tell_once
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.quantization.groups import require_whole_groups, scales_tensor
 from compile_and_serve.models.spec import ModelSpec
 
@@ -43,15 +54,16 @@ def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeigh
         raise ModelConfigError("quantization_config needs one of load_in_4bit and load_in_8bit to be true.")
     skipped = config.get("llm_int8_skip_modules")
     skipped = ["lm_head"] if skipped is None else skipped
-    kept = {name: linear for name, linear in linears_of(spec).items() if not is_ignored(name, skipped)}
     if in_8_bits:
         tell_once("LLM.int8 weights are multiplied with unquantized activations here, so that outliers need no second product.")
-        return {f"{name}.weight": _8bit_weight(name, linear) for name, linear in kept.items()}
+        kept = {name: linear for name, linear in linears_of(spec).items() if not is_ignored(name, skipped)}
+        return {f"{name}.weight": _8bit_weight(name, linear) for name, linear in kept.items()} | _8bit_experts(spec, skipped)
     kind = config.get("bnb_4bit_quant_type", "fp4")
     require("bnb_4bit_quant_type", kind, ("nf4", "fp4"))
     storage = config.get("bnb_4bit_quant_storage", "uint8")
     require("bnb_4bit_quant_storage", storage, ("uint8",))
     is_double = config.get("bnb_4bit_use_double_quant", False)
+    kept = {name: linear for name, linear in matrices_of(spec).items() if not is_ignored(name, skipped)}
     return {f"{name}.weight": _4bit_weight(name, linear, kind, is_double) for name, linear in kept.items()}
 
 
@@ -92,6 +104,34 @@ def _8bit_weight(name: str, linear: nn.Linear) -> QuantizedWeight:
         scale_divisor=127,
         unused=(f"{name}.weight_format",),
     )
+
+
+def _8bit_experts(spec: ModelSpec, skipped: Sequence[str]) -> dict[str, QuantizedWeight]:
+    """Stacked weights [X, O, I]. Raises `ModelConfigError` where only some of an expert's matrices are quantized."""
+    parameters = dict(spec.module.named_parameters())
+    stacks: dict[str, dict[str, TensorPart]] = {}
+    for name, part in spec.parts.items():
+        if parameters[part.parameter].dim() == 3:
+            stacks.setdefault(part.parameter, {})[name.removesuffix(".weight")] = part
+    found: dict[str, QuantizedWeight] = {}
+    for parameter, parts in stacks.items():
+        ignored = [is_ignored(name, skipped) for name in parts]
+        if any(ignored) and not all(ignored):
+            raise ModelConfigError(f"The checkpoint quantizes only some of the experts' matrices of {parameter}: expected all or none.")
+        if not any(ignored):
+            scale = f"{parameter}_SCB"
+            found[parameter] = scaled_weight(
+                parameter,
+                parameters[parameter].shape,
+                torch.int8,
+                scale=scale,
+                scale_of="row",
+                scale_function="scb_to_rows",
+                scale_divisor=127,
+                scale_parts={f"{name}.SCB": part.of_scales(scale, 1) for name, part in parts.items()},
+                unused=tuple(f"{name}.weight_format" for name in parts),
+            )
+    return found
 
 
 def _example_state(tensor: torch.Tensor, std: float, generator: torch.Generator) -> object:

@@ -1,4 +1,4 @@
-"""`gguf`: blocks of a .gguf file, whose config the loader derives from its tensors. Embeddings are quantized, too.
+"""`gguf`: blocks of a .gguf file, whose config the loader derives from its tensors. Embeddings are quantized, too, and experts.
 
 Blocks are decoded to codes, scales and offsets per group of inputs, exactly.
 
@@ -20,6 +20,7 @@ from torch import nn
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, random_bits
 from compile_and_serve.custom_ops.weight_functions import Text, weight_function
 from compile_and_serve.models.quantization.checkpoint_format import register_checkpoint_format
+from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.spec import ModelSpec
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -144,29 +145,56 @@ GGUF_FORMATS: Mapping[str, GgufFormat] = {
 
 @register_checkpoint_format("gguf", may_be_requantized=True)
 def read(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, QuantizedWeight]:
-    """Parameter name → its blocks, for the linears and embeddings of a .gguf file."""
-    kinds = config.get("tensors") or {}
+    """Parameter name → its blocks, for the linears, embeddings and experts of a .gguf file.
+
+    `tensors` of the config: name → kind; all experts of a layer have one entry, with `{expert}` in place of the number.
+    """
+    kinds: Mapping[str, str] = config.get("tensors") or {}
     owners = [child for child in spec.module.modules() if isinstance(child, nn.Linear | nn.Embedding)]
     parameters = {id(owner.weight) for owner in owners}
     found: dict[str, QuantizedWeight] = {}
     for name, parameter in spec.module.named_parameters():
-        if id(parameter) not in parameters or name not in kinds:
+        if id(parameter) in parameters and _has_whole_blocks(kinds.get(name), parameter):
+            found[name] = _weight(name, parameter, kinds[name])
+    return found | _experts(kinds, spec)
+
+
+def _experts(kinds: Mapping[str, str], spec: ModelSpec) -> dict[str, QuantizedWeight]:
+    """Name of an expert's matrix → its blocks. Where gate and up are of different kinds, both are dequantized."""
+    matrices = matrices_of(spec)
+    stacks: dict[str, dict[str, str | None]] = {}  # stacked parameter → matrix → kind
+    for name, part in spec.parts.items():
+        of_all = ".{expert}.".join(name.rsplit(f".{part.index}.", 1))
+        stacks.setdefault(part.parameter, {})[name] = kinds.get(of_all)
+    found: dict[str, QuantizedWeight] = {}
+    for names in stacks.values():
+        (kind, *others) = set(names.values())
+        linears = {name: linear for name in names if (linear := matrices.get(name.removesuffix(".weight"))) is not None}
+        if kind is None or others or len(linears) < len(names):
             continue
-        form, kind = GGUF_FORMATS[kinds[name]], Text(kinds[name])
-        if parameter.shape[1] % form.block_inputs:
-            continue
-        num_bytes = parameter.shape[1] // form.block_inputs * form.block_bytes
-        parts = GroupedParts(
-            bits=form.bits,
-            group_size=form.group_size,
-            codes=("gguf_part", name, kind, Text("codes")),
-            scale=("gguf_part", name, kind, Text("scale")),
-            offset=None if form.offset is None else ("gguf_part", name, kind, Text("offset")),
-        )
-        # The blocks have float16 scales among their bytes, which stay finite and small.
-        blocks = StoredTensor(name=name, shape=(parameter.shape[0], num_bytes), dtype=torch.uint8, fill=random_bits(0x30))
-        found[name] = QuantizedWeight(parts=parts, tensors=(blocks,))
+        if all(_has_whole_blocks(kind, linear.weight) for linear in linears.values()):
+            found |= {name: _weight(name, linear.weight, kind) for name, linear in linears.items()}
     return found
+
+
+def _has_whole_blocks(kind: str | None, weight_OI: torch.Tensor) -> bool:
+    return kind is not None and weight_OI.shape[1] % GGUF_FORMATS[kind].block_inputs == 0
+
+
+def _weight(name: str, weight_OI: torch.Tensor, kind_name: str) -> QuantizedWeight:
+    form, kind = GGUF_FORMATS[kind_name], Text(kind_name)
+    parts = GroupedParts(
+        bits=form.bits,
+        group_size=form.group_size,
+        codes=("gguf_part", name, kind, Text("codes")),
+        scale=("gguf_part", name, kind, Text("scale")),
+        offset=None if form.offset is None else ("gguf_part", name, kind, Text("offset")),
+    )
+    out_features, in_features = weight_OI.shape
+    num_bytes = in_features // form.block_inputs * form.block_bytes
+    # The blocks have float16 scales among their bytes, which stay finite and small.
+    blocks = StoredTensor(name=name, shape=(out_features, num_bytes), dtype=torch.uint8, fill=random_bits(0x30))
+    return QuantizedWeight(parts=parts, tensors=(blocks,))
 
 
 @weight_function("gguf_part")

@@ -1,12 +1,14 @@
-"""Of a folder, what its tensors say is believed before what its config.json says: whether the head is the embedding.
+"""Of a folder, what its tensors say is believed before what its config.json says: whether the head is the embedding, how many rows it has.
 
-They also say in which order stacked experts have their dimensions, about which config.json says nothing.
+They also say in which order stacked experts have their dimensions, about which config.json says nothing, and which modules bitsandbytes has
+not quantized: transformers 5 keeps experts and routers, which transformers 4 quantized.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")  # layers for multi-
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _STACKED_EXPERTS = re.compile(r"(.*\.)?mlp\.experts\.down_proj")
 EXPERTS_HAVE_INPUTS_FIRST = "experts_have_inputs_first"  # in the config: the tensors are [experts, inputs, outputs]
+_BITSANDBYTES_SCALES = re.compile(r"(.*)\.(?:weight\.absmax|SCB)")
 _CHUNK_ROWS = 4096  # compared at once
 
 
@@ -34,12 +37,14 @@ def with_facts_of_tensors(config: dict[str, Any], folder: Path, *, is_whole: boo
     """The config, changed where the folder's tensors say otherwise, with a warning for each change.
 
     - A stored head that differs from the embedding is used, also if `tie_word_embeddings` says that they are one.
+    - `vocab_size` is the number of the embedding's rows.
     - The embedding is the head if none is stored. is_whole: otherwise, the head may come from another checkpoint.
     - `EXPERTS_HAVE_INPUTS_FIRST` is set where the stacked experts are in this order.
+    - Modules that bitsandbytes has not quantized are added to `llm_int8_skip_modules`.
 
     Without readable tensors the config is returned as it is: whoever loads them says what is wrong.
     """
-    config = _with_order_of_experts(config, folder)
+    config = _with_plain_modules(_with_order_of_experts(config, folder), folder)
     try:
         held = open_folder(folder, lambda name: not _IN_A_LAYER.search(name) and (_is(_HEAD, name) or _is(_EMBEDDING, name)))
     except WeightError:
@@ -49,6 +54,7 @@ def with_facts_of_tensors(config: dict[str, Any], folder: Path, *, is_whole: boo
     if not embeddings:
         return config
     embedding, says_tied = embeddings[0], _says_tied(config)
+    config = _with_vocab_size(config, folder, embedding, held.shapes, heads)
     if heads and says_tied is not False and _differs(held, heads, embedding):
         if says_tied:
             logger.warning("%s holds %s, which differs from %s: it is used, although config.json ties them.", folder, heads[0], embedding)
@@ -58,6 +64,21 @@ def with_facts_of_tensors(config: dict[str, Any], folder: Path, *, is_whole: boo
             logger.warning("%s holds no output head: %s is used, although config.json does not tie them.", folder, embedding)
         return _with_tie(config, True)
     return config
+
+
+def _with_vocab_size(
+    config: dict[str, Any], folder: Path, embedding: str, shapes: Mapping[str, tuple[int, ...]], heads: Sequence[str]
+) -> dict[str, Any]:
+    """Tokens were added, or rows filled up, after config.json was written. The head must have as many rows."""
+    text = config.get("text_config")
+    place = text if isinstance(text, dict) and "vocab_size" in text else config
+    says, (rows, *width) = place.get("vocab_size"), shapes[embedding]
+    others = {shapes[name][0] for name in heads if name.endswith(".weight")} - {rows}
+    if not isinstance(says, int) or says == rows or width != [place.get("hidden_size")] or others:
+        return config
+    logger.warning("%s holds %d rows of %s: they are used, although config.json has vocab_size %d.", folder, rows, embedding, says)
+    changed = {**place, "vocab_size": rows}
+    return changed if place is config else {**config, "text_config": changed}
 
 
 def _with_order_of_experts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -71,6 +92,31 @@ def _with_order_of_experts(config: dict[str, Any], folder: Path) -> dict[str, An
         return config
     first = next((shape for name, shape in held.shapes.items() if _STACKED_EXPERTS.fullmatch(name)), ())
     return {**config, EXPERTS_HAVE_INPUTS_FIRST: True} if tuple(first[1:]) == sizes else config
+
+
+def _with_plain_modules(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "bitsandbytes":
+        return config
+    skipped = quantization.get("llm_int8_skip_modules")
+    try:
+        shapes = open_folder(folder).shapes
+    except WeightError:
+        return config
+    scales = [match[1] for name in shapes if (match := _BITSANDBYTES_SCALES.fullmatch(name))]
+    if not scales or not isinstance(skipped, list | None):
+        return config
+    quantized = {*scales, *map(_all_experts, scales)}
+    weights = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) > 1]
+    plain = {_all_experts(name) for name in weights if name not in quantized} - quantized
+    skipped = ["lm_head"] if skipped is None else skipped
+    return {**config, "quantization_config": {**quantization, "llm_int8_skip_modules": [*skipped, *sorted(plain.difference(skipped))]}}
+
+
+def _all_experts(name: str) -> str:
+    """The experts of a layer for a tensor or a module of one or all of them, other modules as they are."""
+    stem, found, _ = name.partition(".experts.")
+    return stem + found.removesuffix(".")
 
 
 def _generates(config: dict[str, Any]) -> bool:

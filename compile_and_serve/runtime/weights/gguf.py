@@ -5,6 +5,7 @@ Weights are dequantized by the package `gguf`, or keep the file's blocks where t
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from compile_and_serve.runtime.weights.gguf_config import architecture_of
 from compile_and_serve.runtime.weights.gguf_file import GgufFile, TensorInfo, read_gguf, short
 from compile_and_serve.runtime.weights.gguf_tensors import (
     CHANGES,
+    EXPERT,
     JOINS,
     OF_BLOCKS,
     PAIRED_HEADS,
@@ -32,7 +34,6 @@ from compile_and_serve.runtime.weights.gguf_tensors import (
     raw_bytes,
 )
 
-_EXPERT = "{expert}"
 _READ_BY_THE_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
@@ -77,11 +78,12 @@ class GgufCheckpoint:
                 is_packed = name in packed
                 self.shapes[name] = (rows[number], *(_packed_shape(info) if is_packed else info.shape)[1:])
                 self._readers[name] = partial(_rows, info, sum(rows[:number]), rows[number], is_packed)
-        elif _EXPERT in names[0]:
+        elif EXPERT in names[0]:
             for expert in range(info.shape[0]):
-                name = names[0].replace(_EXPERT, str(expert))
-                self.shapes[name] = info.shape[1:]
-                self._readers[name] = partial(_expert, info, expert)
+                name = names[0].replace(EXPERT, str(expert))
+                is_packed = name in packed
+                self.shapes[name] = (info.shape[1], _row_bytes(info)) if is_packed else info.shape[1:]
+                self._readers[name] = partial(_expert, info, expert, is_packed)
         else:
             is_packed = names[0] in packed
             shape = _packed_shape(info) if is_packed else info.shape
@@ -100,7 +102,11 @@ def _number(block: str) -> int:
 
 
 def _packed_shape(info: TensorInfo) -> tuple[int, ...]:
-    return info.shape[0], info.num_bytes // info.shape[0]
+    return info.shape[0], _row_bytes(info)
+
+
+def _row_bytes(info: TensorInfo) -> int:
+    return info.num_bytes // math.prod(info.shape[:-1])
 
 
 def _read(info: TensorInfo, is_packed: bool, change: str | None, heads: Heads) -> torch.Tensor:
@@ -114,7 +120,9 @@ def _rows(info: TensorInfo, first: int, count: int, is_packed: bool) -> torch.Te
     return torch.from_numpy(dequantized(info, first, count, info.shape[0]))
 
 
-def _expert(info: TensorInfo, expert: int) -> torch.Tensor:
+def _expert(info: TensorInfo, expert: int, is_packed: bool) -> torch.Tensor:
+    if is_packed:
+        return torch.from_numpy(raw_bytes(info, expert, 1, info.shape[0])).view(info.shape[1], -1)
     return torch.from_numpy(dequantized(info, expert, 1, info.shape[0])[0])
 
 

@@ -19,7 +19,7 @@ from compile_and_serve.runtime.weights.gguf_architectures import (
     Architecture,
 )
 from compile_and_serve.runtime.weights.gguf_file import GgufFile, is_integer, read_gguf, short, shown
-from compile_and_serve.runtime.weights.gguf_tensors import dequantized, names_of
+from compile_and_serve.runtime.weights.gguf_tensors import EXPERT, dequantized, names_of
 
 _READ_APART = frozenset(
     """
@@ -215,9 +215,14 @@ def _token_ids(file: GgufFile) -> dict[str, Any]:
 
 
 def _kept_kinds(file: GgufFile, row: Architecture) -> dict[str, str]:
-    """Hugging Face's name → kind of blocks, for the matrices whose blocks the model may keep."""
-    matrices = {name: info.kind_name for name, info in file.tensors.items() if len(info.shape) == 2}
-    return {ours: kind for name, kind in matrices.items() if kind in GGUF_FORMATS for ours in names_of(name, row)}
+    """Hugging Face's name → kind of blocks, for the matrices whose blocks the model may keep; of stacked experts, one name for all."""
+    found: dict[str, str] = {}
+    for name, info in file.tensors.items():
+        if info.kind_name in GGUF_FORMATS:
+            ours = names_of(name, row)
+            if len(info.shape) == (3 if EXPERT in ours[0] else 2):
+                found |= dict.fromkeys(ours, info.kind_name)
+    return found
 
 
 def _float32(value: float) -> float:

@@ -18,6 +18,7 @@ from compile_and_serve.runtime.weights.errors import WeightError
 from compile_and_serve.runtime.weights.gguf_architectures import GLOBAL_NAMES, LAYER_NAMES, Architecture
 from compile_and_serve.runtime.weights.gguf_file import GgufFile, TensorInfo, is_integer, short
 
+EXPERT = "{expert}"  # in a name: the number of one of stacked matrices
 _MXFP4_BYTES = 17  # of a block: the scale's exponent, then 16 bytes with two codes each
 
 

@@ -131,7 +131,7 @@ def _checked_stream(
     """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
     of unexpected tensors.
     """
-    packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
+    packed = frozenset(name for name in (*specs, *spec.parts) if _is_packed(name, specs, spec))
     checkpoint = checkpoint or open_checkpoint(path, packed)
     stored = _stored_tensors(spec)
     unused = {name for one in spec.quantized_weights.values() for name in one.unused}
@@ -148,6 +148,8 @@ def _checked_stream(
             part_names.setdefault(part.parameter, set()).add(name)
             wanted[name] = name
             expected = (part.num_rows, *specs[part.parameter].shape[2:])
+            if _is_padded(part.parameter, shape, expected, stored):
+                continue
             if not (part.parameter in scales and _without_ones(shape) == _without_ones(expected)):
                 _check_shape(name, shape, expected, path)
             continue
@@ -160,7 +162,7 @@ def _checked_stream(
             continue
         wanted[name] = parameter
         expected = tuple(specs[parameter].shape)
-        if parameter in stored and stored[parameter].padding is not None and len(shape) == 1 and shape <= expected:
+        if _is_padded(parameter, shape, expected, stored):
             continue
         if not (parameter in scales and _without_ones(shape) == _without_ones(expected)):
             _check_shape(name, shape, expected, path)
@@ -189,18 +191,31 @@ def _checked_stream(
                     f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected.dtype}: use the "
                     "config.json with the quantization_config that belongs to these weights."
                 )
+            known = stored.get(spec.parts[name].parameter if is_part else wanted[name])
+            if known is not None and known.padding is not None:
+                tensor = F.pad(tensor, (0, (spec.parts[name].num_rows if is_part else known.shape[0]) - len(tensor)), value=known.padding)
             if is_part:
                 yield name, tensor
                 continue
-            if (known := stored.get(wanted[name])) is not None:
-                if known.padding is not None:
-                    tensor = F.pad(tensor, (0, known.shape[0] - len(tensor)), value=known.padding)
+            if known is not None:
                 _check_exact(name, tensor, expected.dtype, path)
             if (factor := factors.get(wanted[name])) is not None:
                 tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
             yield wanted[name], tensor.view(expected.shape)
 
     return stream(), tuple(unexpected)
+
+
+def _is_padded(parameter: str, shape: tuple[int, ...], expected: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is filled up to the expected shape."""
+    return parameter in stored and stored[parameter].padding is not None and len(shape) == 1 and shape <= expected
+
+
+def _is_packed(name: str, specs: Mapping[str, TensorSpec], spec: ModelSpec) -> bool:
+    """Whether the model takes the bytes of a checkpoint's tensor as they are stored."""
+    part = spec.parts.get(name)
+    expected = specs.get(name if part is None else part.parameter)
+    return expected is not None and expected.dtype == torch.uint8
 
 
 def _cache_scale_factors(spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], is_wanted: bool) -> dict[str, float] | None:

@@ -53,6 +53,25 @@ def assert_equals_transformers(folder: Path) -> None:
     torch.testing.assert_close(found(folder), expected(folder), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(("architecture", "is_tied"), [("LlamaForCausalLM", False), ("Gemma3ForCausalLM", True)])
+@pytest.mark.parametrize("says", [319, 400])
+def test_the_rows_of_the_embedding_are_the_number_of_tokens(
+    architecture: str, is_tied: bool, says: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_random_model(tmp_path, architecture, tie_word_embeddings=is_tied)
+    right = expected(folder)
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(found(edit(folder, vocab_size=says)), right, rtol=2e-4, atol=2e-4)
+    assert f"holds 320 rows of model.embed_tokens.weight: they are used, although config.json has vocab_size {says}." in caplog.text
+
+
+def test_a_head_of_another_size_is_one_sentence(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path, "LlamaForCausalLM", tie_word_embeddings=False)
+    write(edit(folder, vocab_size=300), {**tensors_of(folder), "lm_head.weight": torch.ones(310, 64)})
+    with pytest.raises(WeightError, match=r"lm_head.weight in .* has shape \[310, 64\], but the model's config makes it \[300, 64\]"):
+        load(folder)
+
+
 class TestTying:
     @pytest.mark.parametrize(
         ("architecture", "without"),

@@ -1,4 +1,4 @@
-"""Experts of AWQ, GPTQ, auto-round, compressed-tensors, NVFP4 and MXFP4: exact values, and on the CPU their codes in memory."""
+"""Experts of AWQ, GPTQ, auto-round, compressed-tensors, NVFP4, MXFP4 and bitsandbytes: exact values; on the CPU, their codes in memory."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def compressed(file_format: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": file_format, "config_groups": {"group_0": group}, "ignore": ignore}
 
 
+def bnb(**settings: Any) -> dict[str, Any]:
+    kind = {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
+    return {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "gate"]} | kind | settings
+
+
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -44,6 +49,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "w8a16-channel": compressed("pack-quantized", **INT4 | {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}),
     "nvfp4": compressed("nvfp4-pack-quantized", **FLOAT4, strategy="tensor_group", group_size=16),
     "mxfp4": compressed("mxfp4-pack-quantized", **FLOAT4, strategy="group", group_size=32),
+    "nf4": bnb(),
+    "fp4-double": bnb(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True),
+    "nf4-double": bnb(bnb_4bit_use_double_quant=True),
+    "llm-int8": bnb(load_in_4bit=False, load_in_8bit=True),
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
 }
 
@@ -55,7 +64,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
-    pack = float4_linear if "fp4" in name or name == "modelopt" else packed_linear
+    pack = float4_linear if "fp4" in name or FORMATS[name]["quant_method"] in ("modelopt", "bitsandbytes") else packed_linear
     return write_grouped(plain, folder, FORMATS[name], pack=pack)
 
 
@@ -69,7 +78,7 @@ def test_dequantized_experts_are_exact(name: str, plain: Path, tmp_path: Path) -
             assert torch.equal(held[key], value), key
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-3-bits", "w4a16-zeros", "nvfp4"])
+@pytest.mark.parametrize("name", ["awq", "gptq-3-bits", "w4a16-zeros", "nvfp4", "nf4", "nf4-double", "llm-int8"])
 def test_compiled_experts_keep_their_codes(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write(plain, tmp_path, name)
     spec = build_model(read_config(quantized), dtype=torch.float32)
@@ -80,10 +89,22 @@ def test_compiled_experts_keep_their_codes(name: str, plain: Path, tmp_path: Pat
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_experts")
     assert (row["matched"], row["near_misses"]) == (1, [])
     assert relative_error(logits(model), logits(load(dequantized))) < 2e-3
-    if name in ("awq", "w4a16-zeros"):  # the kernels keep scales of NVFP4 in float32, and codes of 3 bits in 4
+    # The kernels keep scales of NVFP4 and NF4 in float32 for 32 inputs at most, and codes of 3 bits in 4.
+    if name in ("awq", "w4a16-zeros", "llm-int8"):
         stored = sum(t.nbytes for key, t in load_file(quantized / "model.safetensors").items() if ".experts." in key)
         held = sum(tensor.nbytes for key, tensor in model.weights.items() if "experts" in key)
         assert held <= 1.05 * stored
+
+
+@pytest.mark.parametrize("name", ["nf4", "llm-int8"])
+def test_experts_that_bitsandbytes_left_alone_are_found(name: str, plain: Path, tmp_path: Path) -> None:
+    """As transformers 5 writes them: config.json does not say so. Routers are found, too."""
+    names = [key.removesuffix(".weight") for key in load_file(plain / "model.safetensors") if ".experts." in key]
+    config = FORMATS[name] | {"llm_int8_skip_modules": None}
+    quantized, dequantized = write_grouped(plain, tmp_path, config, skipped=tuple(names), pack=float4_linear)
+    found = load(quantized)
+    assert found.spec.quantized_weights.keys() == {f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkvo"}  # type: ignore[attr-defined]
+    assert torch.equal(logits(found), logits(load(dequantized)))
 
 
 def test_experts_in_part_or_with_act_order_are_one_sentence(plain: Path, tmp_path: Path) -> None:

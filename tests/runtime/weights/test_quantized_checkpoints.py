@@ -63,8 +63,10 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     assert torch.equal(values.float(), merged)
 
 
-def test_a_linear_that_cannot_be_quantized_computes_with_dequantized_weights(plain: Path, tmp_path: Path) -> None:
-    """If one of three merged projections is not quantized, all three run dequantized, and the report says so."""
+def test_a_linear_that_cannot_be_quantized_computes_with_dequantized_weights(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If one of three merged projections is not quantized, all three run dequantized: the report says so, and the log of each start."""
     config = compressed_tensors_config("int", "channel", None)
     config["ignore"].append("model.layers.1.self_attn.k_proj")
     quantized, dequantized = write_quantized(plain, tmp_path, config)
@@ -73,10 +75,15 @@ def test_a_linear_that_cannot_be_quantized_computes_with_dequantized_weights(pla
     tensors[f"{key}.weight"] = load_file(dequantized / "model.safetensors")[f"{key}.weight"]
     del tensors[f"{key}.weight_scale"]
     save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
-    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
-    row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
-    assert row["matched"] == 4 * LAYERS - 1
-    assert [miss["reason"] for miss in row["near_misses"]] == ["only a part of the merged weight is to be quantized"]
+    for artifact in ("made", "hit"):
+        caplog.clear()
+        model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
+        assert model.report["artifact"] == artifact
+        row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
+        assert row["matched"] == 4 * LAYERS - 1
+        assert [miss["reason"] for miss in row["near_misses"]] == ["only a part of the merged weight is to be quantized"]
+        logged = [text for text in caplog.messages if text.startswith("pass quantize_linears did not rewrite")]
+        assert [text.rpartition(": ")[2] for text in logged] == ["only a part of the merged weight is to be quantized"]
     reference = logits(load(dequantized))
     assert relative_error(logits(model), reference) < 1e-5
 
