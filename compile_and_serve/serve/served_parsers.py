@@ -13,7 +13,8 @@ def served_parsers(tokenizer: Tokenizer | None, settings: ServerSettings) -> Par
     parsers = select_parsers(
         tokenizer, chat_template=settings.chat_template, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser
     )
-    if settings.enable_auto_tool_choice and parsers.tools is None:
+    reads_calls = parsers.tools is not None or (parsers.reasoning is not None and parsers.reasoning.parses_tools)
+    if settings.enable_auto_tool_choice and not reads_calls:
         raise ParserError(
             "--enable-auto-tool-choice needs a tool parser, and none was detected from the chat template: name it with --tool-call-parser."
         )

@@ -68,18 +68,23 @@ def _adapters(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
+_MOST_TOKENS = "max_new_tokens"  # in --override-generation-config, as in vLLM: of every answer
+
+
 def parse_sampling_defaults(given: str | None) -> dict[str, float | int]:
-    """The value of --override-generation-config. Raises `ValueError` for anything but numbers under known names."""
+    """The value of --override-generation-config, with `max_tokens` for max_new_tokens.
+
+    Raises `ValueError` for anything but numbers under known names.
+    """
     from compile_and_serve.runtime.text.load_tokenizer import GENERATION_DEFAULTS
 
     found = json_object("--override-generation-config")(given or "{}")
     for name, value in found.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name not in GENERATION_DEFAULTS or not is_number:
-            raise ValueError(
-                f"--override-generation-config takes numbers for {', '.join(GENERATION_DEFAULTS)}, got {name!r:.50}: {value!r:.50}."
-            )
-    return found
+        is_number = isinstance(value, int if name == _MOST_TOKENS else (int, float)) and not isinstance(value, bool)
+        if name not in (*GENERATION_DEFAULTS, _MOST_TOKENS) or not is_number:
+            known = ", ".join((*GENERATION_DEFAULTS, _MOST_TOKENS))
+            raise ValueError(f"--override-generation-config takes numbers for {known}, got {name!r:.50}: {value!r:.50}.")
+    return {"max_tokens" if name == _MOST_TOKENS else name: value for name, value in found.items()}
 
 
 def parse_repetition_detection(given: str) -> RepetitionDetectionParams:
@@ -199,7 +204,7 @@ class ServerSettings:
     )
     override_sampling: Mapping[str, float | int] = option(
         MISSING,
-        "Sampling defaults that come before those of generation_config.json, e.g. '{\"temperature\": 0.5}'.",
+        "Sampling defaults that come before those of generation_config.json, e.g. '{\"temperature\": 0.5}'. max_new_tokens limits answers.",
         panel="Server",
         flags=("--override-generation-config",),
         metavar="JSON",

@@ -133,8 +133,18 @@ def test_override_generation_config(tmp_path: Path, templates: TemplatePool) -> 
         complete_settings(config, replace(settings, override_sampling={"top_p": 7}), templates)
 
 
-@pytest.mark.parametrize("given", ['{"temperature": "hot"}', '{"max_new_tokens": 5}', "[1]", "{", '{"top_k": true}'])
+@pytest.mark.parametrize(
+    "given", ['{"temperature": "hot"}', '{"max_new_tokens": 5.5}', '{"length_penalty": 1}', "[1]", "{", '{"top_k": true}']
+)
 def test_wrong_overrides(given: Any) -> None:
     with pytest.raises(ValueError, match="--override-generation-config"):
         parse_sampling_defaults(given)
-    assert parse_sampling_defaults('{"temperature": 0.5}') == {"temperature": 0.5}
+    assert parse_sampling_defaults('{"temperature": 0.5, "max_new_tokens": 5}') == {"temperature": 0.5, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 3), (2, 2), (50, 3)])
+async def test_new_tokens_are_limited_for_all(start_server: StartServer, asked: int | None, given: int) -> None:
+    server = await start_server(default_sampling={"max_tokens": 3})
+    for response in (await server.chat(max_tokens=asked), await server.complete(max_tokens=asked)):
+        assert response.status_code == 200, response.text
+        assert server.engine.requests[-1].sampling_params.max_tokens == given

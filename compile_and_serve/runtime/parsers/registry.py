@@ -54,19 +54,28 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     XlamParser,
 )
 REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (*THINK_PARSERS, GraniteReasoningParser, HarmonyParser, HunyuanReasoningParser)
-# vLLM's other names of the same formats.
+# vLLM's other names of the same formats, by kind.
 _ALIASES = {
-    "deepseek_v31": "deepseek_v3",
-    "glm47": "glm45",
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "mimo": "qwen3_coder",
-    "phi4_mini_json": "phi4",
-    "qwen3_xml": "qwen3_coder",
-    "step3p5": "qwen3_coder",
-    "openai_gptoss": "gpt-oss",
-    "gpt_oss": "gpt-oss",
+    "tool": {
+        "deepseek_v31": "deepseek_v3",
+        "glm47": "glm45",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "mimo": "qwen3_coder",
+        "phi4_mini_json": "phi4",
+        "qwen3_xml": "qwen3_coder",
+        "step3p5": "qwen3_coder",
+    },
+    "reasoning": {
+        "deepseek_v3": "qwen3",  # V3.1: the prompt ends with <think> where the model is to think
+        "gpt_oss": "gpt-oss",
+        "mimo": "qwen3",
+        "nemotron_v3": "deepseek_r1",
+        "openai_gptoss": "gpt-oss",
+        "step3p5": "step3",
+    },
 }
+READ_BY_REASONING = ("openai",)  # vLLM's tool parser for gpt-oss, whose calls the reasoning parser "gpt-oss" reads
 
 P = TypeVar("P", bound=ToolParser | ReasoningParser)
 
@@ -87,7 +96,7 @@ def reasoning_parser(name: str) -> type[ReasoningParser]:
 
 def check_names(tools: str | None, reasoning: str | None) -> None:
     """Raise `ParserError` or `PluginError` if one of the parsers does not exist. None is no parser."""
-    if tools is not None:
+    if tools is not None and tools not in READ_BY_REASONING:
         tool_parser(tools)
     if reasoning is not None:
         reasoning_parser(reasoning)
@@ -122,7 +131,7 @@ def _plugins(base: type[Any]) -> dict[str, type[Any]]:
 
 
 def _find(name: str, known: Sequence[type[P]], base: type[Any], kind: str) -> type[P]:
-    wanted = _ALIASES.get(name, name)
+    wanted = _ALIASES[kind].get(name, name)
     by_name: dict[str, type[P]] = {parser.name: parser for parser in known}
     if wanted in by_name:
         return by_name[wanted]

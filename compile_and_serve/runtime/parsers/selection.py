@@ -8,7 +8,13 @@ from typing import Any
 
 from compile_and_serve.runtime.parsers.output import OutputParser
 from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.runtime.parsers.registry import detect_reasoning_parser, detect_tool_parser, reasoning_parser, tool_parser
+from compile_and_serve.runtime.parsers.registry import (
+    READ_BY_REASONING,
+    detect_reasoning_parser,
+    detect_tool_parser,
+    reasoning_parser,
+    tool_parser,
+)
 from compile_and_serve.runtime.parsers.tools.base import ToolParser, uses_tools
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
@@ -74,6 +80,10 @@ def select_parsers(
         templates = [chat_template]
     elif tokenizer is not None:
         templates = list(tokenizer.chat_templates.values())
+    if tools in READ_BY_REASONING:
+        return Parsers(
+            reasoning=reasoning_parser(reasoning or "gpt-oss"), template_uses_tools=any(map(uses_tools, templates)), tokenizer=tokenizer
+        )
     return Parsers(
         tools=tool_parser(tools) if tools is not None else detect_tool_parser(templates),
         reasoning=reasoning_parser(reasoning) if reasoning is not None else detect_reasoning_parser(templates),

@@ -267,7 +267,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's `SamplingParams`, verified.
 
-    defaults: values of missing fields. names: see `user_errors`. open_schemas: see `structured_params`.
+    defaults: values of missing fields; max_tokens among them is also the most that a request gets.
+    names: see `user_errors`. open_schemas: see `structured_params`.
     """
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed: set stream to false.", "prompt_logprobs")
@@ -305,7 +306,10 @@ def sampling_params(
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
 
+    limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
+    given["max_tokens"] = min(limits, default=None)
+
     with user_errors(names):
-        params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+        params = SamplingParams(**{**defaults, **given}, logprobs=logprobs)
         params.verify()
     return params

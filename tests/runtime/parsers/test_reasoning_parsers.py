@@ -12,7 +12,14 @@ from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.granite import GraniteReasoningParser
 from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
 from compile_and_serve.runtime.parsers.reasoning.hunyuan_a13b import HunyuanA13bParser
-from compile_and_serve.runtime.parsers.reasoning.think import THINK_PARSERS, DeepseekR1Parser, KimiK2Parser, Qwen3Parser, SeedOssParser
+from compile_and_serve.runtime.parsers.reasoning.think import (
+    THINK_PARSERS,
+    DeepseekR1Parser,
+    KimiK2Parser,
+    MistralParser,
+    Qwen3Parser,
+    SeedOssParser,
+)
 from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
 
 PARSERS = (*THINK_PARSERS, GraniteReasoningParser, HarmonyParser, HunyuanA13bParser)
@@ -42,6 +49,8 @@ CASES: list[tuple[type[ReasoningParser], str, str, str, str]] = [
     (HarmonyParser, "", "no head", "", "no head"),
     (SeedOssParser, "", "<seed:think>A</seed:think>\nC", "A", "C"),
     (SeedOssParser, "…<seed:think>", "A</seed:think>C", "A", "C"),
+    (MistralParser, "", "[THINK]A[/THINK]C", "A", "C"),
+    (MistralParser, "", "C [THINK", "", "C [THINK"),
     (KimiK2Parser, "", "A</think>C", "A", "C"),
     (KimiK2Parser, "", "A\n<|tool_calls_section_begin|>C", "A", "<|tool_calls_section_begin|>C"),
     (KimiK2Parser, "…<think></think>", "C", "", "C"),

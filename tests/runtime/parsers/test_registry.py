@@ -8,17 +8,22 @@ from pathlib import Path
 import pytest
 
 from compile_and_serve.plugins import PluginError
+from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
 from compile_and_serve.runtime.parsers.reasoning.think import Qwen3Parser
 from compile_and_serve.runtime.parsers.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     ParserError,
+    check_names,
     detect_reasoning_parser,
     detect_tool_parser,
     reasoning_parser,
     tool_parser,
 )
+from compile_and_serve.runtime.parsers.selection import select_parsers
 from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
+from compile_and_serve.serve.served_parsers import served_parsers
+from compile_and_serve.serve.settings import ServerSettings
 
 # The parts of the families' templates that tell their formats.
 TOOL_TEMPLATES = {
@@ -50,6 +55,7 @@ REASONING_TEMPLATES = {
     "seed_oss": "<seed:bos>assistant<seed:think>",
     "kimi_k2": "<|im_assistant|>assistant<|im_middle|><think></think>",
     "minimax_m2": "]~b]ai\\n<think>\\n",
+    "mistral": "[SYSTEM_PROMPT]{{ m }}[/SYSTEM_PROMPT][THINK]",
     "step3": "<｜tool_calls_begin｜><think>\\n",
     "hunyuan_a13b": "{% set content = content.split('<answer>') %}</think>",
 }
@@ -68,6 +74,17 @@ def test_every_parser_is_found_by_name_and_by_template() -> None:
     assert tool_parser("phi4_mini_json").name == "phi4"
     for name in ("qwen3_xml", "llama4_json", "llama4_pythonic", "glm47", "step3p5", "mimo"):
         assert tool_parser(name) in TOOL_PARSERS
+    for name in ("deepseek_v3", "nemotron_v3", "step3p5", "openai_gptoss"):
+        assert reasoning_parser(name) in REASONING_PARSERS
+
+
+def test_vllms_parser_of_gpt_oss_is_its_reasoning_parser() -> None:
+    check_names("openai", "openai_gptoss")
+    for reasoning in ("openai_gptoss", None):
+        found = select_parsers(None, chat_template=TOOL_TEMPLATES["hermes"], tools="openai", reasoning=reasoning)
+        assert (found.tools, found.reasoning) == (None, HarmonyParser)
+        settings = ServerSettings(served_model_names=("x",), tool_call_parser="openai", enable_auto_tool_choice=True)
+        assert served_parsers(None, settings).reasoning is HarmonyParser
 
 
 def test_ambiguous_and_unknown_templates_have_no_parser() -> None:

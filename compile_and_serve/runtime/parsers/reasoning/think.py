@@ -92,6 +92,17 @@ class Step3Parser(DeepseekR1Parser):
         return "<｜tool_calls_begin｜>" in template
 
 
+class MistralParser(ThinkParser):
+    name = "mistral"
+    starts = ("[THINK]",)
+    ends = ("[/THINK]",)
+    markers = starts + ends
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "[THINK]" in template
+
+
 THINK_PARSERS: tuple[type[ReasoningParser], ...] = (
     DeepseekR1Parser,
     Qwen3Parser,
@@ -99,6 +110,7 @@ THINK_PARSERS: tuple[type[ReasoningParser], ...] = (
     SeedOssParser,
     KimiK2Parser,
     MinimaxM2Parser,
+    MistralParser,
     Olmo3Parser,
     Step3Parser,
 )
