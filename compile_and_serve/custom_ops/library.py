@@ -22,6 +22,7 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 ROWS, COLUMNS, ON_FIRST_RANK = "shard_rows", "shard_columns", "on_first_rank"
 SHARE_OF_PARTS = "shard_parts"
 EXPERT_ROWS, EXPERT_COLUMNS = "shard_expert_rows", "shard_expert_columns"
+UNGATED_EXPERT_ROWS, ALONG_DIMENSION = "shard_ungated_expert_rows", "shard_along_dimension"
 
 
 class OpKind(Enum):
@@ -40,7 +41,9 @@ class Sharding:
     output: the dimension along which the result is sharded; None: the result is the sum over the ranks' results.
         The result's dimension has the parts of the first of them.
     weights: parameters that are sharded with the inputs, each with a weight function that selects a rank's share. With SHARE_OF_PARTS
-        its rows are sharded like the first input, and it may be computed from a parameter element by element.
+        its rows are sharded like the first input, and it may be computed from a parameter element by element, or be several parameters
+        behind one another.
+    weights_of: of the op's arguments, where the functions of `weights` depend on them.
     state: tensors of the step's state with the dimension that has an entry for each, or for every few, of the sharded dimension of an
         input: `{"cache": (2, "k")}`.
     shared_inputs: inputs whose units (heads) several ranks may share, if there are fewer units than ranks.
@@ -52,6 +55,7 @@ class Sharding:
     inputs: Mapping[str, int] = field(default_factory=dict)
     output: int | None
     weights: Mapping[str, str] = field(default_factory=dict)
+    weights_of: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     state: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     shared_inputs: tuple[str, ...] = ()
     must_shard: bool = False

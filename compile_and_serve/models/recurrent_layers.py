@@ -70,17 +70,17 @@ class DeltaNetConfig:
         keys = ColwisePart(self.keys_size, self.num_key_heads, shared_by_ranks=True)
         return keys, keys, ColwisePart(self.values_size, self.num_heads)
 
-    def state(self, dtype: torch.dtype, *, is_sharded: bool = True) -> LayerState:
-        """What a layer keeps. dtype: of the model. is_sharded: ranks share the heads."""
-        channels, parts = 2 * self.keys_size + self.values_size, self.convolved_parts if is_sharded else None
-        convolution = ConvolutionState(channels=channels, width=self.width, dtype=dtype, parts=parts)
+    def state(self, dtype: torch.dtype) -> LayerState:
+        """What a layer keeps. dtype: of the model."""
+        channels = 2 * self.keys_size + self.values_size
+        convolution = ConvolutionState(channels=channels, width=self.width, dtype=dtype, parts=self.convolved_parts)
         memory = LinearAttentionState(
             num_heads=self.num_heads,
             num_key_heads=self.num_key_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             dtype=dtype,
-            is_sharded=is_sharded,
+            is_sharded=True,
             decay_per_channel=self.decay_per_channel,
         )
         return JoinedState(parts=(convolution, memory))

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.quants import dequantize
+from safetensors.torch import load_file
 
 from benchmarks.cpu import Worker, figures, make_cases, print_case, ratios, speedups, take_turns, write_bfloat16_gguf
+from benchmarks.random_checkpoint import write_folder, write_gguf
 from compile_and_serve.runtime.quantize.source import write_weights
 from compile_and_serve.runtime.weights import iter_tensors, read_config
 from compile_and_serve.runtime.weights.gguf_file import read_metadata
+from tests.support.recurrent_models import FAMILIES, WITHOUT
+from tests.support.transformers_models import SIZES
 
 
 def test_figures_are_medians_of_the_differences() -> None:
@@ -70,3 +75,25 @@ def test_peers_get_the_same_bfloat16_weights(smollm2_gguf: Path, tmp_path: Path)
     assert read_config(tmp_path / "bf16.gguf") | blocks == read_config(smollm2_gguf) | blocks
     vocabulary = "tokenizer.ggml.tokens"
     assert read_metadata(tmp_path / "bf16.gguf")[vocabulary] == read_metadata(smollm2_gguf)[vocabulary]
+
+
+@pytest.mark.parametrize("architecture", ["Lfm2ForCausalLM", "Mamba2ForCausalLM"])
+def test_random_weights_are_the_same_for_peers(architecture: str, tmp_path: Path) -> None:
+    """In a GGUF file under llama.cpp's names, each tensor of the folder once."""
+    from gguf import GGUFReader
+
+    sizes = {name: size for name, size in (SIZES | FAMILIES[architecture]).items() if name not in WITHOUT[architecture]}
+    config, folder, file = tmp_path / "config", tmp_path / "folder", tmp_path / "model.gguf"
+    config.mkdir()
+    model_type = {"Lfm2ForCausalLM": "lfm2", "Mamba2ForCausalLM": "mamba2"}[architecture]
+    (config / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": model_type, **sizes}))
+    write_folder(config, folder)
+    write_gguf(folder, file)
+    theirs = load_file(folder / "model.safetensors")
+    reader = GGUFReader(file)
+    assert reader.fields["general.architecture"].contents() == model_type
+    assert len(reader.tensors) == len(theirs)
+    assert sum(int(tensor.n_elements) for tensor in reader.tensors) == sum(tensor.numel() for tensor in theirs.values())
+    embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    ours = next(tensor for name, tensor in theirs.items() if "embed" in name and "norm" not in name)
+    assert torch.equal(torch.from_numpy(dequantize(embedding.data, embedding.tensor_type)).bfloat16(), ours)

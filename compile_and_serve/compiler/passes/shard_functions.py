@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.library import COLUMNS, EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, ROWS, SHARE_OF_PARTS
+from compile_and_serve.custom_ops.library import (
+    ALONG_DIMENSION,
+    COLUMNS,
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
+    ON_FIRST_RANK,
+    ROWS,
+    SHARE_OF_PARTS,
+    UNGATED_EXPERT_ROWS,
+)
 from compile_and_serve.custom_ops.mesh import TENSOR
 from compile_and_serve.custom_ops.weight_functions import weight_function
 
@@ -54,11 +63,27 @@ def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Te
     return halves[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
 
 
+@weight_function(UNGATED_EXPERT_ROWS, axis=TENSOR, selects="rows")
+def shard_ungated_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
+    """A rank's features of every expert's up, which has no gate: [X, F, …] → [X, F / size, …]"""
+    rows = weight.shape[1] // size
+    return weight[:, rank * rows : (rank + 1) * rows]
+
+
 @weight_function(EXPERT_COLUMNS, axis=TENSOR, selects="columns")
 def shard_expert_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """A rank's features of every expert's down: [X, D, F] → [X, D, F / size]"""
     columns = weight.shape[2] // size
     return weight[:, :, rank * columns : (rank + 1) * columns]
+
+
+@weight_function(ALONG_DIMENSION, axis=TENSOR)
+def shard_along_dimension(weight: torch.Tensor, dimension: int, parts: int, size: int, *, rank: int) -> torch.Tensor:
+    """A rank's part of `parts` equal parts along a dimension of a parameter that no linear reads. size / parts consecutive ranks have the
+    same part.
+    """
+    length = weight.shape[dimension] // parts
+    return weight.narrow(dimension, rank * parts // size * length, length)
 
 
 @weight_function("first_row", axis=TENSOR)

@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler.capture.capture import example_state
 from compile_and_serve.compiler.compat import node_source_line
 from compile_and_serve.compiler.passes import shard_functions as shard_functions  # registers them
+from compile_and_serve.compiler.passes.shard_parameters import MadePlacements, part_constants, recompute, replace_by_rows, shard_parameter
 from compile_and_serve.compiler.passes.shard_placement import (
     HEAD_VIEWS,
     Part,
@@ -48,7 +49,6 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     is_call,
     is_split_point,
     op_arguments,
-    set_example_value,
     tensor_of,
     weight_of,
 )
@@ -247,19 +247,7 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
 
 def _shard_rows(weight: Node, site: _Site, ctx: PassContext) -> None:
     size = ctx.mesh.tensor
-    _replace_by_rows(weight, (Part(0, size),) if site.style == "vocab" else site.parts(size), ctx)
-
-
-def _replace_by_rows(weight: Node, parts: Sequence[Part], ctx: PassContext) -> None:
-    if len(parts) == 1:
-        ctx.replace_weight(weight, ROWS, parts[0].shares, ctx.mesh.tensor)
-    else:
-        ctx.replace_weight(weight, SHARE_OF_PARTS, *_constants(parts, ctx))
-
-
-def _constants(parts: Sequence[Part], ctx: PassContext) -> tuple[int, ...]:
-    """Of `shard_parts`."""
-    return ctx.mesh.tensor, *(number for part in parts for number in part)
+    replace_by_rows(weight, (Part(0, size),) if site.style == "vocab" else site.parts(size), ctx)
 
 
 def _first_row_name(site: _Site) -> str:
@@ -284,12 +272,9 @@ def _check_state(gm: GraphModule, ctx: PassContext) -> None:
                 )
 
 
-_Placements = dict[Node, Placement | tuple[Placement, ...]]  # of the values that differ between ranks
-
-
 def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> None:
     """Go through the graph in order: propagate the shards' shapes, and insert collectives after sites with partial values."""
-    placements: _Placements = {}
+    placements: MadePlacements = {}
     done: set[Node] = set()
     for node in list(gm.graph.nodes):
         if node.op == "placeholder":
@@ -302,7 +287,7 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
         if node in sites and sharding is None:
             _rewrite_site(gm, sites[node], placements, ctx)
         elif is_mean_over_shards(node, placements):
-            _recompute(node, ctx)
+            recompute(node, ctx)
             _average_over_ranks(gm, node, ctx)
         elif is_norm_over_shards(node, placements):
             _normalize_shards(gm, node, placements, done, ctx)
@@ -312,22 +297,22 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
 
 
 def _rewrite_op(
-    gm: GraphModule, node: Node, sharding: Sharding | None, placements: _Placements, done: set[Node], ctx: PassContext, *, is_site: bool
+    gm: GraphModule, node: Node, sharding: Sharding | None, placements: MadePlacements, done: set[Node], ctx: PassContext, *, is_site: bool
 ) -> None:
     is_sharded = is_site or any(value in placements for value in node.all_input_nodes)
     for operand, wanted in whole_operands(node, placements):
-        _shard_parameter(operand, wanted, placements, done, ctx)
+        shard_parameter(operand, wanted, placements, done, ctx)
     placement, before = placement_of(node, placements), node.meta["example_value"]
     if sharding is not None and is_sharded:
         _shard_operands(node, sharding, placements, done, ctx)
     elif sharding is not None and sharding.must_shard:
         raise PassError(_whole_attention(node_source_line(node)))
-    _recompute(node, ctx)
+    recompute(node, ctx)
     if placement is not None:
         _check_others_kept(node, before, placement)
         placements[node] = placement
         if is_split_point(node) and isinstance(placement, Placement) and len(placement.parts) > 1:
-            node.meta["shares"] = SHARE_OF_PARTS, _constants(placement.parts, ctx)
+            node.meta["shares"] = SHARE_OF_PARTS, part_constants(placement.parts, ctx)
     elif sharding is not None and is_sharded:
         _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
 
@@ -338,7 +323,7 @@ def _average_over_ranks(gm: GraphModule, node: Node, ctx: PassContext) -> Node:
     return _insert_after(gm, whole, torch.mul, (1 / ctx.mesh.tensor,), ctx)
 
 
-def _normalize_shards(gm: GraphModule, node: Node, placements: _Placements, done: set[Node], ctx: PassContext) -> None:
+def _normalize_shards(gm: GraphModule, node: Node, placements: MadePlacements, done: set[Node], ctx: PassContext) -> None:
     """rms_norm(x, [D], weight, eps) → weight · x · rsqrt(mean of x² over all ranks + eps), in float32."""
     x, _, weight, eps = (*arguments(node), None, None)[:4]
     placement = placements[x]
@@ -352,7 +337,7 @@ def _normalize_shards(gm: GraphModule, node: Node, placements: _Placements, done
         variance = ctx.call(gm, torch.add, variance, torch.finfo(dtype).eps if eps is None else eps, origin=node)
         normed = ctx.call(gm, torch.mul, wide, ctx.call(gm, torch.rsqrt, variance, origin=node), origin=node)
         if weight is not None:
-            if weight not in placements and not _shard_parameter(weight, Placement(0, placement.parts), placements, done, ctx):
+            if weight not in placements and not shard_parameter(weight, Placement(0, placement.parts), placements, done, ctx):
                 raise PassError(
                     f"Tensor parallelism cannot shard the weight of {node_source_line(node)}: it is not a parameter of its own."
                 )
@@ -362,32 +347,6 @@ def _normalize_shards(gm: GraphModule, node: Node, placements: _Placements, done
     node.replace_all_uses_with(normed)
     gm.graph.erase_node(node)
     placements[normed] = placement
-
-
-def _shard_parameter(operand: Node, wanted: Placement, placements: _Placements, done: set[Node], ctx: PassContext) -> bool:
-    """Shard the rows of the parameter that `operand` is computed from, so that it has the placement. → whether that was possible"""
-    chain = [operand]
-    while weight_of(chain[-1]) is None:
-        sources = chain[-1].all_input_nodes
-        if len(sources) != 1:
-            return False
-        chain.append(sources[0])
-    parameter = chain[-1]
-    if depends_on_rank(ctx.weights[parameter.meta["weight"]].expression):
-        return False
-    found: _Placements = {parameter: Placement(0, wanted.parts)}
-    for node in reversed(chain[:-1]):
-        placement = placement_of(node, found)
-        if placement is None:
-            return False
-        found[node] = placement
-    if found[operand] != wanted or any(user in done and user not in chain for node in chain for user in node.users):
-        return False
-    _replace_by_rows(parameter, wanted.parts, ctx)
-    for node in reversed(chain[:-1]):
-        _recompute(node, ctx)
-    placements.update(found)
-    return True
 
 
 def _whole_attention(place: str) -> str:
@@ -407,15 +366,7 @@ def _check_others_kept(node: Node, before: Any, placement: Placement | tuple[Pla
         raise PassError(f"{node_source_line(node)} does not run on a shard: should a constant size be -1, or is -1 at the wrong position?")
 
 
-def _recompute(node: Node, ctx: PassContext) -> None:
-    try:
-        set_example_value(node, ctx.fake_mode)
-    except (RuntimeError, TypeError, ValueError) as error:  # torch's errors for sizes that do not match
-        reason = str(error).splitlines()[0]
-        raise PassError(f"{node_source_line(node)} does not run on a shard ({reason}): should a constant size be -1?") from error
-
-
-def _rewrite_site(gm: GraphModule, site: _Site, placements: _Placements, ctx: PassContext) -> None:
+def _rewrite_site(gm: GraphModule, site: _Site, placements: MadePlacements, ctx: PassContext) -> None:
     node, size = site.node, ctx.mesh.tensor
     if is_call(node, F.embedding):
         _look_up_own_rows(gm, site, ctx)
@@ -428,7 +379,7 @@ def _rewrite_site(gm: GraphModule, site: _Site, placements: _Placements, ctx: Pa
         what = "a shard, but only 'rowwise' takes a shard" if is_cut else "whole, but 'rowwise' takes a shard"
         raise PassError(f"{weight_of(site.weight)} is {site.style!r} in the model's tp_plan, and its input is {what}.")
     whole_columns = tensor_of(node).shape[-1]
-    _recompute(node, ctx)
+    recompute(node, ctx)
     if site.style == "colwise":
         placements[node] = Placement(tensor_of(node).dim() - 1, site.parts(size))
     elif site.style == "rowwise":
@@ -457,7 +408,7 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
         own_row = ctx.call(gm, torch.where, is_own, row, 0, origin=node)
         is_own_column = ctx.call(gm, torch.unsqueeze, is_own, -1, origin=node)
     node.args = (own_row, *node.args[1:])
-    _recompute(node, ctx)
+    recompute(node, ctx)
     users = list(node.users)
     with gm.graph.inserting_after(node):
         part = ctx.call(gm, torch.where, is_own_column, node, 0.0, origin=node)
@@ -467,18 +418,19 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
         user.replace_input_with(node, whole)
 
 
-def _shard_operands(node: Node, sharding: Sharding, placements: _Placements, done: set[Node], ctx: PassContext) -> None:
+def _shard_operands(node: Node, sharding: Sharding, placements: MadePlacements, done: set[Node], ctx: PassContext) -> None:
     """Give each rank its share of an op's weights and state."""
     size, operands = ctx.mesh.tensor, op_arguments(node)
     constants = {ROWS: (size, size), ON_FIRST_RANK: ()}
-    for name, function in sharding.weights.items():
+    functions = sharding.weights if sharding.weights_of is None else sharding.weights_of(operands)
+    for name, function in functions.items():
         weight = operands[name]
         if weight is None:
             continue
         if function == SHARE_OF_PARTS:
             like = placements[operands[next(iter(sharding.inputs))]]
             assert isinstance(like, Placement)
-            if weight not in placements and not _shard_parameter(weight, Placement(0, like.parts), placements, done, ctx):
+            if weight not in placements and not shard_parameter(weight, Placement(0, like.parts), placements, done, ctx):
                 raise PassError(f"Tensor parallelism cannot shard the {name} of {node_source_line(node)} by its rows.")
             continue
         parameter = weight_of(weight)
@@ -500,6 +452,6 @@ def _shard_state(tensor: Node, dimension: int, parts: Sequence[Part], ctx: PassC
     shares = [Part(part.length // together, part.shares) for part in parts]
     shape[dimension] = sum(part.local for part in shares)
     if len(shares) > 1:
-        tensor.meta["shares"] = SHARE_OF_PARTS, _constants(shares, ctx)
+        tensor.meta["shares"] = SHARE_OF_PARTS, part_constants(shares, ctx)
     with ctx.fake_mode:
         tensor.meta["example_value"] = torch.empty(shape, dtype=tensor_of(tensor).dtype, device="meta")

@@ -12,13 +12,14 @@ LoRA adapters: `moe/expert_adapters.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, Sharding, define
+from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, UNGATED_EXPERT_ROWS, Sharding, define
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate_rows, num_parts
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
@@ -231,6 +232,15 @@ def _experts_cuda(*args: Any) -> torch.Tensor:
     return experts_by_linear(operands, adapters) if one_by_one else cuda_experts(operands)
 
 
+_SHARES = {"down": EXPERT_COLUMNS, "gate_up": EXPERT_ROWS, "gate_up_bias": EXPERT_ROWS, "down_bias": ON_FIRST_RANK}
+
+
+def _shares(arguments: Mapping[str, Any]) -> Mapping[str, str]:
+    if num_parts(arguments["activation"]) == 2:
+        return _SHARES
+    return {name: UNGATED_EXPERT_ROWS if function == EXPERT_ROWS else function for name, function in _SHARES.items()}
+
+
 EXPERTS = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
@@ -242,12 +252,7 @@ EXPERTS = define(
     fake=lambda x_TD, *_: x_TD.new_empty(x_TD.shape),
     reference=_experts,
     exact=_exact_experts,
-    sharding=Sharding(
-        output=None,
-        weights={"down": EXPERT_COLUMNS, "gate_up": EXPERT_ROWS, "gate_up_bias": EXPERT_ROWS, "down_bias": ON_FIRST_RANK},
-        style="experts",
-        units=(2, "features in each expert"),
-    ),
+    sharding=Sharding(output=None, weights=_SHARES, weights_of=_shares, style="experts", units=(2, "features in each expert")),
     row_wise=True,
     flops=_flops,
     read_shares=_read_shares,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compile_and_serve.custom_ops.mesh import ColwisePart, ColwiseParts
 from compile_and_serve.custom_ops.recurrent.layer_state import StatePart
 from compile_and_serve.custom_ops.recurrent.linear_attention import linear_attention
 from compile_and_serve.custom_ops.state.tokens import LatentCacheSpec
@@ -26,7 +27,7 @@ from compile_and_serve.models.families.moe import ExpertNames, with_expert_parts
 from compile_and_serve.models.hybrid import HybridConfig, LayerKind, hybrid_spec, layer_kinds
 from compile_and_serve.models.layers import GatedMlp
 from compile_and_serve.models.recurrent_layers import DeltaNetConfig, GatedNorm, SplitConvolution, convolve, unit_length
-from compile_and_serve.models.spec import ModelSpec, ShardStyle
+from compile_and_serve.models.spec import ModelSpec, ShardedModule, ShardStyle
 
 # What published files call a field of transformers' config class.
 _PUBLISHED = {
@@ -39,12 +40,12 @@ _PUBLISHED = {
 }
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(ShardedModule):
     """A Gated DeltaNet whose decay differs by channel of the key. [T, D] → [T, D]"""
 
     def __init__(self, config: DeltaNetConfig) -> None:
         super().__init__()
-        self.head_dim, hidden, size = config.key_dim, config.hidden_size, config.keys_size
+        self.config, self.head_dim, hidden, size = config, config.key_dim, config.hidden_size, config.keys_size
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, size, bias=False) for _ in range(3))
         self.conv1d = SplitConvolution((size,) * 3, config.width)
         self.f_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
@@ -57,13 +58,18 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = GatedNorm(self.head_dim, config.eps, torch.sigmoid)
         self.o_proj = nn.Linear(size, hidden, bias=False)
 
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        heads = ColwiseParts((ColwisePart(self.config.keys_size, self.config.num_heads),))
+        of_heads = dict.fromkeys(("q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj"), heads)
+        return {**of_heads, "b_proj": "colwise", "o_proj": "rowwise"}
+
     def forward(self, x_TD: torch.Tensor, state: Sequence[StatePart]) -> torch.Tensor:
         qkv_TC = torch.cat((self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)), dim=-1)
         parts = F.silu(convolve(self.conv1d, qkv_TC, state[0])).chunk(3, dim=-1)
         q_THK, k_THK, v_THK = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q_THK, k_THK = unit_length(q_THK, self.head_dim**-0.5), unit_length(k_THK)
         dt_THK = (self.f_b_proj(self.f_a_proj(x_TD)).float() + self.dt_bias.float()).unflatten(-1, (-1, self.head_dim))
-        log_decay_THK = -self.A_log[0].float().exp() * F.softplus(dt_THK)
+        log_decay_THK = -self.A_log.squeeze(0).float().exp() * F.softplus(dt_THK)
         out_THK = linear_attention(q_THK, k_THK, v_THK, log_decay_THK, self.b_proj(x_TD).sigmoid().float(), state[1:])
         gate_THK = self.g_b_proj(self.g_a_proj(x_TD)).unflatten(-1, (-1, self.head_dim))
         return self.o_proj(self.o_norm(out_THK, gate_THK).flatten(1))
@@ -165,7 +171,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     }
     cache = LatentCacheSpec(latent_size=latent.latent_size, rope_size=shared_key)
     plan = _tp_plan(kinds)
-    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype, is_sharded=False), config, dtype, tp_plan=plan, names=names, cache=cache)
+    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype), config, dtype, tp_plan=plan, names=names, cache=cache)
     widen_choice_biases(spec.module)
     # transformers gives the MLPs of all layers the name of experts when it writes a checkpoint.
     dense = tuple(f"model.layers.{i}.mlp." for i, is_sparse in enumerate(moe.sparse_layers) if not is_sparse)

@@ -80,7 +80,7 @@ class SquaredReluExperts(nn.Module):
         return experts(x_TD, ids_TK, weights_TK, self.up_proj, self.down_proj, activation="relu2")
 
 
-class NemotronMoe(nn.Module):
+class NemotronMoe(ShardedModule):
     """The experts that the router chooses, and a shared one. [T, D] → [T, D]"""
 
     def __init__(self, config: DecoderConfig, moe: NemotronMoeConfig) -> None:
@@ -92,6 +92,9 @@ class NemotronMoe(nn.Module):
         if moe.latent_size is not None:
             self.fc1_latent_proj = nn.Linear(config.hidden_size, moe.latent_size, bias=config.mlp_bias)
             self.fc2_latent_proj = nn.Linear(moe.latent_size, config.hidden_size, bias=config.mlp_bias)
+
+    def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
+        return {"experts": "experts"}
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         weights_TK, ids_TK = choose_experts(self.gate, x_TD, self.config)

@@ -39,8 +39,9 @@ class OlmoDeltaNet(GatedDeltaNet):
         self.conv1d = SplitConvolution(sizes, config.width)
 
     def tp_plan(self) -> Mapping[str, ShardStyle | ColwiseParts]:
-        """Every rank computes all heads."""
-        return {}
+        keys, _, values = self.config.convolved_parts
+        of_keys, of_values = dict.fromkeys(("q_proj", "k_proj"), ColwiseParts((keys,))), ColwiseParts((values,))
+        return {**of_keys, "v_proj": of_values, "g_proj": of_values, "a_proj": "colwise", "b_proj": "colwise", "out_proj": "rowwise"}
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv_TC = torch.cat((self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)), dim=-1)
@@ -120,7 +121,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     norm = partial(nn.RMSNorm, decoder.hidden_size, eps=decoder.rms_norm_eps)
     hybrid = HybridConfig(decoder=decoder, kinds=kinds, norm=norm, has_rope=has_rope)
     names = {"linear_attn.norm": "linear_attn.o_norm", "linear_attn.out_proj": "linear_attn.o_proj", "linear_attn.conv1d.": "linear_attn."}
-    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype, is_sharded=False), config, dtype, names=names)
+    spec = hybrid_spec(hybrid, make_layer, delta.state(dtype), config, dtype, names=names)
     # transformers gives the norms of all layers the names of those with a memory when it writes a checkpoint.
     attending = [i for i, kind in enumerate(kinds) if kind == "attention"]
     written = {f"model.layers.{i}.feedforward_layer_norm.weight": f"model.layers.{i}.post_attention_layernorm.weight" for i in attending}

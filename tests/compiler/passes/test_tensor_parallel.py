@@ -72,6 +72,8 @@ def test_sharded_equals_unsharded(case: str) -> None:
         ("FalconH1ForCausalLM", 2),
         ("Mamba2ForCausalLM", 4),
         ("MambaForCausalLM", 2),
+        ("OlmoHybridForCausalLM", 2),
+        ("KimiLinearForCausalLM", 2),
     ],
 )
 def test_recurrent_layers_are_shared_by_heads(architecture: str, size: int) -> None:
@@ -80,11 +82,22 @@ def test_recurrent_layers_are_shared_by_heads(architecture: str, size: int) -> N
     spec = build_model(config | {"full_attn_idxs": [1]}, dtype=torch.float32)
     _, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=size))
     check_verified(records, "tensor_parallel")
-    mixers = ("linear_attn.", "conv.", "mamba.", "mixer.")
+    mixers = ("linear_attn.", "conv.", "mamba.", "mixer.", *(["self_attn."] if architecture.startswith("Kimi") else []))
     named = [name for name, _ in spec.module.named_parameters() if any(one in name for one in mixers)]
     whole = [name for name in named if not depends_on_rank(ctx.weights[name].expression)]
     assert len(named) > len(whole)
-    assert all(name.endswith("linear_attn.norm.weight") for name in whole)  # of one head
+    of_one_head = ("linear_attn.norm.weight", "o_norm.weight", "f_a_proj.weight", "g_a_proj.weight")
+    assert all(name.endswith(of_one_head) for name in whole)
+
+
+def test_experts_without_a_gate_are_shared_by_features() -> None:
+    sizes = {**FAMILIES["NemotronHForCausalLM"], "layers_block_type": ["linear_attention", "moe"], "moe_latent_size": None}
+    spec = build_model(config_of("NemotronHForCausalLM", **sizes), dtype=torch.float32)
+    _, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=2))
+    check_verified(records, "tensor_parallel")
+    of_experts = [name for name, _ in spec.module.named_parameters() if ".experts." in name]
+    assert len(of_experts) == 2
+    assert all(depends_on_rank(ctx.weights[name].expression) for name in of_experts)
 
 
 def test_a_share_of_parts_may_be_had_by_several_ranks() -> None:
