@@ -12,6 +12,7 @@ import torch
 
 from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS, BufferLayout, clear, symmetric_memory
 from tests.support.forkserver import forkserver
+from tests.support.triton_interpreter import make_interpreter_quicker
 
 
 def run_symmetric_ranks(layout: BufferLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0) -> list[Any]:
@@ -55,6 +56,7 @@ def _run(
 ) -> None:
     try:
         torch.set_num_threads(1)
+        make_interpreter_quicker()
         shared = [SharedMemory(name) for name in names]
         addresses = [np.frombuffer(memory.buf, dtype=np.uint8).ctypes.data for memory in shared]
         memory = symmetric_memory(rank, layout, addresses, torch.device("cpu"), owned=None)

@@ -44,7 +44,6 @@ CASES = {
         ),
     ),
     "latent attention on 2": (2, Case("DeepseekV3ForCausalLM", EXPERTS["DeepseekV3ForCausalLM"])),
-    "part of a head with RoPE on 2": (2, Case("Glm4MoeForCausalLM", EXPERTS["Glm4MoeForCausalLM"])),
     "int8 on 2": (2, Case("LlamaForCausalLM", quantization="int8-weight-only")),
     # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
     "key/value heads shared by 4": (
