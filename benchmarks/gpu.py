@@ -1,6 +1,6 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
-    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
+    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--pp N] [--quick] [--out FILE]
                              [--work startup,load,decode,prefill,mixed,long,contexts,samples,profile] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
@@ -18,6 +18,7 @@ load (not by default): the requests of `mixed`, three times from the moment that
     hand. `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens. `decodes`: the steps of decodes alone, by batch size.
+    `bubble`: with `--pp`, the share of the time in which the last stage waits for the one before.
 long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of each; with `--max-model-len 32768`. `prompt_tok_s` is of
     all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
 contexts (not by default): decode steps over prompts of `--contexts` tokens, for each of `--batches` up to 32 that fits into the KV cache
@@ -80,7 +81,7 @@ class Bench:
             dtype="bfloat16",
             device=args.device,
             max_model_len=args.max_model_len,
-            max_num_seqs=256,
+            max_num_seqs=256 * args.pp,  # as many in each stage's step
             max_num_batched_tokens=args.max_num_batched_tokens,
             gpu_memory_utilization=0.85,
             enable_prefix_caching=False,
@@ -91,6 +92,7 @@ class Bench:
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             tensor_parallel_size=args.tp,
+            pipeline_parallel_size=args.pp,
             disable_custom_all_reduce=args.disable_custom_all_reduce,
             num_kv_blocks=args.num_kv_blocks,
             forced_passes=args.force_pass,
@@ -119,6 +121,7 @@ class Bench:
             "kv_cache_dtype": self.args.kv_cache_dtype,
             "eager": self.args.eager,
             "tp": self.args.tp,
+            "pp": self.args.pp,
             "label": self.args.label,
             **row,
             **environment(),
@@ -245,8 +248,9 @@ class Bench:
     def mixed(self) -> None:
         from benchmarks.gpu_timing import StepTimes
 
-        count = 128 if self.args.quick else 512
+        count = 128 if self.args.quick else self.args.requests
         prompts, new_tokens = self.mixed_load(count)
+        waited = self.llm.core.stats().stage_wait_seconds
         with nullcontext() if self.worker is None else StepTimes(self.executor) as times:
             seconds, output_tokens = self.generate(prompts, new_tokens)
         all_tokens = output_tokens + sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
@@ -259,6 +263,7 @@ class Bench:
             req_s=round(count / seconds, 2),
             with_prompts=times and times.of_prompts(),
             decodes=times and times.by_batch(),
+            bubble=round((self.llm.core.stats().stage_wait_seconds - waited) / seconds, 3) if self.args.pp > 1 else None,
         )
 
     def load(self) -> None:
@@ -356,6 +361,8 @@ def main() -> None:
     parser.add_argument("--quantization", help="like the server's flag: fp8, int8, …")
     parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto, fp8 or int8")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")
+    parser.add_argument("--pp", type=int, default=1, help="stages, each on --tp GPUs")
+    parser.add_argument("--requests", type=int, default=512, help="of mixed")
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=[4096, 16384, 65536, 130000])

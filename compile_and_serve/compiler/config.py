@@ -120,6 +120,14 @@ class CompileConfig:
         flags=("--pipeline-parallel-size", "-pp"),
         checks=(at_least(1),),
     )
+    pipeline_parallel_layers: tuple[int, ...] | None = _parallel_option(
+        None,
+        "Number of layers of each stage, separated by commas. By default the stages read about as many bytes of weights each.",
+        flag_type=str,
+        flag_default=None,
+        parse=parse_counts,
+        metavar="N,N,…",
+    )
     max_loras: int = _lora_option(0, "Adapters on the device at once, that one step may mix.", argument_default=4, checks=(at_least(1),))
     max_lora_rank: int = _lora_option(16, "The largest rank of an adapter. Every slot has room for it.", checks=(at_least(1),))
     lora_experts: bool = _lora_option(False, "Let adapters change experts, too. Every slot then has room for all experts of all layers.")

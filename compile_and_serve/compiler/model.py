@@ -112,6 +112,8 @@ class CompiledModel:
     inputs, state: of the spec, then those that passes added.
     plain_plan: of steps that use no optional input, over some of the same weights; None: there is one plan for all.
     join_pieces: returns the distinct pieces by fingerprint once they are loaded (they may load while weights are read).
+    is_last_stage: whether it gives the outputs of the spec; an earlier stage gives what the next one receives. whole_transforms: of all
+    stages; None: of the plan. sources_of_others: what the checkpoint holds for other stages alone.
     """
 
     spec: ModelSource
@@ -123,6 +125,9 @@ class CompiledModel:
     report: dict[str, Any]
     work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
     plain_plan: ExecutionPlan | None = None
+    is_last_stage: bool = True
+    whole_transforms: tuple[WeightTransform, ...] | None = None
+    sources_of_others: frozenset[str] = frozenset()
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _loaded: LoadedPlan | None = field(default=None, init=False)
     _plain: LoadedPlan | None = field(default=None, init=False)  # of plain_plan, after `finish_loading`

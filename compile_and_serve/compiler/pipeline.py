@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import slow_reason
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan, with_weights_of
 from compile_and_serve.compiler.pieces.splitter import split
+from compile_and_serve.compiler.pieces.stages import choose_stages
 from compile_and_serve.compiler.reports.dump import Dump
 from compile_and_serve.compiler.reports.pass_report import log_stored_rows, pass_row, pass_summary
 from compile_and_serve.compiler.reports.profile import profile_model
@@ -67,6 +68,7 @@ def compile_model(
     attention_backends: Mapping[str, AttentionBackend] | None = None,
     kv_cache_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    stage: int | None = None,
     on_stage: StageCallback = _ignore_stage,
 ) -> Model:
     """Compile a model for one device, or wrap it in mode "eager". The caller then loads the weights into the result.
@@ -76,8 +78,9 @@ def compile_model(
     attention_backends, kv_cache_dtype: used to measure the split ops for `config.profile_tokens`, and for nothing else. Backends
         are given by state group; the dtype is `dtype` by default.
     state_dtype: of recurrent state that passes add; None: their choice.
+    stage: the result is this stage of `config.pipeline_parallel_size`; None: the whole model. The artifact is always the whole model's.
     on_stage: called with (stage, seconds, detail) when a stage ends.
-    Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
+    Raises `CaptureError`, `SplitError`, `PassError`, `PieceCompileError` or `StagesError`.
     """
     _check_optional(spec)
     if config.mode == "eager":
@@ -105,6 +108,7 @@ def compile_model(
         kv_cache_dtype=kv_cache_dtype or dtype,
         artifacts=ModelArtifacts(config, device),
         added=_added(spec, all_passes, config.disabled_passes, state_dtype),
+        stage=stage,
     ).run()
 
 
@@ -157,6 +161,7 @@ class _Compilation:
     kv_cache_dtype: torch.dtype
     artifacts: ModelArtifacts
     added: tuple[StepInput | StateGroup, ...]  # what the passes may add to a step
+    stage: int | None
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     dump: Dump | None = None
 
@@ -175,7 +180,7 @@ class _Compilation:
         if self.dump is not None:
             self.dump.finish(self.report)
         inputs, state = self._step_of(plan)
-        return CompiledModel(
+        model = CompiledModel(
             spec=self.spec,
             inputs=inputs,
             state=state,
@@ -186,6 +191,26 @@ class _Compilation:
             report=self.report,
             work_dir=work_dir,
         )
+        return model if self.stage is None else self._stage_of(model, self.stage)
+
+    def _stage_of(self, model: CompiledModel, index: int) -> CompiledModel:
+        """The model's part that a stage runs."""
+        config = self.config
+        stages = choose_stages(model.plan, model.plain_plan, model.state, config.pipeline_parallel_size, config.pipeline_parallel_layers)
+        ours, plain = stages.stage(model.plan, model.plain_plan, index)
+        plans = [one.plan for one in (ours, plain) if one is not None]
+        received = dict.fromkeys((*ours.received, *(() if plain is None else plain.received)))
+        self.report["stage"], self.report["stage_cuts"] = index, ", ".join(stages.layers)
+        part = replace(
+            model,
+            inputs=(*model.inputs, *received),
+            state=stages.held(*plans),
+            plan=ours.plan,
+            plain_plan=None if plain is None else plain.plan,
+            is_last_stage=index == config.pipeline_parallel_size - 1,
+            whole_transforms=model.plan.transforms,
+        )
+        return replace(part, sources_of_others=frozenset(model.source_specs.keys() - part.source_specs.keys()))
 
     def _step_of(self, plan: ExecutionPlan) -> tuple[tuple[StepInput, ...], tuple[StateGroup, ...]]:
         """Inputs and state of a plan's step: the model's own, and those added ones that the plan reads."""
@@ -340,12 +365,12 @@ class _Compilation:
         start = time.perf_counter()
         stages = split(gm)
         outputs = [output.name for output in self.spec.outputs]
-        plan, graphs = make_plan(gm, stages, ctx.weights, outputs)
+        plan, graphs = make_plan(gm, stages, ctx.weights, outputs, self.spec.inputs)
         if self.dump is not None:
             self.dump.split(plan, graphs)
         plain_plan = None
         if plain is not None:
-            plain_plan, plain_graphs = make_plan(plain[0], split(plain[0]), plain[1].weights, outputs)
+            plain_plan, plain_graphs = make_plan(plain[0], split(plain[0]), plain[1].weights, outputs, self.spec.inputs)
             plan, graphs = with_weights_of(plan, plain_plan), plain_graphs | graphs
         self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         return plan, plain_plan, graphs, records

@@ -71,7 +71,10 @@ def make_step(
     pages: dict[str, tuple[torch.Tensor, ...]] = {}
     for group in groups:
         layout = group.layout(tokens_per_page.get(group.name, 1), torch.float32)
-        num_pages, columns = state[group.tensor_names[0]].shape[0], (num_columns or {}).get(group.name)
+        # A stage may hold none of the group's layers; then it has the same pages for others.
+        held = next((state[name] for name in group.tensor_names if name in state), None)
+        num_pages = (next(iter(state.values())) if held is None else held).shape[0]
+        columns = (num_columns or {}).get(group.name)
         arrays = group.kind.example_pages(tokens, num_pages, layout, columns, writes=writes_state)
         pages[group.name] = tuple([upload(array) for array in arrays])
     return build_step(

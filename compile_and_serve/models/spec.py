@@ -75,9 +75,6 @@ class ModelSpec:
     buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
     quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized or in another order.
     length_regimes: None: a token's keys and values follow from those before it alone, however long the sequence is.
-    stages: what the ranks along the pipe axis run, one after another, in place of `module`; their parameters have the names that they have
-        there. An output of a stage becomes the input of the same name of the next one: one row for each token, `source="device"`. All keep
-        the same state groups, each the layers that it has, and the last stage gives the logits. (): the model runs in one piece alone.
     encoder: the model beside this one that computes the rows of media items: its first output is ("tokens", D), a row for each token of
         an item, and fills this model's state group of the kind `ENCODER_ROWS`. This model reads it by the input `ENCODER_ROW`. The encoder
         keeps no state; its inputs read arrays of media items; it has no tokens (`input_ids` are 0). max_model_len: tokens of the longest
@@ -101,7 +98,6 @@ class ModelSpec:
     pooling: PoolingSpec | None = None
     whole_prompts: bool = False
     length_regimes: LengthRegimes | None = None
-    stages: tuple[ModelSpec, ...] = ()
     encoder: ModelSpec | None = None
     eager_reason: str | None = None
 

@@ -318,6 +318,7 @@ class ParallelConfig:
     data_parallel_rank: this replica's index. num_servers: servers like this one, itself included, that share the host.
     device_index: CUDA device of a replica with a single rank, as its process numbers them; None is the current device.
     executor: None is "mp" for several ranks; a single rank then runs in the engine's process.
+    num_hosts, host_rank, master_addr, master_port, master_key_file: see `runtime/distributed/hosts.py`.
     """
 
     data_parallel_size: int = _parallel_option(
@@ -331,6 +332,25 @@ class ParallelConfig:
     device_index: int | None = None
     executor: Literal["mp", "ray"] | None = _parallel_option(
         None, "How ranks are started. mp: as child processes; ray: on a Ray cluster. By default mp.", name="distributed_executor_backend"
+    )
+    num_hosts: int = _parallel_option(
+        1,
+        "Number of hosts that the stages of the model are divided over, the same on each.",
+        name="nnodes",
+        flags=("--nnodes", "-n"),
+        checks=(at_least(1),),
+    )
+    host_rank: int = _parallel_option(
+        0,
+        "This host's number. The engine and the server run on host 0; the others get --headless.",
+        name="node_rank",
+        flags=("--node-rank", "-r"),
+        checks=(at_least(0),),
+    )
+    master_addr: str = _parallel_option("127.0.0.1", "Address of host 0, on which it listens for the others.")
+    master_port: int = _parallel_option(29501, "Port of host 0 where the hosts meet.", checks=(at_least(1),))
+    master_key_file: Path | None = _parallel_option(
+        None, "File with a secret that all hosts share, at least 16 bytes. Several hosts need it.", flag_type=str
     )
     disable_custom_all_reduce: bool = _parallel_option(False, "Use NCCL for all-reduces even if the ranks can access each other's memory.")
 
@@ -444,6 +464,11 @@ class EngineConfig:
     def mesh(self) -> Mesh:
         """The ranks of this engine."""
         return self.compile.mesh
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Steps that may be launched before the result of the oldest is known: one for each stage, and one ahead of them."""
+        return self.mesh.pipe + (self.scheduler.async_scheduling is not False)
 
     @property
     def num_processes(self) -> int:

@@ -202,6 +202,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     # What the engine has still to do beside serving: "captures" of CUDA graphs, "choices" of kernels, "builds" → count; none where 0.
     pending_work: dict[str, int] = {}
     host_gap_seconds: float = 0.0
+    stage_wait_seconds: float = 0.0  # in which the last stage's device waited for the stage before
     kv_tiers: dict[str, float] = {}  # of the connector: see `SchedulerConnector.stats`
     # Tokens of each expert of each layer, with `EngineConfig.expert_metrics`; empty in most steps.
     expert_tokens: list[list[int]] = []

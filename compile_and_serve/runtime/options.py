@@ -43,6 +43,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
         raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the size of the KV cache: give one of them.")
     if compile_config.mode == "eager" and mesh.tensor > 1:
         raise ValueError(f"tensor_parallel_size is {mesh.tensor}, but only a compiled model can be sharded: remove enforce_eager.")
+    if compile_config.mode == "eager" and mesh.pipe > 1:
+        raise ValueError(f"pipeline_parallel_size is {mesh.pipe}, but only a compiled model can be cut: remove enforce_eager.")
     if config.model.merge_lora is not None and config.model.load_format == "dummy":
         raise ValueError("merge_lora changes the weights of a checkpoint, but load_format is dummy: leave one of them out.")
     if config.enable_lora and compile_config.mode == "eager":
@@ -57,6 +59,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
             "set tensor_parallel_size to 1."
         )
     _check_stages(config)
+    _check_hosts(config)
     _check_tiers(config)
     path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir, with_code=config.model.trust_remote_code)
     max_loras = compile_config.max_loras if config.enable_lora else 0
@@ -90,17 +93,32 @@ def _check_tiers(config: EngineConfig) -> None:
 
 def _check_stages(config: EngineConfig) -> None:
     """Raise `ValueError` for an option that only a model in one piece has."""
-    given = {
-        "speculative_config": config.speculative is not None,
-        "enable_lora": config.enable_lora,
-        "expert_metrics": config.expert_metrics,
-        "profile_tokens": bool(config.compile.profile_tokens),
-        "dump_dir": config.compile.dump_dir is not None,
-        "distributed_executor_backend 'ray'": config.parallel.executor == "ray",
-    }
+    given = {"expert_metrics": config.expert_metrics, "distributed_executor_backend 'ray'": config.parallel.executor == "ray"}
     wrong = [name for name, is_given in given.items() if is_given]
     if config.mesh.pipe > 1 and wrong:
         raise ValueError(f"pipeline_parallel_size is {config.mesh.pipe}, but {wrong[0]} needs a model in one piece: leave one of them out.")
+
+
+def _check_hosts(config: EngineConfig) -> None:
+    """Raise `ValueError` for options that several hosts cannot have."""
+    parallel, pipe = config.parallel, config.mesh.pipe
+    if parallel.num_hosts == 1:
+        if parallel.host_rank:
+            raise ValueError(f"node_rank is {parallel.host_rank}, but there is one host: set nnodes.")
+        return
+    if pipe % parallel.num_hosts:
+        raise ValueError(
+            f"nnodes is {parallel.num_hosts}, but pipeline_parallel_size is {pipe}: the stages are divided over the hosts, so it must be a "
+            f"multiple of {parallel.num_hosts}."
+        )
+    if parallel.host_rank >= parallel.num_hosts:
+        raise ValueError(f"node_rank is {parallel.host_rank}, but the {parallel.num_hosts} hosts have the numbers from 0.")
+    if parallel.master_port > 65535:
+        raise ValueError(f"master_port must be at most 65535, got {parallel.master_port}.")
+    if parallel.master_key_file is None:
+        raise ValueError("Several hosts need a secret that they share: give each the same master_key_file.")
+    if parallel.data_parallel_size > 1 or parallel.executor == "ray":
+        raise ValueError("nnodes does not go with data_parallel_size or distributed_executor_backend 'ray': leave one of them out.")
 
 
 _MODEL = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)

@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from compile_and_serve.runtime.child_process import EXIT_FAILURE, describe_error, exit_at_once, read_bootstrap, set_up_child
-from compile_and_serve.runtime.engine.replicas import ConnectedEngine, connect
+from compile_and_serve.runtime.engine.replicas import ConnectedEngine, DataParallelClient, connect
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.serve.app import create_app
@@ -184,6 +184,14 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
     async def engine_died(reason: str, dead_replicas: list[int]) -> None:
         client.die(reason, dead_replicas)
 
+    async def replica_died(index: int, reason: str) -> None:
+        assert isinstance(client, DataParallelClient)
+        await client.replica_died(index, reason)
+
+    async def replica_back(index: int) -> None:
+        assert isinstance(client, DataParallelClient)
+        await client.replica_back(index)
+
     async def stop_serving(in_a_hurry: bool) -> None:
         stop.set()
         if in_a_hurry:
@@ -191,7 +199,7 @@ def _answers(context: ServerContext, client: ConnectedEngine, stop: asyncio.Even
 
     set_sleeping = context.engine.set_sleeping
     told = (set_sleeping, set_adapter, state, metrics, load, begin_request, use_tokens, engine_died, stop_serving)
-    return {one.__name__: one for one in told}
+    return {one.__name__: one for one in (*told, replica_died, replica_back)}
 
 
 def forwarded_prefixes(settings: ServerSettings) -> tuple[str, ...]:

@@ -278,6 +278,7 @@ class ServerSettings:
     probe_failures: int = _replica_option(
         3, "A replica that has failed so many times in a row is started again.", flags=("--dp-supervisor-probe-failure-threshold",)
     )
+    headless: bool = _replica_option(False, "Run the ranks of this host without a server: for the hosts that are not --node-rank 0.")
     uds: Path | None = _connection_option(None, "Listen on this Unix socket, which only your user can open, instead of --host and --port.")
     tls: TlsSettings | None = None
     request_timeout: float | None = _connection_option(

@@ -43,7 +43,7 @@ def write_tiny_model(folder: Path) -> Path:
 
 def tiny_config(folder: Path, **options: Any) -> EngineConfig:
     """Engine options for that folder; float32 and, on one rank, eager unless said otherwise."""
-    eager = options.get("tensor_parallel_size", 1) == 1
+    eager = options.get("tensor_parallel_size", 1) == options.get("pipeline_parallel_size", 1) == 1
     defaults = {
         "load_format": "dummy",
         "dtype": "float32",

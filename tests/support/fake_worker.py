@@ -48,15 +48,15 @@ FAKE_BOOT_CODE = BOOT_CODE.replace(
 FAKE_ENGINE_CODE = ENGINE_CODE.replace(
     "from compile_and_serve.runtime.engine.process",
     _FAKE
-    + "import compile_and_serve.runtime.distributed.process_executor\n"
-    + "compile_and_serve.runtime.distributed.process_executor.BOOT_CODE = tests.support.fake_worker.FAKE_BOOT_CODE\n"
+    + "import compile_and_serve.runtime.distributed.local_ranks\n"
+    + "compile_and_serve.runtime.distributed.local_ranks.BOOT_CODE = tests.support.fake_worker.FAKE_BOOT_CODE\n"
     + "from compile_and_serve.runtime.engine.process",
 )
 
 
 def use_fake_workers(monkeypatch: pytest.MonkeyPatch, model_dir: Path, **orders: Any) -> None:
     """Rank processes, and engine processes with one rank, start with fake workers."""
-    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", FAKE_BOOT_CODE)
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.local_ranks.BOOT_CODE", FAKE_BOOT_CODE)
     monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE)
     give_orders(model_dir, **orders)
 
@@ -101,7 +101,9 @@ class Worker:
         self._num_launched = 0
         self._is_gpu = is_gpu = self._orders.get("device", "cpu") != "cpu"  # then a thread waits for results
         self.adapters = SimpleNamespace(load=self._read_adapter, drop=lambda _: None)
-        self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None, release_cached=lambda: None)
+        self.platform = SimpleNamespace(
+            is_asynchronous=is_gpu, shares_host_memory=not is_gpu, make_current=lambda: None, release_cached=lambda: None
+        )
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
             (Path(folder) / f"{self._replica}-{rank.index}").write_text(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {rank.device_index}")

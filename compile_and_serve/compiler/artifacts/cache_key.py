@@ -21,7 +21,7 @@ from compile_and_serve.compiler.rewrite.user_passes import source_of
 from compile_and_serve.custom_ops.jit.cpp import cpu_identity
 from compile_and_serve.custom_ops.jit.sources import PACKAGE, digest, kernel_digest, source_digest
 from compile_and_serve.custom_ops.library import op_info
-from compile_and_serve.custom_ops.mesh import SINGLE_RANK, Mesh
+from compile_and_serve.custom_ops.mesh import PIPE, SINGLE_RANK, Mesh
 from compile_and_serve.custom_ops.platform import platform_of
 
 _COMPILER = PACKAGE / "compiler"
@@ -67,10 +67,10 @@ def plan_fields(
         **toolchain_fields(device),
         "config": digest(json.dumps(spec.config, sort_keys=True)),
         "architecture": type(spec.module).__name__,
-        "parameters": digest(repr([name for name, _ in spec.module.named_parameters()])),  # stages may differ in nothing else
         "step": digest(repr(inputs), repr(spec.state), repr(spec.outputs)),
         "layers": sum(len(group.layers) for group in spec.state),
-        "mesh": {axis: mesh.of_axis(axis) for axis in mesh.divided_axes},  # not the rank: the ranks of a stage run the same pieces
+        # Not the rank: all ranks have the same plan. Nor the stages, which are cut out of it.
+        "mesh": {axis: mesh.of_axis(axis) for axis in mesh.divided_axes if axis != PIPE},
         "tp_plan": digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
         "dtype": str(dtype),
         "passes": [_pass_key(p) for p in passes if p.name not in disabled],

@@ -5,8 +5,8 @@ Values have names: those of inputs and state (`input_ids`, `kv_caches.3`), `weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from compile_and_serve.compiler.compat import OpOverload
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint
 from compile_and_serve.compiler.pieces.splitter import Piece, SplitOp, Stage
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform
+from compile_and_serve.custom_ops.step import TOKENS, StepInput
 from compile_and_serve.custom_ops.weight_functions import TensorSpec, expression_from_json, expression_to_json
 
 REF = "$"  # prefix of an op argument that names a value
@@ -50,6 +51,14 @@ class OpStep:
 PlanStep = PieceStep | OpStep
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenValue:
+    """A computed value with a row for each token: [tokens, *shape]."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def reads(step: PlanStep) -> list[str]:
     """Names of the values that a step reads, in order."""
     if isinstance(step, PieceStep):
@@ -62,12 +71,16 @@ class ExecutionPlan:
     """Steps in order, the values that are the results, and the weights that the steps read.
 
     outputs: the model's outputs by name, in the order of `results`. transforms: how the weights are made of the checkpoint.
+    token_values: the computed values that have a row for each token, which may be handed to other ranks (`stages.py`).
+    bytes_read: by step, of the weights that it reads as a whole (an embedding gives rows only).
     """
 
     steps: tuple[PlanStep, ...]
     results: tuple[str, ...]
     outputs: tuple[str, ...]
     transforms: tuple[WeightTransform, ...] = ()
+    token_values: Mapping[str, TokenValue] = field(default_factory=dict)
+    bytes_read: tuple[int, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -84,10 +97,10 @@ class ExecutionPlan:
 
     def cut(self, index: int) -> tuple[ExecutionPlan, ExecutionPlan]:
         """The plans of the first `index` steps and of the rest. The first one's results are what the second one reads of it."""
-        head, tail = self.steps[:index], replace(self, steps=self.steps[index:])
+        head, tail = self.steps[:index], replace(self, steps=self.steps[index:], bytes_read=self.bytes_read[index:])
         made = {name for step in head for name in step.outputs}
         live = tuple(name for name in tail.arguments if name in made)
-        return replace(self, steps=head, results=live, outputs=live), tail
+        return replace(self, steps=head, results=live, outputs=live, bytes_read=self.bytes_read[:index]), tail
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -99,7 +112,9 @@ class ExecutionPlan:
         data = asdict(self)
         for transform, plain in zip(self.transforms, data["transforms"], strict=True):
             plain["expression"] = expression_to_json(transform.expression)
-            plain["spec"]["dtype"] = str(transform.spec.dtype).removeprefix("torch.")
+            plain["spec"]["dtype"] = _dtype_name(transform.spec.dtype)
+        for value in data["token_values"].values():
+            value["dtype"] = _dtype_name(value["dtype"])
         return data
 
     @classmethod
@@ -118,13 +133,23 @@ class ExecutionPlan:
             )
             for t in data["transforms"]
         )
-        return cls(steps=steps, results=tuple(data["results"]), outputs=tuple(data["outputs"]), transforms=transforms)
+        values = {name: TokenValue(shape=tuple(v["shape"]), dtype=getattr(torch, v["dtype"])) for name, v in data["token_values"].items()}
+        return cls(
+            steps=steps,
+            results=tuple(data["results"]),
+            outputs=tuple(data["outputs"]),
+            transforms=transforms,
+            token_values=values,
+            bytes_read=tuple(data["bytes_read"]),
+        )
 
 
 def make_plan(
-    gm: GraphModule, stages: Sequence[Stage], weights: WeightTable, outputs: Sequence[str]
+    gm: GraphModule, stages: Sequence[Stage], weights: WeightTable, outputs: Sequence[str], inputs: Sequence[StepInput] = ()
 ) -> tuple[ExecutionPlan, dict[str, GraphModule]]:
-    """The plan of a split graph, and one graph for each distinct piece by its fingerprint. outputs: names of the graph's results."""
+    """The plan of a split graph, and one graph for each distinct piece by its fingerprint. outputs: names of the graph's results. inputs:
+    of the step; they say which symbolic length is the number of tokens.
+    """
     names: dict[Node, str] = {}
     used_weights: list[str] = []
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -136,12 +161,18 @@ def make_plan(
                 used_weights.append(node.meta["weight"])
     graphs: dict[str, GraphModule] = {}
     steps: list[PlanStep] = []
+    token_values: dict[str, TokenValue] = {}
+    bytes_read: list[int] = []
+    num_tokens = _num_tokens(gm, inputs)
     num_values = 0
     for stage in stages:
         for node in stage.outputs if isinstance(stage, Piece) else [stage.node]:
             names[node] = f"v{num_values}"
+            if (value := _token_value(node.meta["example_value"], num_tokens)) is not None:
+                token_values[names[node]] = value
             num_values += 1
         steps.append(_step(stage, names, graphs))
+        bytes_read.append(_bytes_read(stage))
     results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
     if len(results) != len(outputs):
         raise ValueError(f"The model's forward returns {len(results)} tensors; it declares {', '.join(outputs)}.")
@@ -150,6 +181,8 @@ def make_plan(
         results=tuple(names[result] for result in results),
         outputs=tuple(outputs),
         transforms=weights.keep(used_weights),
+        token_values=token_values,
+        bytes_read=tuple(bytes_read),
     )
     return plan, graphs
 
@@ -175,6 +208,40 @@ def symbolic_lengths(gm: GraphModule) -> list[str]:
     values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
     return list(dict.fromkeys(str(size) for size in sizes if isinstance(size, torch.SymInt)))
+
+
+def _num_tokens(gm: GraphModule, inputs: Sequence[StepInput]) -> str | None:
+    """The symbolic length that is the number of tokens; None if no input has it."""
+    dims = {one.name: one.dims.index(TOKENS) for one in inputs if TOKENS in one.dims}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if (dim := dims.get(node.meta.get("input", ""))) is not None:
+            return str(node.meta["example_value"].shape[dim])
+    return None
+
+
+def _token_value(value: Any, num_tokens: str | None) -> TokenValue | None:
+    """What a computed value is that has a row for each token; None for another one."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or str(value.shape[0]) != num_tokens:
+        return None
+    shape = tuple(value.shape[1:])
+    return TokenValue(shape=shape, dtype=value.dtype) if all(isinstance(size, int) for size in shape) else None
+
+
+def _bytes_read(stage: Stage) -> int:
+    """Bytes of the weights that a piece reads as a whole."""
+    if isinstance(stage, SplitOp):
+        return 0
+    total = 0
+    for node, placeholder in zip(stage.inputs, stage.gm.graph.find_nodes(op="placeholder"), strict=True):
+        is_table = all("embedding" in str(user.target) for user in placeholder.users)
+        if "weight" in node.meta and not is_table:
+            value = node.meta["example_value"]
+            total += value.numel() * value.element_size()
+    return total
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) -> PlanStep:

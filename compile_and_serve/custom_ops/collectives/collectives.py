@@ -8,6 +8,7 @@ Shape legend: T rows, D features, N ranks.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,17 +18,20 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.library import define
-from compile_and_serve.custom_ops.mesh import TENSOR, Axis, Mesh
+from compile_and_serve.custom_ops.mesh import PIPE, TENSOR, Axis, Mesh
 from compile_and_serve.custom_ops.platform import platform_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """A group of ranks, and this process's rank in it."""
+    """A group of ranks, and this process's rank in it. reverse: of transfers against the direction of the axis, which must not wait behind
+    those along it; None along other axes than `pipe`.
+    """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
+    reverse: dist.ProcessGroup | None = None
 
 
 # Of the process, as torch's groups are: a process is a rank of one engine at most.
@@ -48,9 +52,12 @@ def join_groups(*, rank: int, mesh: Mesh, init_method: str, device: torch.device
     platform = platform_of(device)
     platform.make_current()  # the device of NCCL's and Triton's launches
     timeout = timedelta(seconds=timeout_seconds)
+    meeting: dict[str, Any] = {"init_method": init_method}
+    if init_method.startswith("tcp://"):
+        meeting = {"store": _tcp_store(init_method, rank, mesh.size, timeout)}
     dist.init_process_group(
         platform.collectives,
-        init_method=init_method,
+        **meeting,
         rank=rank,
         world_size=mesh.size,
         timeout=timeout,
@@ -60,9 +67,17 @@ def join_groups(*, rank: int, mesh: Mesh, init_method: str, device: torch.device
         for members in mesh.groups(axis):  # every rank takes part in forming each group
             is_whole = len(members) == mesh.size
             process_group = dist.group.WORLD if is_whole else dist.new_group(list(members), timeout=timeout)
+            reverse = dist.new_group(list(members), timeout=timeout) if axis == PIPE else None
             if rank in members:
                 assert process_group is not None
-                _groups[axis] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group)
+                _groups[axis] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group, reverse=reverse)
+
+
+def _tcp_store(init_method: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """A store at "tcp://address:port". Rank 0 listens there alone; left to itself, torch would listen on all addresses."""
+    address, _, port = init_method.removeprefix("tcp://").rpartition(":")
+    listening = socket.create_server((address, int(port))).detach() if rank == 0 else None
+    return dist.TCPStore(address, int(port), size, rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=listening)
 
 
 def leave_groups() -> None:
@@ -98,15 +113,21 @@ class Transfer:
 
 
 def start_send(x: torch.Tensor, to: int, group: RankGroup) -> Transfer:
-    """Begin to send x to the group's rank `to`, which receives it with `start_receive`. Transfers between two ranks keep their order."""
+    """Begin to send x to the group's rank `to`, which receives it with `start_receive`. Transfers between two ranks keep their order; those
+    to a rank before this one and those to one behind it do not wait for each other.
+    """
     x = x.contiguous()
-    return _transfer(dist.isend(x, group=group.process_group, group_dst=to), x)
+    return _transfer(dist.isend(x, group=_process_group(group, group.rank, to), group_dst=to), x)
 
 
 def start_receive(x: torch.Tensor, source: int, group: RankGroup) -> Transfer:
     """Begin to receive into x, which is contiguous and has the shape and dtype of what the group's rank `source` sends."""
     assert x.is_contiguous()
-    return _transfer(dist.irecv(x, group=group.process_group, group_src=source), x)
+    return _transfer(dist.irecv(x, group=_process_group(group, source, group.rank), group_src=source), x)
+
+
+def _process_group(group: RankGroup, source: int, to: int) -> dist.ProcessGroup:
+    return group.process_group if source < to or group.reverse is None else group.reverse
 
 
 def _transfer(work: dist.Work | None, x: torch.Tensor) -> Transfer:

@@ -28,13 +28,14 @@ class StateGroup:
 
     name: of the model's argument: a list with one entry per layer, a tensor or (if a layer keeps several) a tuple of tensors. Of slots,
     the pair (tensor, columns) stands for each tensor (`Recurrent`). kind: how it is kept. scores: what the group's attention ops do to
-    their scores.
+    their scores. held: the layers whose state a stage of a pipeline keeps; None: all.
     """
 
     name: str
     layers: tuple[LayerState, ...]
     kind: StateKind = ALL_TOKENS
     scores: frozenset[ScoreFeature] = frozenset()
+    held: tuple[int, ...] | None = None
 
     @property
     def is_attention(self) -> bool:
@@ -73,6 +74,14 @@ class StateGroup:
         tokens = page_bytes // max(1, self.layout(block_size, cache_dtype).page_bytes) * block_size
         return self.kind.layout(self._tensors(tokens, cache_dtype), tokens, page_bytes)
 
+    def held_layout(self, whole: GroupLayout, cache_dtype: torch.dtype, page_bytes: int | None = None) -> GroupLayout:
+        """The layout of the held layers in pages of as many tokens as `whole`, the layout of all. page_bytes: of a page; None: as many as
+        are needed.
+        """
+        assert self.held is not None
+        tensors = self._tensors(whole.tokens_per_page or 1, cache_dtype, self.held)
+        return self.kind.layout(tensors, whole.tokens_per_page, page_bytes)
+
     def bytes_read(self, num_tokens: int, cache_dtype: torch.dtype) -> dict[str, int]:
         """By tensor, the bytes that a decode reads for a sequence of `num_tokens` tokens."""
         layout = self.layout(1, cache_dtype)
@@ -91,9 +100,12 @@ class StateGroup:
         name = f"{self.name}.{layer}"
         return [name] if count == 1 else [f"{name}.{part}" for part in range(count)]
 
-    def _tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> dict[str, StateTensor]:
+    def _tensors(self, tokens_per_page: int, cache_dtype: torch.dtype, held: Sequence[int] | None = None) -> dict[str, StateTensor]:
+        """By name. held: of these layers; None: of all."""
         tensors = {}
         for index, layer in enumerate(self.layers):
+            if held is not None and index not in held:
+                continue
             parts = layer.tensors(tokens_per_page, cache_dtype)
             for name, tensor in zip(self._names(index, len(parts)), parts, strict=True):
                 tensors[name] = replace(tensor, dtype=self.kind.dtype_of(tensor, cache_dtype))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import Executor
-from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
+from compile_and_serve.runtime.distributed.hosts import HostRanks
+from compile_and_serve.runtime.distributed.local_ranks import LocalRanks
+from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor
 from compile_and_serve.runtime.distributed.ray_ranks import RayRanks
 from compile_and_serve.runtime.messages import StageCallback
 
@@ -22,5 +24,7 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
         return InProcessExecutor(config, on_stage)
     if parallel.executor == "ray":
         return DistributedExecutor(config, RayRanks(config), on_stage)
+    if parallel.num_hosts > 1:
+        return DistributedExecutor(config, HostRanks(config), on_stage)
     host = LocalRanks(config.device, parallel.data_parallel_rank * config.mesh.size, config.compile.work_dir)
     return DistributedExecutor(config, host, on_stage)

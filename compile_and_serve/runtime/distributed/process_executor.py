@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from compile_and_serve.runtime.child_process import LINGER_MS, boot_input, describe_exit, one_device, private_folder
+from compile_and_serve.runtime.child_process import LINGER_MS
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.connector.gather import GatheredTransfers
 from compile_and_serve.runtime.distributed.executor import STUCK_SECONDS, RankFailedError, StepHandle, report_shared_stages
@@ -51,7 +45,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     TransfersEnded,
     WakeRank,
 )
-from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
+from compile_and_serve.runtime.distributed.rank_process import RankBootstrap
 from compile_and_serve.runtime.distributed.socket_keys import EngineKeys
 from compile_and_serve.runtime.logs import current_format
 from compile_and_serve.runtime.lora.errors import AdapterError
@@ -66,8 +60,6 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 100
 _STOP_SECONDS = 5.0
 _REPORTS = 6  # progress reports of a rank within that time
-# How long to wait for the true cause of a failure: one dead rank makes the others fail in their collectives.
-_CAUSE_SECONDS = 0.5
 
 Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleTaskDone, SleepChanged)
 
@@ -76,11 +68,13 @@ class RankHost(Protocol):
     """Starts the rank processes and knows which of them have ended.
 
     rendezvous: where the ranks find each other, as torch.distributed's init_method. keys: of the sockets; None if only this user
-    can reach them.
+    can reach them. cause_seconds: how long to wait for the true cause of a failure: one dead rank makes the others fail in their
+    collectives.
     """
 
     rendezvous: str
     keys: EngineKeys | None
+    cause_seconds: float
 
     def address(self, name: str) -> str:
         """ZMQ address to which the engine binds the socket `name`."""
@@ -405,7 +399,7 @@ class DistributedExecutor:
         """Raise the cause: the rank that ended without a message, else the first failure that a rank reported."""
         self._has_failed = True
         failures = list(received)
-        deadline = time.monotonic() + _CAUSE_SECONDS
+        deadline = time.monotonic() + self._host.cause_seconds
         while True:
             is_late = time.monotonic() > deadline  # before the last look: this process may be suspended in between
             ended = self._host.ended()
@@ -430,70 +424,3 @@ class DistributedExecutor:
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"Rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-class LocalRanks:
-    """A `RankHost` of child processes on this host. Sockets and rendezvous lie in a folder that only this user can enter."""
-
-    def __init__(self, device: str, first_device: int, parent: Path | None) -> None:
-        """device: the option. first_device: number of rank 0's device; the other ranks get the devices after it.
-
-        parent: where the folder is created; None is the system's temporary folder.
-        """
-        self._device = device
-        self._first_device = first_device
-        self._folder = private_folder(parent)
-        self.rendezvous = f"file://{self._folder}/meeting"
-        self.keys: EngineKeys | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def address(self, name: str) -> str:
-        """A Unix socket in the folder."""
-        return f"ipc://{self._folder}/{name}"
-
-    def device_index(self, rank: int) -> int:
-        """A rank sees only its own CUDA device, which is device 0 there."""
-        return one_device(self._first_device + rank, self._device)[1]
-
-    def num_sharing(self, rank: int, config: EngineConfig) -> int:
-        """All ranks share this host."""
-        return config.num_processes
-
-    def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
-        """Start one Python process for each rank. Its standard input stays open as long as this process lives."""
-        environment = {**rank_environment(), **os.environ}
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            # All ranks are on this host: gloo and NCCL need not resolve its name, nor listen on the network.
-            environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
-        for bootstrap in bootstraps:
-            device = one_device(self._first_device + bootstrap.rank.index, self._device)[0]
-            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env={**environment, **device})
-            self._processes.append(process)
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` will report
-                process.stdin.write(boot_input(self._with_folder(bootstrap)))
-                process.stdin.flush()
-
-    def ended(self) -> dict[int, str]:
-        """The ranks that have ended, described by their exit status."""
-        statuses = {rank: process.poll() for rank, process in enumerate(self._processes)}
-        return {rank: describe_exit(status) for rank, status in statuses.items() if status is not None}
-
-    def stop(self, seconds: float) -> None:
-        """Wait `seconds` for the processes to end, kill the rest, and remove the folder."""
-        deadline = time.monotonic() + seconds
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _with_folder(self, bootstrap: RankBootstrap) -> RankBootstrap:
-        config = bootstrap.config
-        config = replace(config, compile=replace(config.compile, work_dir=Path(self._folder)))
-        return replace(bootstrap, config=config, folder=self._folder)

@@ -34,6 +34,8 @@ class RayRanks:
     room for them within a minute.
     """
 
+    cause_seconds = 0.5
+
     def __init__(self, config: EngineConfig) -> None:
         try:
             import ray

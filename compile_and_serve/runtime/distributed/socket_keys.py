@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import zmq
+from zmq.utils import z85
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -27,10 +29,16 @@ class RankKeys:
 class EngineKeys:
     """The keys of one engine. `ranks` is what its ranks get."""
 
-    def __init__(self) -> None:
-        engine, self._secret = zmq.curve_keypair()
-        self.ranks = RankKeys(engine, *zmq.curve_keypair())
+    def __init__(self, engine: tuple[bytes, bytes] | None = None, ranks: tuple[bytes, bytes] | None = None) -> None:
+        """engine, ranks: their public and secret keys; None: new ones."""
+        public, self._secret = engine or zmq.curve_keypair()
+        self.ranks = RankKeys(public, *(ranks or zmq.curve_keypair()))
         self._authenticator: ThreadAuthenticator | None = None
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> EngineKeys:
+        """The keys that all who have the secret derive from it."""
+        return cls(_keypair(b"engine", secret), _keypair(b"ranks", secret))
 
     def admit_ranks_only(self, context: zmq.Context[Any]) -> None:
         """Call before the first socket: protected sockets of `context` refuse peers without the ranks' keys."""
@@ -53,3 +61,8 @@ class EngineKeys:
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
+
+
+def _keypair(purpose: bytes, secret: bytes) -> tuple[bytes, bytes]:
+    own = z85.encode(hashlib.blake2b(secret, digest_size=32, person=purpose).digest())
+    return zmq.curve_public(own), own

@@ -105,7 +105,10 @@ class AsyncEngineClient(EngineConnection):
         Raises `EngineStartError` with the engine's own sentence if it cannot start.
         """
         assert self._process is None, "the engine was started before"
-        self.folder = private_folder()
+        if self.folder:  # of a replica that this one replaces
+            os.mkdir(self.folder, 0o700)
+        else:
+            self.folder = private_folder()
         config, environment = self._child_options()
         # A new session: signals to this process's group do not reach the engine, which stops when we tell it to.
         self._process = await asyncio.create_subprocess_exec(

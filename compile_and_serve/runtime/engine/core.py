@@ -92,7 +92,8 @@ class EngineCore:
             groups=found.groups,
             num_adapter_slots=config.compile.max_loras,
             speculator=speculator,
-            drafts_run_ahead=found.drafts_run_ahead,
+            drafts_run_ahead=found.drafts_run_ahead and config.mesh.pipe == 1,
+            num_stages=config.mesh.pipe,
             whole_prompts=found.whole_prompts,
             length_regimes=found.length_regimes,
             connector=transfers,
@@ -113,7 +114,7 @@ class EngineCore:
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        self._depth = 2 if options.async_scheduling else 1
+        self._depth = self.config.max_steps_in_flight
         self._captures_due = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None
@@ -333,6 +334,7 @@ class EngineCore:
         stats.graph_replays = worker.graph_replays
         stats.pending_work = worker.pending_work
         stats.host_gap_seconds = self._host_gap
+        stats.stage_wait_seconds = worker.stage_wait_seconds
         return stats
 
     @property

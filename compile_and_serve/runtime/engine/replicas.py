@@ -1,15 +1,16 @@
 """Several replicas behind the interface of one engine. Each is an engine process with its own ranks, scheduler and KV cache.
 
-When a replica dies, the server ends: a restart brings all replicas back, while a server with fewer would only be slow. The
-dead replica's requests end with an error at once, `dead_reason` is set, and new requests are refused. Requests on the
-other replicas continue until `shutdown`.
+When a replica dies, its requests end with an error at once. It is started again, alone, while the others take all requests. They are not
+given its requests: one of these may be what it died of. Once all are dead, or the first time without `restarts`, `dead_reason` is set and
+new requests are refused; requests on the other replicas then continue until `shutdown`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -40,21 +41,27 @@ logger = logging.getLogger(__name__)
 
 Replica = TypeVar("Replica", bound=EngineConnection)
 
+_MAX_DELAY_SECONDS = 60.0  # before a replica that keeps failing is started again
+_STEADY_SECONDS = 60.0  # a replica that ran for so long has started well
 
-def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> OwnEngine:
-    """An engine client for the options, not started: for one engine, or for several replicas. on_stage: reports the start of the first."""
+
+def make_client(config: EngineConfig, on_stage: StageCallback | None = None, *, restarts: bool = True) -> OwnEngine:
+    """An engine client for the options, not started: for one engine, or for several replicas. on_stage: reports the start of the first.
+    restarts: of `DataParallelClient`.
+    """
     on_stage, size = on_stage or ignore_stage, config.parallel.data_parallel_size
     if size == 1:
         return AsyncEngineClient(config, on_stage=on_stage)
-    replicas = []
-    for index in range(size):
+
+    def make(index: int, on_stage: StageCallback = ignore_stage) -> AsyncEngineClient:
         parallel = replace(config.parallel, data_parallel_rank=index)
         # All replicas would dump the same files.
         compile = config.compile if index == 0 else replace(config.compile, dump_dir=None)
         own = replace(config, parallel=parallel, compile=compile)
-        own_stage = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
-        replicas.append(AsyncEngineClient(own, on_stage=own_stage))
-    return DataParallelClient(config, replicas)
+        return AsyncEngineClient(own, on_stage=on_stage)
+
+    replicas = [make(index, on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")) for index in range(size)]
+    return DataParallelClient(config, replicas, make if restarts else None)
 
 
 def connect(config: EngineConfig, folders: list[str], name: str, *, num_clients: int) -> ConnectedEngine:
@@ -64,16 +71,41 @@ def connect(config: EngineConfig, folders: list[str], name: str, *, num_clients:
     clients the engines have; each may hold back its share of the requests that may wait.
     """
     connections = [EngineConnection(name, folder) for folder in folders]
-    return connections[0] if len(connections) == 1 else DataParallelClient(config, connections, num_clients=num_clients)
+    if len(connections) == 1:
+        return connections[0]
+
+    def make(index: int) -> EngineConnection:
+        return EngineConnection(name, folders[index])
+
+    client = DataParallelClient(config, connections, make, num_clients=num_clients)
+    client.is_owner = False
+    return client
 
 
 class DataParallelClient(Generic[Replica]):
-    """An `EngineConnection` to several replicas. Other processes may have one too: each routes its own requests."""
+    """An `EngineConnection` to several replicas. Other processes may have one too: each routes its own requests.
 
-    def __init__(self, config: EngineConfig, replicas: list[Replica], *, num_clients: int = 1) -> None:
+    on_change: awaited with a replica's number and why it is dead, or None once it is back. is_owner: it starts dead replicas again;
+    otherwise it is told with `replica_back` that somebody has.
+    """
+
+    def __init__(
+        self, config: EngineConfig, replicas: list[Replica], make_replica: Callable[[int], Replica] | None = None, *, num_clients: int = 1
+    ) -> None:
+        """make_replica: a new one, not started, in place of a dead one; None: the first death is the end. num_clients: see `connect`."""
         self.config, self._num_clients = config, num_clients
         self.dead_reason: str | None = None
+        self.is_owner = True
+        self.on_change: Callable[[int, str | None], Awaitable[None]] | None = None
+        self._make_replica = make_replica
         self._was_told = False  # by `die`, whose reason names the replica
+        self._is_closing = False
+        self._down: dict[int, str] = {}  # dead replica → the reason
+        self._restarts: dict[int, asyncio.Task[None]] = {}
+        self._closing: list[asyncio.Task[None]] = []  # dead replicas that are being put away
+        self._served_since: dict[int, float] = {}
+        self._delays: dict[int, float] = {}  # before a replica is started again
+        self._asleep: UtilityOptions | None = None  # how the replicas were put to sleep
         self.replicas = replicas
         # With priorities, a replica may preempt for a request, so it has to have it.
         self._may_hold = config.scheduler.policy != "priority"
@@ -81,7 +113,6 @@ class DataParallelClient(Generic[Replica]):
         self._held = HeldRequests(self._in_flight)
         self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
         self._readers: list[asyncio.Task[None]] = []
-        self._num_dead = 0  # replicas whose outputs ended with their death
         self._info: EngineInfo | None = None
         self._router: Router
         self._follower: EventFollower | None = None
@@ -99,15 +130,15 @@ class DataParallelClient(Generic[Replica]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether every replica runs and takes requests."""
-        return all(replica.is_alive for replica in self.replicas)
+        """Whether requests are taken: every replica runs, or is being started again."""
+        return self.dead_reason is None and all(one.is_alive for index, one in enumerate(self.replicas) if index not in self._down)
 
     def health_problem(self) -> str | None:
-        """One sentence if any replica is dead, silent or stuck in a step, else None. Does not wait for the replicas."""
+        """One sentence if any replica is silent or stuck in a step, or if none is started again, else None. Does not wait for them."""
         if self.dead_reason is not None:
             return self.dead_reason
         for index, replica in enumerate(self.replicas):
-            if (problem := replica.health_problem()) is not None:
+            if index not in self._down and (problem := replica.health_problem()) is not None:
                 return f"Replica {index} of {len(self.replicas)}: {problem}"
         return None
 
@@ -149,6 +180,7 @@ class DataParallelClient(Generic[Replica]):
             enable_prefix_caching=infos[0].prefix_caching,
         )
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(self.replicas))]
+        self._served_since = dict.fromkeys(range(len(self.replicas)), time.monotonic())
         events = self.config.kv_events
         if events is not None and EventFollower.can_follow(events):
             self._follower = EventFollower(events, self._router, len(self.replicas))
@@ -157,7 +189,7 @@ class DataParallelClient(Generic[Replica]):
     async def add_request(self, request: EngineRequest) -> None:
         """Send a request to the replica that the router chooses, or hold it back until one has room.
 
-        Raises `EngineDeadError` if any replica is dead, and `EngineFullError`.
+        Raises `EngineDeadError` if all replicas are dead, and `EngineFullError`.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
@@ -180,17 +212,19 @@ class DataParallelClient(Generic[Replica]):
         return in_flight.counts[tenant.name] + len(request.request_ids) <= share * self.info.max_running
 
     async def _send(self, request: EngineRequest, *, confirm: bool = True) -> None:
-        index = self._router.route(request)
-        self._in_flight.add(request)
-        try:
-            await self.replicas[index].add_request(request, confirm=confirm)
-        except (EngineDeadError, EngineFullError) as error:
-            for request_id in request.request_ids:
-                self._finish(request_id)
-            if isinstance(error, EngineFullError):
-                raise
-            self._handle_death(index, str(error))
-            raise EngineDeadError(self.dead_reason) from error
+        while True:
+            index = self._router.route(request)
+            self._in_flight.add(request)
+            try:
+                return await self.replicas[index].add_request(request, confirm=confirm)
+            except (EngineDeadError, EngineFullError) as error:
+                for request_id in request.request_ids:
+                    self._finish(request_id)
+                if isinstance(error, EngineFullError):
+                    raise
+                self._handle_death(index, str(error))
+                if self.dead_reason is not None:
+                    raise EngineDeadError(self.dead_reason) from error
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests on the replicas that run them."""
@@ -221,17 +255,20 @@ class DataParallelClient(Generic[Replica]):
     async def utility(
         self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
     ) -> dict[str, int | float | str | bool | None]:
-        """Call a method on all replicas and merge the answers: booleans by `all`, numbers by sum, `…_usage` by mean.
+        """Call a method on all replicas that live and merge the answers: booleans by `all`, numbers by sum, `…_usage` by mean.
 
-        Raises `EngineDeadError` if any replica is dead.
+        Raises `EngineDeadError` if all replicas are dead, or one of them dies meanwhile.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if method == "sleep":  # the replicas must know what they have to finish, or to end
             await self._hand_out(at_once=True)
-        answers = await asyncio.gather(*(self._ask(index, method, adapter, options) for index in range(len(self.replicas))))
+        living = [index for index in range(len(self.replicas)) if index not in self._down]
+        answers = await asyncio.gather(*(self._ask(index, method, adapter, options) for index in living))
         if method in ("reset_prefix_cache", "sleep"):
             self._router.forget_prefixes()
+        if method in ("sleep", "wake_up"):
+            self._asleep = (options or {}) if method == "sleep" else None
         return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}
 
     async def flush(self) -> None:
@@ -254,8 +291,22 @@ class DataParallelClient(Generic[Replica]):
         for index in dead_replicas:
             self.replicas[index].die(reason)
 
+    async def replica_died(self, index: int, reason: str) -> None:
+        """The process that started the replicas says that one is dead, and that it starts it again."""
+        self.replicas[index].die(reason)
+
+    async def replica_back(self, index: int) -> None:
+        """A new replica lives in the place of a dead one, whose sockets lie where those of the dead one did."""
+        self._handle_death(index, "It was started again.")  # unless that is known
+        assert self._make_replica is not None
+        await self._take_in(index, self._make_replica(index))
+
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """Stop all replicas; see `AsyncEngineClient.shutdown`. May be called more than once."""
+        self._is_closing = True
+        for restart in self._restarts.values():
+            restart.cancel()
+        await asyncio.gather(*self._restarts.values(), *self._closing, return_exceptions=True)
         if drain:
             await self._hand_out(at_once=True)
         else:
@@ -280,7 +331,7 @@ class DataParallelClient(Generic[Replica]):
             return await self.replicas[index].utility(method, adapter, options)
         except EngineDeadError as error:
             self._handle_death(index, str(error))
-            raise EngineDeadError(self.dead_reason) from error
+            raise EngineDeadError(self.dead_reason or self._down[index]) from error
 
     async def _read(self, index: int) -> None:
         router = self._router
@@ -301,8 +352,7 @@ class DataParallelClient(Generic[Replica]):
                 logger.error("Reading the outputs of replica %d failed.", index, exc_info=error)
                 error = EngineDeadError(f"Its outputs could not be read: {describe_error(error)}")
             self._handle_death(index, str(error))
-            self._num_dead += 1
-            if self._num_dead == len(self.replicas):
+            if len(self._down) == len(self.replicas):
                 self._steps.put_nowait(None)
 
     async def _hand_out(self, *, at_once: bool = False) -> None:
@@ -336,15 +386,72 @@ class DataParallelClient(Generic[Replica]):
             self._steps.put_nowait(StepOutputs(outputs=outputs))
 
     def _handle_death(self, index: int, reason: str) -> None:
-        """Mark the replica as dead, and end its requests and those that were held back with the reason."""
-        reason = reason if self._was_told else f"Replica {index} of {len(self.replicas)}: {reason}"
-        self.dead_reason = self.dead_reason or reason
-        self._end_held("error", reason)
+        """Mark the replica as dead, end its requests with the reason, and have it started again. If there will be none, those that were
+        held back end, too.
+        """
+        if index in self._down:
+            return
+        name = f"Replica {index} of {len(self.replicas)}: "
+        reason = reason if self._was_told or reason.startswith(name) else name + reason
+        self._down[index] = reason
+        self._router.set_down(index, True)
+        if self._make_replica is None or len(self._down) == len(self.replicas) or self._was_told:
+            self.dead_reason = self.dead_reason or reason
+            self._end_held("error", reason)
+        elif self.is_owner and not self._is_closing:
+            logger.error("%s It is started again; the others serve meanwhile.", reason)
+            self._restarts[index] = asyncio.create_task(self._restart(index, reason))
         outputs = []
         for request_id in self._router.requests_of(index):
             self._finish(request_id)
-            outputs.append(RequestOutput(request_id=request_id, finish_reason="error", error=reason))
+            output = RequestOutput(request_id=request_id, finish_reason="error", error=reason)
+            output.error_kind = "overloaded" if self.dead_reason is None else output.error_kind
+            outputs.append(output)
         self._steps.put_nowait(StepOutputs(outputs=outputs, replica=index))
+
+    async def _restart(self, index: int, reason: str) -> None:
+        """Start a dead replica again, as often as it takes: at once, and with longer and longer pauses while it keeps failing."""
+        if self.on_change is not None:
+            await self.on_change(index, reason)
+        closing = asyncio.create_task(self.replicas[index].shutdown(drain=False))
+        self._closing.append(closing)
+        await asyncio.shield(closing)  # it must not be left half done
+        if time.monotonic() - self._served_since[index] > _STEADY_SECONDS:
+            self._delays.pop(index, None)
+        while self.dead_reason is None:
+            delay = self._delays.get(index, 0.0)
+            await asyncio.sleep(delay)
+            self._delays[index] = min(_MAX_DELAY_SECONDS, max(1.0, 2 * delay))
+            assert self._make_replica is not None
+            replica = self._make_replica(index)
+            replica.folder = self.replicas[index].folder  # where other processes look for it
+            try:
+                await self._take_in(index, replica)
+            except (EngineStartError, EngineDeadError, OSError) as error:
+                logger.error("Replica %d of %d did not start: %s", index, len(self.replicas), error)
+                continue
+            logger.info("Replica %d of %d serves again.", index, len(self.replicas))
+            if self.on_change is not None:
+                await self.on_change(index, None)
+            return
+
+    async def _take_in(self, index: int, replica: Replica) -> None:
+        """Start a replica and give it requests. Raises `EngineStartError`."""
+        await replica.start()
+        try:
+            if self._asleep is not None:
+                await replica.utility("sleep", options=self._asleep)
+            if self.dead_reason is not None:
+                raise EngineDeadError(self.dead_reason)
+        except BaseException:
+            await replica.shutdown(drain=False)
+            raise
+        self.replicas[index] = replica
+        self._served_since[index] = time.monotonic()
+        del self._down[index]
+        self._router.set_down(index, False)
+        self._readers[index] = asyncio.create_task(self._read(index))
+        await self._hand_out()
 
 
 OwnEngine = AsyncEngineClient | DataParallelClient[AsyncEngineClient]  # whose processes this one has started

@@ -36,6 +36,7 @@ class _Replica:
     num_running: int = 0
     num_waiting: int = 0
     num_routed: int = 0  # not reported
+    is_down: bool = False  # not reported, either
 
     @property
     def num_sequences(self) -> int:
@@ -81,7 +82,9 @@ class Router:
         """
         num_sequences = len(request.request_ids)
         return num_sequences > self._max_num_seqs or any(
-            not one.num_sequences or one.num_sequences + num_sequences <= self._num_slots(one) + self._max_ahead for one in self._replicas
+            not one.num_sequences or one.num_sequences + num_sequences <= self._num_slots(one) + self._max_ahead
+            for one in self._replicas
+            if not one.is_down
         )
 
     def _num_slots(self, replica: _Replica) -> int:
@@ -91,8 +94,9 @@ class Router:
         """Whether the replicas' queues together would take the request behind `num_held` sequences that are held back."""
         if len(self._limits) == 1:
             return True
-        in_flight = sum(one.num_sequences for one in self._replicas) + num_held + len(request.request_ids)
-        return in_flight <= len(self._replicas) * self._limits[1]
+        living = [one for one in self._replicas if not one.is_down]
+        in_flight = sum(one.num_sequences for one in living) + num_held + len(request.request_ids)
+        return in_flight <= len(living) * self._limits[1]
 
     def route(self, request: EngineRequest) -> int:
         """Choose a replica for all sequences of a request and return its index. Each counts as in flight there until its
@@ -139,6 +143,14 @@ class Router:
             replica = self._replicas[index]
             replica.prompt_tokens -= replica.requests.pop(request_id)
 
+    def set_down(self, index: int, is_down: bool) -> None:
+        """A replica takes no requests, or takes them again, with empty caches."""
+        replica = self._replicas[index]
+        replica.is_down = is_down
+        replica.num_others = replica.num_running = replica.num_waiting = 0
+        replica.kv_cache_usage = 0.0
+        self.observe_events(index, [AllBlocksCleared()])
+
     def observe(self, index: int, stats: EngineStats, num_others: int = 0) -> None:
         """Record a replica's stats. num_others: its unfinished sequences of other clients."""
         replica = self._replicas[index]
@@ -174,9 +186,9 @@ class Router:
         """Replicas with free batch slots for all sequences, else those with room ahead or in the queue, else all."""
         for limit in (self._limits[0], self._limits[0] + self._max_ahead, *self._limits[1:]):
             limit -= num_sequences
-            if available := [r for r, replica in enumerate(self._replicas) if replica.num_sequences <= limit]:
+            if available := [r for r, replica in enumerate(self._replicas) if replica.num_sequences <= limit and not replica.is_down]:
                 return available
-        return range(len(self._replicas))
+        return [r for r, replica in enumerate(self._replicas) if not replica.is_down] or range(len(self._replicas))
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
         if not self._has_caches or request.sampling_params.prompt_logprobs is not None:  # the engine bypasses the cache

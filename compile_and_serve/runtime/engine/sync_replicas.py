@@ -20,7 +20,7 @@ class SyncReplicas:
     """Replicas as child processes. Their client runs in a thread with an event loop. Construction raises `EngineStartError`."""
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
-        self._client = make_client(config, on_stage)
+        self._client = make_client(config, on_stage, restarts=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True)
         self._thread.start()

@@ -137,7 +137,8 @@ class DeviceAdapters:
         with open_adapter(path, self.targets, self._max_rank, deadline=time.monotonic() + READ_SECONDS) as file:
             if self._stamps.get(adapter_id, file.stamp) != file.stamp:
                 raise AdapterError(f"{path} has changed since it was loaded as {adapter_id}: load it with a new lora_int_id.")
-            sites = [self._sites[part.target.module] for part in file.parts]
+            # Other stages of a pipeline have the others.
+            sites = [self._sites[part.target.module] for part in file.parts if part.target.module in self._sites]
             names = list(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
             # Many small pieces: while memory is pinned, the device takes no launches.
             adapter = {
@@ -145,7 +146,9 @@ class DeviceAdapters:
                 for name in names
             }
             for part, a_RI, b_OR in file.tensors(self._dtype):
-                site = self._sites[part.target.module]
+                site = self._sites.get(part.target.module)
+                if site is None:
+                    continue
                 slots = adapter[site.a], adapter[site.b]
                 if isinstance(site, ExpertSite):
                     site.fill(*slots, a_RI, b_OR, self._coordinates, part.expert, part.target.first_row)

@@ -13,7 +13,7 @@ import torch
 
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import StepOf, StepResult
-from compile_and_serve.compiler.model import Outputs
+from compile_and_serve.compiler.model import Outputs, StepModel
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, row_numbers
 from compile_and_serve.custom_ops.platform import platform_of
@@ -33,6 +33,9 @@ from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, Schedu
 
 class StepRunner(Protocol):
     """Runs steps of a model: `PlainRunner` or `CudaGraphRunner`."""
+
+    @property
+    def model(self) -> StepModel: ...
 
     @property
     def max_padded_size(self) -> int:
@@ -190,12 +193,13 @@ class BaseRunner(ABC):
 
     def _compute(self, step: Step, *, with_sampling: bool = True) -> StepResult:
         """Run a step on what the stage before sends, and send the next stage what comes out."""
-        stages = self.stages
-        if stages is not None:
-            stages.receive(step)
-        result = self._steps_of_layout.run(step, with_sampling=with_sampling)
-        if stages is not None:
-            stages.send(result.outputs, step)
+        stages, steps = self.stages, self._steps_of_layout
+        if stages is None:
+            return steps.run(step, with_sampling=with_sampling)
+        plan = steps.model.plan  # type: ignore[attr-defined]
+        stages.receive(step, plan)
+        result = steps.run(step, with_sampling=with_sampling)
+        stages.send(result.outputs, step, plan)
         return result
 
     def _steps_for(self, layout: BatchLayout) -> StepRunner:

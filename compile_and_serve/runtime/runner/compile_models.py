@@ -35,6 +35,7 @@ def compile_spec(
     dtype: torch.dtype,
     on_stage: StageCallback,
     options: CompileConfig | None = None,
+    stage: int | None = None,
 ) -> Model:
     """`compile_model` with the engine's kernels and dtypes. backends: by attention group. options: None: the engine's."""
     return compile_model(
@@ -46,6 +47,7 @@ def compile_spec(
         attention_backends=backends,
         kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
         state_dtype=resolve_state_dtype(config.cache.state_dtype),
+        stage=stage,
         on_stage=on_stage,
     )
 

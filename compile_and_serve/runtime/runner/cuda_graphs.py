@@ -53,7 +53,7 @@ def make_graph_runners(
         CudaGraphRunner(
             model,
             mode=mode if spec.pooling is None else _without_full_graphs(mode),
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=_max_decodes(config),
             backends=tuple(backends.values()),
             device=graphs,
             sizes=options.capture_sizes,
@@ -63,7 +63,7 @@ def make_graph_runners(
         )
         for model in plans
     ]
-    drafted = _drafted_runner(config, plans[-1], backends, graphs, stats, logs=logs)
+    drafted = _drafted_runner(config, plans[-1], backends, graphs, stats, samples=samples, logs=logs)
     drafter = None
     if drafted is not None and drafter_backends is not None:
         others = [name for name, one in drafter_backends.items() if not one.drafts_capturable]
@@ -80,15 +80,22 @@ def make_graph_runners(
 
 
 def _drafted_runner(
-    config: EngineConfig, model: StepModel, backends: Mapping[str, AttentionBackend], graphs: CudaGraphs, stats: GraphStats, *, logs: bool
+    config: EngineConfig,
+    model: StepModel,
+    backends: Mapping[str, AttentionBackend],
+    graphs: CudaGraphs,
+    stats: GraphStats,
+    *,
+    samples: bool,
+    logs: bool,
 ) -> CudaGraphRunner | None:
-    """Graphs of steps whose sequences all have the most draft tokens."""
+    """Graphs of steps whose sequences all have the most draft tokens. samples: and of their tokens."""
     speculative = config.speculative
     if speculative is None or config.compile.cudagraph_mode == "piecewise":
         return None
     num_drafts, longest = speculative.num_speculative_tokens, method_of(speculative).max_graph_tokens
     query_len = 1 + num_drafts
-    max_num_seqs = min(config.scheduler.max_num_seqs, config.max_drafted_rows // query_len)
+    max_num_seqs = min(_max_decodes(config), config.max_drafted_rows // query_len)
     others = [name for name, one in backends.items() if not one.drafts_capturable]
     if num_drafts > longest or max_num_seqs == 0 or others:
         reason = f"their number, {num_drafts}, is above {longest} or no step has room for it"
@@ -105,9 +112,14 @@ def _drafted_runner(
         device=graphs,
         query_len=query_len,
         decode_head=begin_step,
-        decode_tail=end_step,
+        decode_tail=end_step if samples else None,
         stats=stats,
     )
+
+
+def _max_decodes(config: EngineConfig) -> int:
+    """Of one step: with stages, the decodes are divided over the steps in flight."""
+    return -(-config.scheduler.max_num_seqs // config.mesh.pipe)
 
 
 def _without_full_graphs(mode: CudaGraphMode) -> CudaGraphMode:

@@ -17,6 +17,7 @@ from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quanti
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.collectives.collectives import join_groups
+from compile_and_serve.custom_ops.mesh import PIPE
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
@@ -52,7 +53,7 @@ from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.runner.stage_runner import StageRunner
-from compile_and_serve.runtime.runner.stages import StageLink
+from compile_and_serve.runtime.runner.stages import StageLink, check_stages, spec_of_stage
 from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, log_grown_pages, plan_num_pages
 from compile_and_serve.runtime.runner.warm_up import compile_kernels, dummy_step, largest_step_size, run_dummy_step
 from compile_and_serve.runtime.sampling.decode_step import advances_on_device
@@ -152,7 +153,7 @@ class LoadedModel:
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
         elif self.stages is not None and not self.stages.is_last:
-            runner = StageRunner(*common, **limits)
+            runner = StageRunner(*common, drafted_steps=None if graphs is None else graphs.drafted, **limits)
         else:
             runner = ModelRunner(
                 *common,
@@ -291,10 +292,8 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     config = replace(config, scheduler=limits)
     spec, sample_items = with_longest_item(spec, config.model)
     info = encoder_info(spec, config)
-    stages = None
-    if rank.mesh.pipe > 1:
-        stages = StageLink(spec, rank.mesh)
-        spec = stages.spec
+    check_stages(spec, rank.mesh)
+    stages = None if rank.mesh.pipe == 1 else StageLink(platform_of(device))
     drafter = build_drafter(config, spec, dtype)
     spec = spec if drafter is None else drafter.target
     backends = backends_of_model(spec, config, device, dtype)
@@ -306,10 +305,16 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         facts["all_reduce"] = _choose_allreduce(config, spec, device, dtype, on_stage)
 
     with memory_for("compiling the model", device, memory.LOADING):
-        model = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=on_stage)
+        stage = None if stages is None else rank.coordinates[PIPE]
+        model = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=on_stage, stage=stage)
     if len(model.state) > len(spec.state):  # passes added some
         backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)
+    whole = spec
     spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
+    if stages is not None:
+        assert isinstance(model, CompiledModel)
+        spec = spec_of_stage(spec, model.sources_of_others, is_last=stages.is_last)
+        drafter = drafter if stages.is_last else None
 
     log_grown_pages(spec.paged_state, config.cache.block_size, cache_dtype)
     facts |= recurrent_kernels(spec, device)
@@ -355,7 +360,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         encoder=encoder,
         encoder_info=info,
         sample_items=sample_items,
-        adapters=_device_adapters(config, model, spec, rank, device, dtype) if config.compile.max_loras else None,
+        adapters=_device_adapters(config, model, whole, rank, device, dtype) if config.compile.max_loras else None,
         weights=sleeping_weights(model, load_all, compiled_drafter, encoder),
         stages=stages,
         facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
@@ -367,9 +372,10 @@ def _device_adapters(
 ) -> DeviceAdapters:
     assert isinstance(model, CompiledModel)
     sites = adapter_sites(model.plan.transforms)
+    all_sites = sites if model.whole_transforms is None else adapter_sites(model.whole_transforms)
     return DeviceAdapters(
         sites,
-        adapter_targets(sites, spec.weight_map, spec.parts),
+        adapter_targets(all_sites, spec.weight_map, spec.parts),
         model.weights,
         config.compile.max_lora_rank,
         device=device,

@@ -80,6 +80,7 @@ class ModelRunner(BaseRunner):
         """drafted_steps: runs the steps whose sequences all have the same number of drafts; None: they are not padded to it. drafter: makes
         these. drafter_graphs: where it is captured. options: and the others, of `BaseRunner`.
         """
+        self._config = config
         self._drafted_steps = drafted_steps
         self._drafted_graph_steps: list[DecodeStep] = []  # graphs read and write tensors that only these steps hold
         self._drafted_len = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
@@ -104,7 +105,6 @@ class ModelRunner(BaseRunner):
         speculative, platform, num_slots = config.speculative, self.platform, self.batch.num_slots
         method = None if speculative is None else method_of(speculative)
         if speculative is not None and method is not None and method.drafts_on_device(is_asynchronous=platform.is_asynchronous):
-            assert method.device is not None
             setup = DraftSetup(
                 config=speculative,
                 batch=self.batch,
@@ -115,7 +115,7 @@ class ModelRunner(BaseRunner):
                 allocate_state=lambda compiled: allocate_side_state(compiled, self.layout.tokens_per_page, num_pages, device),
                 graphs=drafter_graphs,
             )
-            self.drafter = method.device()(setup)
+            self.drafter = self._new_drafter(setup)
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=num_slots, device=device, logprobs_mode=config.model.logprobs_mode)
@@ -145,6 +145,8 @@ class ModelRunner(BaseRunner):
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         batch, sampler = self.batch, self.sampler
         self._update_requests(scheduled)
+        if self.stages is not None and self.drafter is not None and scheduled.drafts:
+            self.stages.send_back(self.drafter.drafts)
         plan = self._plan
         if plan is None or plan.valid_steps <= 0:
             batch.forget_advanced()  # what it is sampled with is new
@@ -187,8 +189,8 @@ class ModelRunner(BaseRunner):
             batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
-        if self.stages is not None:
-            self.stages.send_tokens(sampled.tokens_S)
+        if self.stages is not None and not layout.has_drafts:  # of those the host tells all stages
+            self.stages.send_back(sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         pending = self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
         if layout.has_drafts:
@@ -199,6 +201,11 @@ class ModelRunner(BaseRunner):
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
             self._structured_step = pending
         return pending
+
+    def _new_drafter(self, setup: DraftSetup) -> DeviceDrafts:
+        method = method_of(setup.config).device
+        assert method is not None
+        return method()(setup)
 
     def _follow(self, scheduled: SchedulerOutput, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None) -> None:
         if self.drafter is not None:
@@ -287,7 +294,12 @@ class ModelRunner(BaseRunner):
         return PageMemory(parts=[[*own, *added.get(group.name, [])] for group, own in zip(self.spec.state, parts, strict=True)])
 
     def stats(self) -> WorkerStats:
-        return WorkerStats(padded_tokens=self.padded_tokens, captures_due=self.captures_due, steps_on_device=self.steps_on_device)
+        return WorkerStats(
+            padded_tokens=self.padded_tokens,
+            captures_due=self.captures_due,
+            steps_on_device=self.steps_on_device,
+            stage_wait_seconds=0.0 if self.stages is None else self.stages.wait_seconds(),
+        )
 
     def drafter_work(self, size: int) -> Iterator[Work]:
         """What the drafter does for `size` decodes: what graphs are captured of."""

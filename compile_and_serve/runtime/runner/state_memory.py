@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -53,7 +53,30 @@ class PageLayout:
         page_bytes = max((one.page_bytes for one in needed), default=0)
         if any(one.pages_per_slot for one in needed):
             page_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(groups={group.name: group.layout_in(page_bytes, block_size, dtype) for group in groups}, page_bytes=page_bytes)
+        whole = cls(groups={group.name: group.layout_in(page_bytes, block_size, dtype) for group in groups}, page_bytes=page_bytes)
+        return whole if all(group.held is None for group in groups) else whole._of_stage(groups, dtype)
+
+    def _of_stage(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> PageLayout:
+        """The layout of a stage, which holds some of the layers: of the same tokens per page and pages per slot, in fewer bytes."""
+        is_slot = {group.name: group.kind.unit == "slot" for group in groups}
+        needed = {group.name: group.held_layout(self.groups[group.name], dtype) for group in groups}
+        page_bytes = max(one.page_bytes for one in needed.values())
+        if not any(is_slot.values()):
+            return PageLayout(groups=needed, page_bytes=page_bytes)
+        # Smaller pages may need more of them for a slot, but all stages have as many.
+        least = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        step = max(ALIGNMENT, (self.page_bytes - least) // 16 // ALIGNMENT * ALIGNMENT)
+        for size in (*range(least, self.page_bytes, step), self.page_bytes):
+            placed = {
+                group.name: group.held_layout(self.groups[group.name], dtype, size) if is_slot[group.name] else needed[group.name]
+                for group in groups
+            }
+            if all(placed[name].pages_per_slot <= self.groups[name].pages_per_slot for name in placed):
+                break
+        else:
+            raise AssertionError("some of the layers need more pages for a slot than all")
+        slots = {name: replace(one, pages_per_slot=self.groups[name].pages_per_slot) for name, one in placed.items() if is_slot[name]}
+        return PageLayout(groups={**placed, **slots}, page_bytes=size)
 
     @property
     def tokens_per_page(self) -> dict[str, int]:
@@ -169,6 +192,9 @@ def page_parts(groups: Sequence[StateGroup], layout: PageLayout, state: Mapping[
     pages: list[list[torch.Tensor]] = []
     for group in groups:
         names = list(layout.groups[group.name].tensors)
+        if not names:  # other stages hold its layers
+            pages.append([])
+            continue
         name = names[0]
         if _is_layer_major(groups, layout, state[name].device):
             pages.append([state[name] for name in names])

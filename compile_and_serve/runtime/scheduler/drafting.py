@@ -15,20 +15,27 @@ from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 class Drafting:
     """Connects a scheduler to its speculator."""
 
-    def __init__(self, speculator: Speculator, *, runs_ahead: bool) -> None:
-        """runs_ahead: the runner can go on from drafts whose outcome is not known here."""
-        self._speculator, self._runs_ahead = speculator, runs_ahead
+    def __init__(self, speculator: Speculator, *, runs_ahead: bool, in_stages: bool = False) -> None:
+        """runs_ahead: the runner can go on from drafts whose outcome is not known here. in_stages: steps in flight have other sequences."""
+        self._speculator, self._runs_ahead, self._in_stages = speculator, runs_ahead, in_stages
         self._to_correct: dict[str, Request] = {}  # of a step with drafts: the runner must be told their true lengths
         self._is_off = False  # as `is_off` said of the last step
 
     def drafts(
-        self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight], admission: Admission
+        self,
+        step: StepInFlight,
+        running: Sequence[Request],
+        in_flight: Sequence[StepInFlight],
+        admission: Admission,
+        left_out: frozenset[int] = frozenset(),
     ) -> dict[str, list[int]] | None:
         """Drafts of the decodes, as many as the step has room for. None: the step must wait for the tokens of the steps in flight.
-        A step that runs ahead admits no request, so it must not be one in which a request may start.
+        A step that runs ahead admits no request, so it must not be one in which a request may start. left_out: of `MicroBatches`.
 
         Sets `step.was_drafting` and `step.is_ahead`.
         """
+        if self._in_stages:
+            running, in_flight = [request for request in running if id(request) not in left_out], ()
         before = in_flight[-1] if in_flight else None
         decodes = [request for request in running if request.num_computed_tokens >= request.prefill_end]
         if before is not None and before.drafts:  # how many of them were accepted is not known

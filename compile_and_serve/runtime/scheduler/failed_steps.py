@@ -43,3 +43,8 @@ def forget_failed(failed: Chunk, in_flight: Iterable[StepInFlight], manager: KVC
             ) and request.num_preemptions - is_preempted == chunk.num_preemptions:
                 misled.append(request)
     return list(dict.fromkeys(misled))
+
+
+def kept_from_running(request_id: str, num_pinned: int) -> RequestOutput:
+    """The output of a request that cannot run, because transfers that do not end keep so many blocks."""
+    return failed_output(request_id, f"{num_pinned} blocks of the KV cache are kept by transfers that do not end.")

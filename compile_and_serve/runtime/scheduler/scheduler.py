@@ -10,7 +10,7 @@ runtime/scheduler/admission.py says which waiting requests start. Where several 
 what each of them gets, and whose requests are preempted.
 
 Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its tokens when they are
-known, and any number of steps may be in flight between the two (none in a synchronous engine). This has consequences:
+known, and any number of steps may be in flight between the two. This has consequences:
 - A decode may be scheduled before its input token is known here. `schedule` counts all of its draft tokens as accepted,
   and `update` takes back those that were not. So no step computes a token beyond the length limits. One exception: a step
   that runs ahead may compute one token of a request that has ended.
@@ -43,9 +43,10 @@ from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
-from compile_and_serve.runtime.scheduler.failed_steps import failed_output, forget_failed, untrusted_chunks
+from compile_and_serve.runtime.scheduler.failed_steps import failed_output, forget_failed, kept_from_running, untrusted_chunks
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
+from compile_and_serve.runtime.scheduler.micro_batches import MicroBatches
 from compile_and_serve.runtime.scheduler.prefills import add_chunks
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.request_checks import check_config, check_queue, check_request
@@ -71,7 +72,7 @@ class Scheduler:
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one request together, in
     tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of `cache.block_size`. num_adapter_slots: LoRA
     adapters that one step may use. speculator: None: no step has drafts. drafts_run_ahead, whole_prompts, length_regimes: of `WorkerInfo`.
-    connector: None: no blocks are loaded or stored. encoder: None: there is none.
+    connector: None: no blocks are loaded or stored. encoder: None: there is none. num_stages: of the model.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Scheduler:
         connector: SchedulerConnector | None = None,
         encoder: EncoderCache | None = None,
         length_regimes: LengthRegimes | None = None,
+        num_stages: int = 1,
     ) -> None:
         check_config(config)
         self.config = config
@@ -125,7 +127,8 @@ class Scheduler:
         self._queue = self._admission.waiting
         self.encoder = encoder
         self._whole_prompts, self._length_regimes = whole_prompts, length_regimes
-        self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead)
+        self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead, in_stages=num_stages > 1)
+        self._micro_batches = MicroBatches(num_stages, runs_ahead=bool(config.async_scheduling) and speculator is None)
 
     def add_request(self, request: EngineRequest, waits_for: Iterable[Future[Any]] = ()) -> None:
         """Queue all sequences of a request. They do not run, and delay nobody, until all of `waits_for` is done.
@@ -157,7 +160,6 @@ class Scheduler:
         self._drop_finished()
 
     def unfinished(self, request_ids: Iterable[str]) -> list[str]:
-        """Those of the requests that have not ended."""
         return [request_id for request_id in request_ids if request_id in self._requests]
 
     def fail_all(self, reason: str) -> list[RequestOutput]:
@@ -177,7 +179,6 @@ class Scheduler:
         return bool(self._requests) or (self._transfers is not None and self._transfers.is_busy)
 
     def has_requests(self) -> bool:
-        """Whether a request is unfinished."""
         return bool(self._requests)
 
     def forget_device_memory(self) -> None:
@@ -224,11 +225,10 @@ class Scheduler:
         rows = self._admission.fairness.max_prompt_rows if is_contended else PROMPT_LOGPROB_ROWS
         step = StepInFlight(self._next_step, rows, self.encoder)
         order, now = (self._make_room(), time.monotonic()) if is_contended else (self._running, math.inf)
-        decodes = step.decodes
-        drafts: dict[str, list[int]] = {}
+        decodes, drafts = step.decodes, dict[str, list[int]]()
+        left_out = self._micro_batches.left_out(self._running, self._in_flight)
         if self._drafting is not None:
-            proposed = self._drafting.drafts(step, self._running, self._in_flight, self._admission)
-            if proposed is None:
+            if (proposed := self._drafting.drafts(step, self._running, self._in_flight, self._admission, left_out)) is None:
                 return None
             drafts = proposed
         grown: list[CachedRequestData] = []
@@ -236,6 +236,8 @@ class Scheduler:
         shorter: dict[str, int] = {}  # decodes with fewer tokens
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in order:
+            if left_out and id(request) in left_out:
+                continue
             num_computed = request.num_computed_tokens
             wanted = 1
             if drafts:
@@ -395,8 +397,7 @@ class Scheduler:
         request = self._running[0] if self._running else self._queue.first_ready()
         assert request is not None
         self._finish(request, "error")
-        error = f"{self.manager.pool.num_pinned} blocks of the KV cache are kept by transfers that do not end."
-        outputs.append(failed_output(request.request_id, error))
+        outputs.append(kept_from_running(request.request_id, self.manager.pool.num_pinned))
 
     def _make_room(self) -> list[Request]:
         """Preempt what gives way to keys that are behind. → the running requests, in the order in which they get blocks"""

@@ -118,6 +118,10 @@ class StepInFlight:
         scheduled[request.request_id] = num_tokens
         return new_ids
 
+    def sampling(self) -> list[Request]:
+        """The requests that it samples for."""
+        return [*self.decodes, *(chunk.request for chunk in self.chunks if chunk.samples)]
+
     def samples_for(self, request: Request) -> bool:
         """Whether the step samples for what the request runs now."""
         return request in self.decodes or any(

@@ -41,7 +41,7 @@ def compile_model_command(
     from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
     from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec
     from compile_and_serve.runtime.runner.device import model_dtype, use_threads, with_cache_dtype
-    from compile_and_serve.runtime.runner.stages import stages_of
+    from compile_and_serve.runtime.runner.stages import check_stages
     from compile_and_serve.runtime.weights import read_model_config
 
     config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
@@ -63,11 +63,9 @@ def compile_model_command(
         spec = spec if drafter is None else drafter.target
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {platform_of(device).name}"
         stages("read", time.perf_counter() - started, detail)
-        reports = []
-        for part in stages_of(spec, config.mesh):
-            backends = backends_of_model(part, config, device, dtype)
-            compiled = compile_spec(part, config, backends, device=device, dtype=dtype, on_stage=stages)
-            reports.append(compiled.report)
+        check_stages(spec, config.mesh)
+        backends = backends_of_model(spec, config, device, dtype)
+        compiled = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=stages)
         beside = SideModelCompiler(config=config, device=device, dtype=dtype, on_stage=stages, coordinates=ORIGIN)
         if drafter is not None:
             compiled_drafter = compile_drafter(beside, drafter)
@@ -80,8 +78,7 @@ def compile_model_command(
                 count += keep_built_modules(compiled_drafter.backends, drafter.spec, device, dtype, output)
             if count:
                 stages("attention", time.perf_counter() - start, f"{count} kernel modules stored")
-    for report in reports:
-        _print_report(report, time.perf_counter() - started, output)
+    _print_report(compiled.report, time.perf_counter() - started, output)
     if drafter is not None:
         of_drafter = compiled_drafter.model.report
         error_console().print(f"Drafter: {of_drafter['pieces']} pieces, {of_drafter['distinct_pieces']} distinct")

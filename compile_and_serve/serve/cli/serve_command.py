@@ -20,6 +20,7 @@ from compile_and_serve.serve.cli.vllm.command import check_flags, sentences_abou
 from compile_and_serve.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from compile_and_serve.runtime.config import EngineConfig
     from compile_and_serve.runtime.messages import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,9 @@ def serve_command(
         use_json_logs()
     for sentence in sentences_about_flags():
         logger.warning("%s", sentence)
+    if settings.headless or engine_config.parallel.host_rank:
+        _run_host(engine_config, settings)
+        return
     with graphs, StageLog() if settings.log_format == "json" else StageDisplay() as stages:
 
         def on_all_ready(urls: list[str]) -> None:
@@ -132,4 +136,18 @@ def serve_command(
         else:
             status = run(engine_config, settings, on_stage=stages, on_ready=on_ready)
     if status:
+        raise typer.Exit(status)
+
+
+def _run_host(engine_config: EngineConfig, settings: ServerSettings) -> None:
+    """Run the ranks of a host that has no server."""
+    rank, size = engine_config.parallel.host_rank, engine_config.parallel.num_hosts
+    if not settings.headless:
+        raise ValueError(f"The server runs on the host with --node-rank 0, and this is host {rank} of {size}: give it --headless.")
+    if not rank:
+        raise ValueError("--headless is for hosts that are not --node-rank 0, on which the server runs: give --nnodes and --node-rank.")
+    from compile_and_serve.runtime.distributed.host_agent import run_host
+
+    logging.getLogger("compile_and_serve").setLevel(min(logging.INFO, logging.getLogger("compile_and_serve").getEffectiveLevel()))
+    if status := run_host(engine_config):
         raise typer.Exit(status)

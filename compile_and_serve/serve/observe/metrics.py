@@ -97,6 +97,7 @@ class Metrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._engine_counters = {name: self._counter(name, text) for name, text in _ENGINE_COUNTERS.items()}
         self._host_gap = self._counter("host_gap_seconds", "Seconds for which the device was idle between steps.")
+        self._stage_wait = self._counter("stage_wait_seconds", "Seconds for which the last stage waited for the one before.")
         self._accepted_at = Counter(
             PREFIX + "spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their position in the draft.",
@@ -264,6 +265,7 @@ class Metrics:
         for place, (total, known) in enumerate(zip(places, before_at, strict=True)):
             self._accepted_at.labels(self._model, str(place)).inc(max(0, total - known))
         self._host_gap.inc(max(0.0, stats.host_gap_seconds - before.host_gap_seconds))
+        self._stage_wait.inc(max(0.0, stats.stage_wait_seconds - before.stage_wait_seconds))
         for mode, total in stats.graph_replays.items():
             self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
         for name, value in stats.kv_tiers.items():

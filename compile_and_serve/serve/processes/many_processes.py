@@ -17,7 +17,7 @@ from pathlib import Path
 from compile_and_serve.runtime.child_process import boot_input, describe_exit, private_folder
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.connection import EngineDeadError
-from compile_and_serve.runtime.engine.replicas import OwnEngine
+from compile_and_serve.runtime.engine.replicas import DataParallelClient, OwnEngine
 from compile_and_serve.runtime.logs import current_format
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineStats
@@ -230,6 +230,15 @@ async def _all_ready(processes: list[_Process]) -> None:
 
 async def _watch_engine(client: OwnEngine, stats: dict[int, EngineStats], siblings: Siblings) -> None:
     """Keep each replica's last stats until the engine is dead, and tell the processes why. They cannot see how its process ended."""
+
+    async def tell(index: int, reason: str | None) -> None:
+        if reason is None:
+            await siblings.tell("replica_back", index, timeout=_TELL_SECONDS)
+        else:
+            await siblings.tell("replica_died", index, reason, timeout=_TELL_SECONDS)
+
+    if isinstance(client, DataParallelClient):
+        client.on_change = tell
     with contextlib.suppress(EngineDeadError):
         async for step in client.outputs():
             if step.stats is not None:

@@ -19,7 +19,8 @@ import zmq
 
 from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.runtime.distributed.executor import RankFailedError
-from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
+from compile_and_serve.runtime.distributed.local_ranks import LocalRanks
+from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor
 from compile_and_serve.runtime.distributed.rank_messages import RankFailed
 from compile_and_serve.runtime.distributed.rank_process import RankBootstrap
 from compile_and_serve.runtime.distributed.socket_keys import EngineKeys, RankKeys
@@ -168,7 +169,7 @@ def test_a_rank_that_cannot_start_says_why(
 
 
 def test_a_rank_that_does_not_even_begin_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", "import sys; sys.exit(7)")
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.local_ranks.BOOT_CODE", "import sys; sys.exit(7)")
     with pytest.raises(RankFailedError, match=r"^Rank \d of 2 ended with status 7.$"):
         start(model_dir, Ranks())
 
@@ -181,7 +182,7 @@ def test_ranks_run_without_multicast_unless_the_user_says_otherwise(
     code = f"""import os, sys
 open({str(file)!r}, "w").write(" ".join(os.environ[n] for n in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")))
 sys.exit(7)"""
-    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", code)
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.local_ranks.BOOT_CODE", code)
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     if given is not None:
         monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
@@ -325,7 +326,8 @@ def test_ranks_end_when_the_engine_is_killed(model_dir: Path, tmp_path: Path, mo
     script = textwrap.dedent(f"""
         import tempfile, time
         from pathlib import Path
-        import compile_and_serve.runtime.distributed.process_executor as module
+        import compile_and_serve.runtime.distributed.local_ranks as module
+        from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor
         from tests.support.engines import tiny_config
         from tests.support.fake_worker import FAKE_BOOT_CODE
         module.BOOT_CODE = FAKE_BOOT_CODE
@@ -334,7 +336,7 @@ def test_ranks_end_when_the_engine_is_killed(model_dir: Path, tmp_path: Path, mo
             def launch(self, bootstraps):
                 super().launch(bootstraps)
                 print(*(process.pid for process in self._processes), flush=True)
-        executor = module.DistributedExecutor(
+        executor = DistributedExecutor(
             tiny_config(Path({str(model_dir)!r}), tensor_parallel_size=2), Ranks("cpu", 0, None), lambda *stage: None
         )
         print("ready", flush=True)

@@ -17,7 +17,7 @@ from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineS
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from tests.support.clients import PATIENCE, Reader, reading, until
 from tests.support.engines import request, tiny_config, write_tiny_model
-from tests.support.fake_worker import use_fake_workers
+from tests.support.fake_worker import give_orders, use_fake_workers
 from tests.support.processes import is_running
 
 
@@ -153,7 +153,7 @@ async def test_an_abort_goes_to_the_replica_of_its_request(model_dir: Path, monk
         assert all(outputs[-1].finish_reason is None for outputs in reader.outputs.values())
 
 
-async def test_a_dead_replica_ends_its_requests_and_the_others_finish(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_replica_ends_its_requests_and_is_started_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.01)
     async with started(model_dir) as (client, reader):
         names = [f"r{i}" for i in range(8)]
@@ -178,17 +178,60 @@ async def test_a_dead_replica_ends_its_requests_and_the_others_finish(model_dir:
             else:
                 assert (last.finish_reason, last.error) == ("error", reason)
         assert sum(reader.replicas[name] == {1} for name in names) == 4
-        assert client.dead_reason == reason
+        assert client.is_alive
+        assert client.health_problem() is None
+        folder = client.replicas[1].folder
+        await client.add_request(request("late", [1], max_tokens=2))
+        await reader.finished("late")
+        assert reader.replicas["late"] == {0}
+        await until(lambda: not client._down)
+        assert client.replicas[1].pid != dead
+        assert client.replicas[1].folder == folder
+        more = [f"more{i}" for i in range(8)]
+        for i, name in enumerate(more):
+            await client.add_request(request(name, prompt(i), max_tokens=100))
+        await reader.finished(*more)
+        assert {index for name in more for index in reader.replicas[name]} == {0, 1}
+        assert {reader.outputs[name][-1].finish_reason for name in more} == {"length"}
+        assert await client.utility("ping") == {"ok": True}
+    assert reader.error is None
+
+
+async def test_a_replica_that_cannot_come_back_is_tried_again_and_the_last_one_ends_all(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.engine.replicas._MAX_DELAY_SECONDS", 0.1)
+    use_fake_workers(monkeypatch, model_dir)
+    async with started(model_dir) as (client, reader):
+        pids = [replica.pid for replica in client.replicas]
+        assert pids[0] is not None
+        assert pids[1] is not None
+        give_orders(model_dir, load={"1/0": "mistake"})
+        os.kill(pids[1], signal.SIGKILL)
+        await until(lambda: client._delays.get(1, 0.0) > 0 and 1 in client._down)
+        await asyncio.sleep(0.5)
+        await client.add_request(request("a", [1], max_tokens=2))
+        await reader.finished("a")
+        os.kill(pids[0], signal.SIGKILL)
+        await reader.ended()
+        assert client.dead_reason == "Replica 0 of 2: The engine process was ended by signal 9."
         assert not client.is_alive
-        with pytest.raises(EngineDeadError, match="Replica 1 of 2"):
+        with pytest.raises(EngineDeadError, match="Replica 0 of 2"):
             await client.add_request(request("late", [1]))
+
+
+async def test_without_restarts_the_first_death_is_the_end(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    client = make_client(tiny_config(model_dir, data_parallel_size=2), restarts=False)
+    assert isinstance(client, DataParallelClient)
+    async with reading(client):
+        assert client.replicas[1].pid is not None
+        os.kill(client.replicas[1].pid, signal.SIGKILL)
+        await until(lambda: client.dead_reason is not None)
+        assert client.dead_reason == "Replica 1 of 2: The engine process was ended by signal 9."
         with pytest.raises(EngineDeadError, match="Replica 1 of 2"):
             await client.utility("ping")
-        await client.abort(names)
-        assert reader.error is None
-    assert reader.error is not None
-    assert str(reader.error) == reason
-    assert client.replicas[0].exit_status == 0
+        await client.shutdown(drain=False)
 
 
 async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,60 +8,54 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from compile_and_serve.custom_ops.mesh import Mesh
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, INPUT_IDS, POSITIONS, TOKENS, StepInput, StepOutput
-from compile_and_serve.models.spec import ModelSpec
-from compile_and_serve.runtime.runner.stages import StageLink
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.models.spec import PoolingSpec
+from compile_and_serve.runtime.runner.stages import StageLink, check_stages
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import tiny_spec
 
 D, STEPS, LATE = 3, 4, 0.3
-HIDDEN = StepInput(name="hidden", dtype=torch.bfloat16, dims=(TOKENS, D), source="device")
+NAMES = ("received.1", "received.0")
 
 
-def three_stages() -> ModelSpec:
-    """A model whose forward is never called."""
-    whole = tiny_spec()
-    first = replace(whole, inputs=(INPUT_IDS, POSITIONS), outputs=(StepOutput(name="hidden", dims=(TOKENS, D)),))
-    middle = replace(first, inputs=(HIDDEN, POSITIONS))
-    return replace(whole, stages=(first, middle, replace(whole, inputs=(HIDDEN, DECODER_INPUTS[-1]))))
-
-
-def hidden_of(step: int, stage: int) -> torch.Tensor:
-    """Of 1 + step tokens; the stage before the last adds 1."""
-    return torch.arange(D * (1 + step)).view(-1, D).to(torch.bfloat16) + 100 * step + stage
+def hidden_of(step: int, stage: int, number: int) -> torch.Tensor:
+    """Of 1 + step tokens."""
+    return torch.arange(D * (1 + step)).view(-1, D).to(torch.bfloat16) + 100 * step + 10 * number + stage
 
 
 def run_stage(rank: int, mesh: Mesh) -> list[list[int]]:
     """Steps of more and more tokens, in buffers with padding; the last stage is late with its tokens. → the tokens that were sampled"""
-    link = StageLink(three_stages(), mesh)
+    link = StageLink(platform_of(torch.device("cpu")))
     stage = mesh.coordinates(rank)["pipe"]
     assert link.is_last == (stage == 2)
-    buffer = torch.full((STEPS + 2, D), -1.0, dtype=torch.bfloat16)
-    seen = []
+    # The order in which a plan reads what it receives is not that in which the stage before computes it.
+    read, given = (NAMES if stage else ()), (NAMES[::-1] if stage < 2 else ("logits",))
+    plan: Any = SimpleNamespace(arguments=("positions", *read), outputs=given)
+    buffers = {name: torch.full((STEPS + 2, D), -1.0, dtype=torch.bfloat16) for name in NAMES}
+    seen, arriving = [], []
     for number in range(STEPS):
-        step: Any = SimpleNamespace(inputs={"hidden": buffer[: number + 2]}, num_tokens=number + 1)
-        link.receive(step)
-        if stage:
-            assert torch.equal(buffer[: number + 1], hidden_of(number, stage - 1))
-            assert (buffer[number + 1 :] == -1).all()
-        link.send({"hidden": torch.cat((hidden_of(number, stage), buffer[:1]))} if stage < 2 else {}, step)
+        step: Any = SimpleNamespace(inputs={name: one[: number + 2] for name, one in buffers.items()}, num_tokens=number + 1)
+        link.receive(step, plan)
+        for index, name in enumerate(sorted(read)):
+            assert torch.equal(buffers[name][: number + 1], hidden_of(number, stage - 1, index))
+            assert (buffers[name][number + 1 :] == -1).all()
+        padding = buffers[NAMES[0]][:1]
+        link.send({name: torch.cat((hidden_of(number, stage, index), padding)) for index, name in enumerate(sorted(NAMES))}, step, plan)
         tokens = torch.arange(number + 1) * 7 + number
         if link.is_last:
             time.sleep(LATE)
-            link.send_tokens(tokens)
+            link.send_back(tokens)
             seen.append(tokens.tolist())
-        else:
-            arriving = torch.zeros(STEPS, dtype=torch.int64)
-            transfer = link.start_receiving_tokens(arriving[: number + 1])
-            if number == 1:
-                del arriving, transfer  # the runner goes to sleep
-                seen.append(tokens.tolist())
-            else:
-                transfer.wait()
-                seen.append(transfer.tensor.tolist())
+        else:  # the next steps do not wait for the tokens
+            arriving.append(link.start_receiving_back(torch.zeros(number + 1, dtype=torch.int64)))
+    assert (link.wait_seconds() > 0) == (stage > 0)
+    for transfer in arriving:
+        transfer.wait()
+        seen.append(transfer.tensor.tolist())
     return seen
 
 
@@ -69,3 +63,17 @@ def test_three_stages_hand_on_hidden_states_and_tokens(tmp_path: Path) -> None:
     mesh = Mesh(pipe=3)
     expected = [[7 * index + number for index in range(number + 1)] for number in range(STEPS)]
     assert run_ranks(3, run_stage, mesh, folder=tmp_path, seconds=60.0, mesh=mesh) == [expected] * 3
+
+
+def test_what_cannot_run_in_stages_is_a_sentence() -> None:
+    spec = tiny_spec()
+    check_stages(spec, Mesh(pipe=2))
+    for change, what in (
+        ({"pooling": PoolingSpec(kind="embed", width=D)}, "A pooling model"),
+        ({"whole_prompts": True}, "A model that computes whole prompts"),
+        ({"encoder": spec}, "A model with an encoder"),
+        ({"state": ()}, "A model without state"),
+    ):
+        with pytest.raises(ValueError, match=f"{what} runs in one piece, but pipeline_parallel_size is 2: set it to 1"):
+            check_stages(replace(spec, **change), Mesh(pipe=2))  # type: ignore[arg-type]
+        check_stages(replace(spec, **change), Mesh(tensor=2))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def _words(name: str, words: Mapping[str, str], text: str) -> dict[str, Decision
     return _mapped(name, text, mapping.words(name, words))
 
 
-_ONE_HOST = "the ranks and replicas of this server run on one host (or a Ray cluster) behind one port"
+_ONE_HOST = "the replicas of this server run on one host (or a Ray cluster) behind one port"
 _MULTIMODAL = "threads of the server prepare images and videos, and each rank runs the encoder whole"
 _KERNELS = "the kernels are chosen by measuring them; --force-pass and --disable-pass choose otherwise"
 _RECURRENT = "the dtype of recurrent state is --state-dtype"
@@ -119,8 +119,7 @@ DECISIONS: Mapping[str, Decision] = {
         "there is no context parallelism",
         "--dcp-comm-backend --dcp-q-replicate --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size --enable-hc-sp",
     ),
-    **_refused(_ONE_HOST, "--nnodes --node-rank --headless"),
-    **_ignored(_ONE_HOST, "--master-addr --master-port --data-parallel-address --data-parallel-rpc-port"),
+    **_ignored(_ONE_HOST, "--data-parallel-address --data-parallel-rpc-port"),
     **_refused("set CUDA_VISIBLE_DEVICES", "--device-ids"),
     **_refused(_LOAD_BALANCING, "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local"),
     **_refused(_LOAD_BALANCING, "--data-parallel-hybrid-lb --data-parallel-external-lb"),
