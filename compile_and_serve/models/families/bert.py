@@ -26,6 +26,7 @@ from compile_and_serve.models.encoder_layers import (
     distance_buckets,
 )
 from compile_and_serve.models.families import register_model
+from compile_and_serve.models.meta_device import meta_device
 from compile_and_serve.models.pooling_spec import classifier_pooling
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec, ShardStyle
 
@@ -166,24 +167,28 @@ def _config(kind: _Kind, given: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
+def _new_head(kind: _Kind, head_of: str, sizes: EncoderConfig, config: Mapping[str, Any]) -> tuple[nn.Module, PoolingSpec, dict[str, str]]:
+    """→ the head, what is pooled of its outputs, and all modules' names in checkpoints"""
+    names = dict(kind.names)
+    if head_of == "ForMaskedLM":
+        pooling = PoolingSpec(kind="embed", width=sizes.vocab_size, pooling="max", is_normalized=False)
+        return SparseHead(sizes), pooling, {**names, **kind.tokens_head}
+    if head_of == "ColBERT":
+        late = nn.Linear(sizes.hidden_size, positive_int(config, "dim", 128), bias=False)
+        return late, PoolingSpec(kind="embed", width=late.out_features, pooling="all"), {**names, "head": "linear"}
+    if head_of == "Model":
+        return nn.Identity(), PoolingSpec(kind="embed", width=sizes.hidden_size, pooling="mean"), names
+    of_tokens = head_of == "ForTokenClassification"
+    pooling = replace(classifier_pooling(config), pooling="all" if of_tokens else "cls")
+    names.update({"head.classes": "classifier"} if of_tokens else kind.classes)
+    return ClassifierHead(sizes.hidden_size, pooling.width, None if of_tokens else kind.classes_by), pooling, names
+
+
 def _build(kind: _Kind, head_of: str, config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     """head_of: "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification" or "ColBERT"."""
     sizes = _config(kind, config)
-    names = dict(kind.names)
-    head: nn.Module
-    if head_of == "ForMaskedLM":
-        head, names = SparseHead(sizes), {**names, **kind.tokens_head}
-        pooling = PoolingSpec(kind="embed", width=sizes.vocab_size, pooling="max", is_normalized=False)
-    elif head_of == "ColBERT":
-        head, names = nn.Linear(sizes.hidden_size, positive_int(config, "dim", 128), bias=False), {**names, "head": "linear"}
-        pooling = PoolingSpec(kind="embed", width=head.out_features, pooling="all")
-    elif head_of == "Model":
-        head, pooling = nn.Identity(), PoolingSpec(kind="embed", width=sizes.hidden_size, pooling="mean")
-    else:
-        of_tokens = head_of == "ForTokenClassification"
-        pooling = replace(classifier_pooling(config), pooling="all" if of_tokens else "cls")
-        head = ClassifierHead(sizes.hidden_size, pooling.width, None if of_tokens else kind.classes_by)
-        names.update({"head.classes": "classifier"} if of_tokens else kind.classes)
+    with meta_device():
+        head, pooling, names = _new_head(kind, head_of, sizes, config)
     module = on_meta(partial(TextEncoder, sizes, head), dtype)
     assert isinstance(module, TextEncoder)
     if isinstance(head, SparseHead):

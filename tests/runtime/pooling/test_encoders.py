@@ -193,6 +193,15 @@ def test_what_is_not_supported_is_said() -> None:
         build_pooling_model(config, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("head", ["BertModel", "BertForMaskedLM", "BertForSequenceClassification", "HF_ColBERT"])
+def test_modules_are_on_meta(head: str) -> None:
+    config = {"architectures": [head], "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    spec = build_pooling_model(config | {"num_attention_heads": 2}, dtype=torch.bfloat16)
+    parameters = dict(spec.module.named_parameters())
+    assert {(one.device.type, one.dtype, one.requires_grad) for one in parameters.values()} == {("meta", torch.bfloat16, False)}
+    assert any(name.startswith("head.") for name in parameters) is (head != "BertModel")
+
+
 def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
     folder = write_encoder(tmp_path / "model", "MPNetModel", num_hidden_layers=3)
     options = OPTIONS | {"enforce_eager": False, "cache_dir": shared_cache_dir}
