@@ -19,7 +19,7 @@ from compile_and_serve import LLM, SamplingParams
 from tests.support.made_once import made_once
 from tests.support.transformers_models import load_reference
 
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 ALL = 20  # prompts, all of them in one batch
 TIE = 1e-3
 Reference = Callable[[torch.Tensor], Any]  # token ids → transformers' output with logits

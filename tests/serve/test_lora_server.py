@@ -35,13 +35,13 @@ def folder(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "two API processes"])
-def server(request: pytest.FixtureRequest, tiny_llama_dir: Path, folder: Path, shared_cache_dir: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def server(tiny_llama_dir: Path, folder: Path, shared_cache_dir: Path) -> Iterator[ServerProcess]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
     server = ServerProcess(
         str(tiny_llama_dir), "--port", "0", "--served-model-name", "base", "--enable-lora", *flags,
         "--lora-modules", f"first={folder / 'first'}", "--lora-dir", str(folder), "--allow-lora-without-admin-key",
-        "--cache-dir", str(shared_cache_dir), "--api-server-count", str(request.param),
+        "--cache-dir", str(shared_cache_dir), "--api-server-count", "2",
     )  # fmt: skip
     yield server
     assert server.stop() == 0, server.output
@@ -65,6 +65,7 @@ def tokens_over_http(server: ServerProcess, model: str) -> list[int]:
     return tokens[0]
 
 
+@pytest.mark.slow
 def test_adapters_answer_as_in_the_library(server: ServerProcess, tiny_llama_dir: Path, folder: Path, shared_cache_dir: Path) -> None:
     with server.client() as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "first"]
