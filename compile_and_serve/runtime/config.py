@@ -256,6 +256,9 @@ class SchedulerConfig:
         parse=parse_count,
         checks=(at_least(1), (lambda count: count <= MAX_TOKEN_BUDGET, f"at most {MAX_TOKEN_BUDGET}")),
     )
+    request_ledger: bool = _scheduler_option(
+        True, "Note what became of each request: what it waited for, what it computed and reused, and why not more."
+    )
     policy: Literal["fcfs", "priority"] = _scheduler_option(
         "fcfs",
         "fcfs: in order of arrival; requests with a priority are refused. priority: lower numbers run first.",

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from compile_and_serve.custom_ops.step_data import MediaItem, PromptContents, StepArray, StepDatum
+from compile_and_serve.runtime.ledger.records import LastStep, RequestLedger, StepTotals
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
@@ -173,6 +174,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_accepted_drafts: int = 0  # that are among new_token_ids
     queue_seconds: float | None = None  # with the first token: from arrival to first scheduled
     prefill_seconds: float | None = None  # with the first token: from first scheduled to first token
+    ledger: RequestLedger | None = None  # with the first token, and again with the first after a preemption
 
 
 class TenantStats(msgspec.Struct, array_like=True):
@@ -211,6 +213,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     spec_decode_num_accepted_tokens: int = 0
     spec_decode_num_accepted_tokens_per_pos: list[int] = []
     tenants: dict[str, TenantStats] = {}  # of keys with unfinished requests; none where requests have no tenant
+    # With `SchedulerConfig.request_ledger`: totals since the start, the step that sent these stats, and "kind.reason" of misses → how many.
+    steps: StepTotals | None = None
+    last_step: LastStep | None = None
+    misses: dict[str, int] = {}
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):

@@ -193,5 +193,5 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER],
         )
-    app.add_middleware(RequestMiddleware, access_log=settings.access_log, tracing=tracing)
+    app.add_middleware(RequestMiddleware, access_log=settings.access_log, book=engine.book, tracing=tracing)
     return app

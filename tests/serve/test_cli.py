@@ -31,7 +31,7 @@ ENGINE_FLAGS = {
     "--kv-cache-dtype", "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
     "--state-dtype",
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--max-encoder-tokens", "--scheduling-policy",
-    "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
+    "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--request-ledger", "--no-request-ledger", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
     "--pass", "--quantization", "-q", "--quantization-exclude",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
 from compile_and_serve.runtime.engine.connection import EngineDeadError
+from compile_and_serve.runtime.ledger.records import LastStep, Miss, RequestLedger, StepTotals
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.messages import (
@@ -76,6 +78,7 @@ class FakeEngineClient:
         self.stopped = False
         self.fail_requests: str | None = None
         self.fail_kind: ErrorKind = "internal"
+        self.misses: list[Miss] = []  # of every request
         self._refused: list[RequestOutput] = []
         self._running: dict[str, tuple[EngineRequest, list[int], int]] = {}
         self._wake = asyncio.Event()
@@ -150,6 +153,8 @@ class FakeEngineClient:
             self.steps += 1
             outputs = [self._step(request_id) for request_id in list(self._running)]
             stats = EngineStats(num_running=len(self._running), kv_cache_usage=0.25, step_tokens=len(outputs))
+            stats.steps = StepTotals(steps={"plain": self.steps}, seconds={"plain": 0.001 * self.steps}, tokens=self.steps)
+            stats.last_step = LastStep(self.steps, time.time(), 0.001, "plain", len(outputs), 0, len(outputs), 0)
             yield StepOutputs(outputs=outputs, stats=stats)
             await asyncio.sleep(self.pause)
 
@@ -162,6 +167,7 @@ class FakeEngineClient:
             return RequestOutput(request_id=request_id, finish_reason="error", error=self.fail_requests, error_kind=self.fail_kind)
         if position == 0:
             output.queue_seconds, output.prefill_seconds = 0.01, 0.02
+            output.ledger = RequestLedger(queue={"slots": 0.01}, prefill=0.02, chunks=1, prefill_steps=1, misses=self.misses)
             output.num_cached_tokens = len(request.prompt_token_ids) // 2
             if params.prompt_logprobs is not None:
                 rest = [self.logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]

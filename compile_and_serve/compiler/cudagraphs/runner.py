@@ -13,7 +13,7 @@ import bisect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,12 +42,15 @@ DecodeTail = Callable[[Outputs, Step], tuple[torch.Tensor, ...]]
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave. sampled: what `decode_tail` returned, None where the step ran without it. is_capture_due: going without the graph
-    of this step's size has cost as much as capturing it.
+    of this step's size has cost as much as capturing it. kind: full, piecewise or plain. miss: why it ran without a graph, one word; "": it
+    had one, or there are none.
     """
 
     outputs: Outputs
     sampled: tuple[torch.Tensor, ...] | None = None
     is_capture_due: bool = False
+    kind: Literal["full", "piecewise", "plain"] = "plain"
+    miss: str = ""
 
 
 class PlainRunner:
@@ -224,7 +227,7 @@ class CudaGraphRunner:
         with capturing(f"{size} decodes"):
             graph, tensors, seconds = self._device.capture(work)
         sampled = tensors[len(names) :] if with_sampling and self._decode_tail else None
-        result = StepResult(dict(zip(names, tensors, strict=False)), sampled)
+        result = StepResult(dict(zip(names, tensors, strict=False)), sampled, kind="full")
         self._full[size, with_sampling] = _FullGraph(graph, step.addresses, result)
         stats = self.stats
         stats.captured["full"] += 1
@@ -270,11 +273,12 @@ class CudaGraphRunner:
 
     def run(self, step: Step, *, with_sampling: bool = True) -> StepResult:
         """Run a step. with_sampling: False where something must come between the outputs and sampling, which the caller then does."""
-        num_seqs, is_capture_due = step.padded_seqs, False
+        num_seqs, is_capture_due, miss = step.padded_seqs, False, "size" if self.sizes or self._piecewise is not None else ""
         is_decode = step.max_query_len == self.query_len and num_seqs * self.query_len == step.padded_tokens == step.num_rows
         if is_decode and self.sizes and num_seqs <= self.sizes[-1]:
             full = self._full.get((num_seqs, with_sampling))
             is_replay = full is not None and full.addresses == step.addresses
+            miss = "addresses" if full is not None else "not_captured" if with_sampling else "unsampled"
             if full is None and not with_sampling and num_seqs not in self._waiting_unsampled:
                 self._waiting_unsampled.append(num_seqs)
             if self._full:  # losses are ignored until the first graph exists
@@ -286,9 +290,10 @@ class CudaGraphRunner:
         elif self._piecewise is not None and step.padded_tokens <= self._piecewise.sizes[-1]:
             outputs = self._piecewise.run(step, self.stats)
             if outputs is not None:
-                return StepResult(outputs)
+                return StepResult(outputs, kind="piecewise")
+            miss = "not_captured"
         self.stats.plain_steps += 1
-        return StepResult(self.model(step), is_capture_due=is_capture_due)
+        return StepResult(self.model(step), is_capture_due=is_capture_due, miss=miss)
 
     def _note_loss(self, step: Step, is_replay: bool, with_sampling: bool) -> bool:
         """Count what a decode step loses without a graph of its own size; → whether capturing that is due."""

@@ -25,6 +25,7 @@ from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.engine.adapters import Adapters
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
 from compile_and_serve.runtime.kv_events.publisher import EventPublisher
+from compile_and_serve.runtime.ledger.records import Preparation
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,
@@ -44,6 +45,7 @@ from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
+from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,10 @@ class EngineCore:
         self._idle_since: float | None = None
         # When the oldest step in flight began: at the end of the step before it, so that host time between two steps counts.
         self._step_began: float | None = None
+        self._steps: StepLedger | None = None
+        if options.request_ledger:
+            weights = found.compile_report.get("loaded_bytes", 0)
+            self._steps = StepLedger(weight_bytes=int(weights), page_bytes=found.page_bytes)
         self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
         self._asleep: set[str] = set()  # tags
         self._refusal: str | None = None  # why new requests are refused
@@ -177,15 +183,16 @@ class EngineCore:
                 sampling_params=msgspec.structs.replace(params, seed=draw(63)),
                 siblings=[Sibling(sibling.request_id, draw(63)) for sibling in request.siblings],
             )
-        structured, awaited = params.structured_outputs, list[Future[Any]]()
+        structured, awaited = params.structured_outputs, dict[Future[Any], Preparation]()
         if structured is not None:
             if structured.compiled is None:
                 raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
-            awaited.append(self.executor.compile_grammar(structured.compiled, "" if request.tenant is None else request.tenant.name))
+            tenant = "" if request.tenant is None else request.tenant.name
+            awaited[self.executor.compile_grammar(structured.compiled, tenant)] = "grammar"
         if request.lora is not None:
-            awaited.append(self.load_adapter(request.lora))
+            awaited[self.load_adapter(request.lora)] = "adapter"
         # One that ends from here on is seen by `_requests_not_prepared`: until then, the request cannot start.
-        pending = [future for future in awaited if not future.done()]
+        pending = {future: what for future, what in awaited.items() if not future.done()}
         for future in awaited:
             if future not in pending:
                 future.result()
@@ -266,6 +273,8 @@ class EngineCore:
         self._idle_since = None if in_flight else now
         seconds = 0.0 if self._step_began is None else now - self._step_began
         self._step_began = now
+        if self._steps is not None:
+            self._steps.add(scheduled, result, seconds, scheduler.manager.pool)
         outputs = failed + scheduler.update(scheduled, result, seconds)
         if not scheduler.has_work():
             self._idle_since = self._step_began = None
@@ -275,6 +284,8 @@ class EngineCore:
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         stats.expert_tokens = result.expert_tokens
+        if self._steps is not None:
+            self._steps.add_to(stats, scheduler.misses)
         return StepOutputs(outputs=outputs, stats=stats)
 
     def _publish_events(self) -> None:

@@ -22,6 +22,7 @@ from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.connector.page_memory import PageMemory
+from compile_and_serve.runtime.ledger.records import GraphKind, StepRan
 from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
 from compile_and_serve.runtime.runner.media_encoder import RowEncoder
 from compile_and_serve.runtime.runner.pending_step import PendingStep
@@ -110,6 +111,8 @@ class BaseRunner(ABC):
         )
         self._steps_of_layout = steps  # what runs the batch's present layout
         self._last_step: Step | None = None
+        self._last_result: tuple[GraphKind, str] = ("plain", "")
+        self._padded_before = 0
         self._last_key = (-1, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows
 
     @abstractmethod
@@ -136,6 +139,14 @@ class BaseRunner(ABC):
     def stats(self) -> WorkerStats:
         """Counters since the start."""
         return WorkerStats(padded_tokens=self.padded_tokens)
+
+    def take_ran(self) -> StepRan:
+        """How the step that was launched last ran."""
+        padded, self._padded_before = self.padded_tokens - self._padded_before, self.padded_tokens
+        kind, miss = self._last_result
+        if miss == "not_captured" and self._steps_of_layout is self.steps is not self.plain_steps:
+            miss = "optional_input"  # the plan that takes optional inputs has graphs of its own
+        return StepRan(kind, miss, padded)
 
     def _encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute those rows that are not there yet, and let the requests' tokens read their items' rows from now on."""
@@ -194,12 +205,13 @@ class BaseRunner(ABC):
     def _compute(self, step: Step, *, with_sampling: bool = True) -> StepResult:
         """Run a step on what the stage before sends, and send the next stage what comes out."""
         stages, steps = self.stages, self._steps_of_layout
-        if stages is None:
-            return steps.run(step, with_sampling=with_sampling)
-        plan = steps.model.plan  # type: ignore[attr-defined]
-        stages.receive(step, plan)
+        if stages is not None:
+            plan = steps.model.plan  # type: ignore[attr-defined]
+            stages.receive(step, plan)
         result = steps.run(step, with_sampling=with_sampling)
-        stages.send(result.outputs, step, plan)
+        self._last_result = result.kind, result.miss
+        if stages is not None:
+            stages.send(result.outputs, step, plan)
         return result
 
     def _steps_for(self, layout: BatchLayout) -> StepRunner:

@@ -13,6 +13,7 @@ import numpy as np
 from compile_and_serve.custom_ops.platform import Event
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.acceptance import accepted_tokens, chances_of
+from compile_and_serve.runtime.ledger.records import StepRan
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.runner.base_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
@@ -30,11 +31,12 @@ class PromptResult:
 
 
 class PendingStep:
-    """A launched step; `result` waits for it and may be called once. expert_tokens, mask_seconds, transfers: what the result reports."""
+    """A launched step; `result` waits for it and may be called once. The attributes of the class are what the result reports."""
 
     expert_tokens: Sequence[list[int]] = ()
     transfers: FinishedTransfers | None = None
     mask_seconds: Mapping[str, float] = MappingProxyType({})
+    ran = StepRan()
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class PendingStep:
             missing_drafts=self._missing_drafts,
             transfers=self.transfers,
             mask_seconds=dict(self.mask_seconds),
+            ran=self.ran,
         )
         if self._logprobs is not None:
             assert self._plan is not None

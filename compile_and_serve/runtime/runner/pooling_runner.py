@@ -75,6 +75,7 @@ class PendingPooling(PendingStep):
             pooled=pooled,
             expert_tokens=list(self.expert_tokens),
             transfers=self.transfers,
+            ran=self.ran,
         )
 
 

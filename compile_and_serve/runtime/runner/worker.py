@@ -146,6 +146,7 @@ class Worker:
             load.begin_step(scheduled.total_num_scheduled_tokens)
         with tuning_off(), self._counting():
             step = self.runner.launch(scheduled)
+        step.ran = self.runner.take_ran()
         if load is not None:
             step.expert_tokens = load.read()
         return step

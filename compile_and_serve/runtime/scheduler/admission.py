@@ -20,14 +20,18 @@ from __future__ import annotations
 import sys
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping
 
 from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
+from compile_and_serve.runtime.config import SchedulerConfig
+from compile_and_serve.runtime.ledger.records import WaitReason
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.fair_queue import FairQueue
 from compile_and_serve.runtime.scheduler.fairness import Fairness, Part
 from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.prefix_misses import PrefixMisses
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
 from compile_and_serve.runtime.scheduler.shares import Account
 from compile_and_serve.runtime.scheduler.step_messages import NewRequestData
@@ -48,15 +52,17 @@ class Admission:
         adapter_slots: AdapterSlots,
         *,
         max_num_seqs: int,
-        token_budget: int,
-        admit_in_groups: bool,
+        config: SchedulerConfig,
         whole_prompts: bool = False,
         transfers: Transfers | None = None,
     ) -> None:
         """whole_prompts: of `WorkerInfo`."""
         self.waiting = FairQueue()
-        self.fairness = Fairness(self.waiting, manager, max_num_seqs=max_num_seqs, token_budget=token_budget)
-        self.free_slots = FreeSlots(max_num_seqs, admit_in_groups=admit_in_groups)
+        self.waiting.keeps_ledgers = config.request_ledger
+        self.prefix_misses = PrefixMisses(manager)
+        self.misses: Counter[str] = Counter()  # "kind.reason"
+        self.fairness = Fairness(self.waiting, manager, max_num_seqs=max_num_seqs, token_budget=config.token_budget)
+        self.free_slots = FreeSlots(max_num_seqs, admit_in_groups=bool(config.admit_in_groups))
         self._manager = manager
         self._adapter_slots = adapter_slots
         self._max_num_seqs = max_num_seqs
@@ -86,11 +92,15 @@ class Admission:
         running: sorted by key. The started requests are added to it, to `scheduled` and to `new_requests`. parts: what each API key may
         have of the step; None: the keys do not share it.
         """
-        waiting = self.waiting
+        waiting, now = self.waiting, time.monotonic()
+        if budget <= 0:
+            self._say_why("budget", now)
+            return budget
         num_free = self._max_num_seqs - len(running)
         has_prompts = not step.decodes or bool(step.chunks)
         heap = waiting.only_heap
         if heap is not None and self.free_slots.are_held_back(num_free, heap, budget, has_prompts=has_prompts):
+            self._say_why("group", now)
             return budget
         manager = self._manager
         manager.chains.budget = HASHED_TOKENS if scheduled else sys.maxsize
@@ -103,34 +113,48 @@ class Admission:
         for chunk in step.chunks if left else ():
             if (account := chunk.request.share.account) in left:
                 left[account] -= chunk.end - chunk.start
-        while budget > 0 and len(running) + len(deferred) < self._max_num_seqs and (request := waiting.first()) is not None:
-            account = request.share.account
+        why: WaitReason = "step"
+        while (request := waiting.first()) is not None:
+            if budget <= 0 or len(running) + len(deferred) >= self._max_num_seqs:
+                why = "budget" if budget <= 0 else "slots"
+                break
+            account, clock = request.share.account, request.clock
             if not request.is_ready:
                 not_ready.append(waiting.pop(request))
                 continue
+            if clock is not None:
+                clock.consider(now)
             if request.adapter is not None and not self._adapter_slots.has_room(request.adapter):
                 # Requests of its key without an adapter may overtake it. All others are set aside at once: they may be many.
-                not_ready += waiting.take(account, _has_adapter)
+                without_slot = waiting.take(account, _has_adapter)
+                for one in without_slot:
+                    if one.clock is not None:
+                        one.clock.wait_alone("adapter_slots", now)
+                not_ready += without_slot
                 continue
             room = budget if parts is None else min(budget, left.get(account, 0))
             if request.num_pending_steps > 0 or room <= 0:
                 account.is_skipped = True
+                account.clock.turn("step" if request.num_pending_steps else "key", now)
                 continue
             num_tokens = len(request.token_ids)
-            if num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
-                break
-            if self._whole_prompts and num_tokens > budget:
+            if num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens) or (self._whole_prompts and num_tokens > budget):
+                why = "budget"
                 break
             num_spare = manager.num_spare - reserve
             prompt = request.prompt
             if prompt.deferred_step == step.step and num_tokens == request.num_prompt_tokens:
                 # A sibling was deferred just now: spare the look into the prefix cache.
                 if prompt.num_new_blocks > num_spare:
+                    why = "blocks"
                     break
                 deferred.append(waiting.pop(request))
+                if clock is not None:
+                    clock.wait_alone("prefix", now)
                 reserve += prompt.num_new_blocks + 1
                 continue
             if self._is_blocked(request, num_spare):
+                why = "blocks"
                 break
             prefix = manager.find_prefix(request, step.step)
             if prefix is None:
@@ -139,12 +163,16 @@ class Admission:
             if num_new > num_spare:
                 if waiting.is_contended and self.fairness.exceeds_blocks(account, num_new, running):
                     account.is_skipped = True  # it waits for its own requests to end, and the other keys do not
+                    account.clock.turn("key", now)
                     continue
                 self._blocked = (request, num_spare, prefix.missing_key)
+                why = "blocks"
                 break
             num_shared = prefix.num_tokens - prefix.num_ready_tokens
             if num_shared >= MIN_SHARED_TOKENS or not step.has_rows(request):
                 deferred.append(waiting.pop(request))
+                if clock is not None:
+                    clock.wait_alone("prefix" if num_shared >= MIN_SHARED_TOKENS else "prompt_logprobs", now)
                 reserve += num_new + 1
                 if num_tokens == request.num_prompt_tokens:
                     prompt.deferred_step, prompt.num_new_blocks = step.step, num_new
@@ -153,17 +181,26 @@ class Admission:
                 prefix = manager.find_prefix(request, step.step, only_ready=True)
                 assert prefix is not None
                 if manager.num_new_blocks(request, prefix) > num_spare:
+                    why = "blocks"
                     break
             if self._transfers is not None:
                 if not manager.chains.reach(request, manager.longest_prefix(request) // manager.chains.tokens_per_key):
                     break
                 if self._transfers.load(request, prefix, num_spare):
+                    if clock is not None:
+                        clock.prepare("kv_load", request.waits_for[-1])
                     not_ready.append(waiting.pop(request))
                     continue
             if not step.can_read(request, prefix.num_tokens):
+                why = "encoder"
                 break
             waiting.pop(request)
             manager.admit(request, prefix)
+            if clock is not None:
+                clock.start(now)
+                if request.num_preemptions == 0 and (miss := self.prefix_misses.explain(request, prefix)) is not None:
+                    request.misses.append(miss)
+                    self.misses["prefix." + miss.reason] += 1
             if self._transfers is not None:
                 self._transfers.release(request)
             new_requests.append(self._start(request, running, room, step, scheduled))
@@ -171,11 +208,20 @@ class Admission:
             left[account] = room - scheduled[request.request_id]
             budget -= scheduled[request.request_id]
             num_admitted_tokens += num_tokens
+        else:
+            why = "key" if waiting else "step"
         for request in (*deferred, *not_ready):
             waiting.push_back(request)
+        self._say_why(why, now)
         waiting.end_step()
         self.free_slots.was_full = len(waiting) > len(not_ready) and len(running) == self._max_num_seqs
         return budget
+
+    def _say_why(self, reason: WaitReason, now: float) -> None:
+        """From now on, requests that are not told otherwise wait for this."""
+        for account in self.waiting.accounts.values():
+            if not account.is_skipped:
+                account.clock.turn(reason if account.has_room else "key", now)
 
     def _is_blocked(self, request: Request, num_spare: int) -> bool:
         """Whether nothing has changed since the request did not fit: neither are more blocks spare, nor has its prefix become
@@ -202,6 +248,8 @@ class Admission:
         # The list goes into the message, which may be read after we have appended to our copy.
         token_ids = request.token_ids
         request.token_ids = token_ids.copy()
+        if request.clock is not None and request.num_preemptions == 0:
+            self.prefix_misses.remember(request)
         num_computed = request.num_computed_tokens
         step.add_chunk(request, budget, scheduled, self._manager)
         step_data = request.step_data

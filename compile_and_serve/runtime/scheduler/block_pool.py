@@ -13,12 +13,14 @@ handed out, the entry is gone.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import frexp
 
 from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 
 POISON_VARIABLE = "COMPILE_AND_SERVE_POISON_BLOCKS"  # set in tests: blocks that lose their content are filled with what must not be read
+MAX_EVICTED_KEYS = 1 << 15
 COMPUTED = -1  # `KVCacheBlock.step` of content that was computed before it was cached
 
 
@@ -183,6 +185,7 @@ class BlockPool:
     on_evict: called before cached content is handed out, with the first block of its entry. It may pin the entry's blocks and return
     True: then others are handed out. It must leave as many free blocks as the caller of `allocate` wants.
     events: what is told of content that becomes findable or is forgotten; None: nothing.
+    evicted: keys of the content that was handed out last, and when (time.monotonic()), the oldest first.
     num_pinned: blocks that are pinned and that no request uses. emptied: blocks that lost their content or had none when they were handed
     out, since `take_emptied`; None: nobody asks (POISON_VARIABLE).
     """
@@ -194,6 +197,7 @@ class BlockPool:
         self.on_evict: Callable[[KVCacheBlock], bool] | None = None
         self.events: EventRecorder | None = None
         self.num_pinned = 0
+        self.evicted: dict[bytes, float] = {}
         self.emptied: list[int] | None = [] if os.environ.get(POISON_VARIABLE) else None
 
     @property
@@ -214,9 +218,12 @@ class BlockPool:
         block_ids = []
         for block in self.free_queue.pop_left(count):
             if block.key is not None:
+                self.evicted[block.key] = time.monotonic()
                 self._forget(block)
             block.ref_count = 1
             block_ids.append(block.block_id)
+        while len(self.evicted) > MAX_EVICTED_KEYS:
+            del self.evicted[next(iter(self.evicted))]
         if self.emptied is not None:
             self.emptied += block_ids
         return block_ids

@@ -19,6 +19,7 @@ class Drafting:
         """runs_ahead: the runner can go on from drafts whose outcome is not known here. in_stages: steps in flight have other sequences."""
         self._speculator, self._runs_ahead, self._in_stages = speculator, runs_ahead, in_stages
         self._to_correct: dict[str, Request] = {}  # of a step with drafts: the runner must be told their true lengths
+        self.missed = ""  # why the decodes of the step that is being scheduled have no drafts: of `MISSES["draft"]`
         self._is_off = False  # as `is_off` said of the last step
 
     def drafts(
@@ -34,6 +35,7 @@ class Drafting:
 
         Sets `step.was_drafting` and `step.is_ahead`.
         """
+        self.missed = ""
         if self._in_stages:
             running, in_flight = [request for request in running if id(request) not in left_out], ()
         before = in_flight[-1] if in_flight else None
@@ -45,6 +47,9 @@ class Drafting:
         can_draft = any(request.can_draft for request in decodes)
         step.was_drafting = can_draft and self._speculator.is_on(len(decodes))
         if not step.was_drafting:
+            if decodes:
+                is_structured = any(request.sampling_params.speculate for request in decodes)
+                self.missed = "batch" if can_draft else "structured" if is_structured else "request"
             return None if step.is_ahead else {}
         if in_flight and not step.is_ahead:
             return None
@@ -58,6 +63,8 @@ class Drafting:
         drafts = self._speculator.drafts(sequences, len(decodes))
         if step.is_ahead and not drafts:
             return None
+        if sequences and not drafts:
+            self.missed = "none_found"
         for request in decodes:
             if request.draft_ends and (draft := drafts.get(request.request_id)):
                 end = next((i for i, token in enumerate(draft) if token in request.draft_ends), len(draft))

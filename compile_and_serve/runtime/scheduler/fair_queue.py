@@ -10,19 +10,24 @@ While all requests are of one key and user, this is one heap and nothing is coun
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterator, Sequence
 
+from compile_and_serve.runtime.ledger.waits import RequestClock
 from compile_and_serve.runtime.messages import NOBODY, EngineStats, Tenant, TenantStats
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.shares import Account, Entry, Share, served
 
 
 class FairQueue:
-    """accounts: of the keys with unfinished requests. may_start: whether a key may start one more request; set by `Fairness`."""
+    """accounts: of the keys with unfinished requests. may_start: whether a key may start one more request; set by `Fairness`.
+    keeps_ledgers: requests have clocks of their waits.
+    """
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.may_start: Callable[[Account], bool] = lambda account: account.has_room
+        self.keeps_ledgers = True
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -57,6 +62,8 @@ class FairQueue:
         request.share = account.user(tenant.user or "")
         account.num_unfinished += 1
         request.share.num_unfinished += 1
+        if self.keeps_ledgers:
+            request.clock = RequestClock(account.clock, max(0.0, time.time() - request.arrival_time), time.monotonic())
 
     def leave(self, request: Request) -> None:
         """The request has ended. It may still be in the queue, until `drop_finished`."""
@@ -75,6 +82,8 @@ class FairQueue:
         if not user.waiting and len(account.users) > 1:
             users = [other for other in account.users.values() if other is not user]
             _lift(user, users, [other for other in users if other.waiting])
+        if request.num_preemptions and request.clock is not None:
+            request.clock.preempt(account.clock, time.monotonic())
         heapq.heappush(user.waiting, (request.key, request))
         account.num_waiting += 1
         self._num_waiting += 1

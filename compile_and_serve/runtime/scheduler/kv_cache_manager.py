@@ -135,6 +135,7 @@ class KVCacheManager:
             found = self._fit(self._pages, request, longest, prefix, unready_step)
             if found is not None and self._slots:
                 in_pages = found if self._pages else 0
+                prefix.num_page_tokens = in_pages
                 found = self._fit(self._by_kind, request, found, prefix, unready_step)
             if found is None:
                 return None
@@ -143,7 +144,7 @@ class KVCacheManager:
                 prefix.num_ready_tokens = min(group.num_ready(found, prefix, step) for group in self._groups)
         if self._slots:
             if not self._pages:
-                in_pages = self._parting_place(request, longest)
+                in_pages = prefix.num_page_tokens = self._parting_place(request, longest)
             distant = self._distant_places(prefix.num_tokens, longest)
             prefix.cuts = sorted({cut for cut in (in_pages, longest, *distant) if cut > prefix.num_tokens})
         return prefix

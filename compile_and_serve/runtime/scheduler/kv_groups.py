@@ -33,6 +33,7 @@ class Prefix:
     num_ready_tokens: tokens that this step may read. The rest up to num_tokens is computed by this step, so that only later
         steps may read it.
     missing_key: key of the first block that the cache lacks; None if the prefix could not be longer.
+    num_page_tokens: that the groups of pages have, where a group of slots may have no snapshot there.
     cuts: where the rest of the prefill leaves snapshots. In ascending order.
     """
 
@@ -40,6 +41,7 @@ class Prefix:
     blocks: list[list[KVCacheBlock]] = field(default_factory=list)
     num_ready_tokens: int = 0
     missing_key: bytes | None = None
+    num_page_tokens: int = 0
     cuts: list[int] = field(default_factory=list)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from copy import copy
 from enum import IntEnum, auto
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
+from compile_and_serve.runtime.ledger.records import Miss, Preparation
+from compile_and_serve.runtime.ledger.waits import RequestClock
 from compile_and_serve.runtime.messages import REPETITION, EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from compile_and_serve.runtime.scheduler.prefix_keys import root_key
 from compile_and_serve.runtime.scheduler.repetition import repeats
 from compile_and_serve.runtime.scheduler.shares import UserShare
+
+NOTHING: Mapping[Future[Any], Preparation] = MappingProxyType({})
 
 
 class RequestStatus(IntEnum):
@@ -27,18 +33,30 @@ class Prompt:
 
     contents: what stands beside its tokens; None where there is nothing. salt: of its request, hashed, if there is
         something.
-    lora_name: of the adapter, if it has one.
+    lora_name: of the adapter, if it has one. cache_salt: of its request.
     keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
     deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
         blocks that this sequence needed.
     """
 
-    __slots__ = ("_lengths", "contents", "deferred_step", "keys", "lora_name", "num_new_blocks", "root_key", "salt", "token_ids")
+    __slots__ = (
+        "_lengths",
+        "cache_salt",
+        "contents",
+        "deferred_step",
+        "keys",
+        "lora_name",
+        "num_new_blocks",
+        "root_key",
+        "salt",
+        "token_ids",
+    )
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
         self.root_key = root_key(request.cache_salt, request.prefix_key, request.step_data)
         self.contents = request.contents()
+        self.cache_salt = request.cache_salt
         self.lora_name = None if request.lora is None else request.lora.lora_name
         self.salt = b"" if self.contents is None else sha256((request.cache_salt or "").encode()).digest()
         self.keys: list[bytes] = []
@@ -80,19 +98,62 @@ class Request:
     adapter: the number of its LoRA adapter.
     may_load: whether a connector may be asked for more of its prefix. loaded_tokens: of its prefix, that a connector loaded, by tier.
     share: of the key and user whose request it is. num_charged_tokens: tokens that it had before it was last preempted.
+    clock: of its waits; None: nobody asks. num_chunks: parts in which its prompt was computed so far. misses: what it could not reuse.
     paused_until: time.monotonic() before which it does not decode while other keys have requests.
     """
 
     __slots__ = (
-        "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "cuts", "decode_end",
-        "draft_ends", "end_ids", "end_len", "fast_until", "finish_reason",
+        "adapter",
+        "arrival_time",
+        "block_ids",
+        "can_draft",
+        "changes_logits",
+        "clock",
+        "cuts",
+        "decode_end",
+        "draft_ends",
+        "end_ids",
+        "end_len",
+        "fast_until",
+        "finish_reason",
         "first_scheduled_time",
-        "key", "keys", "loaded_tokens", "max_total_tokens", "may_load", "min_total_tokens", "next_cache_len", "num_cached_blocks",
-        "num_cached_tokens", "num_charged_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
-        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "paused_until", "pooling", "prefill_end",
-        "prefill_step", "prompt",
-        "prompt_logprobs", "repetition", "request_id", "sampling_params", "share", "status", "step_data", "stop_ids", "token_ids",
-        "waits_for", "wants_prompt_logprobs",
+        "key",
+        "keys",
+        "loaded_tokens",
+        "max_total_tokens",
+        "may_load",
+        "min_total_tokens",
+        "misses",
+        "next_cache_len",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_charged_tokens",
+        "num_chunks",
+        "num_computed_tokens",
+        "num_freed_blocks",
+        "num_held_tokens",
+        "num_pending_steps",
+        "num_preemptions",
+        "num_prefix_tokens",
+        "num_promised_blocks",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "paused_until",
+        "pooling",
+        "prefill_end",
+        "prefill_step",
+        "prompt",
+        "prompt_logprobs",
+        "repetition",
+        "request_id",
+        "sampling_params",
+        "share",
+        "status",
+        "step_data",
+        "stop_ids",
+        "token_ids",
+        "waits_for",
+        "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, prompt: Prompt, *, key: tuple[float, ...], max_len: int, now: float) -> None:
@@ -134,6 +195,9 @@ class Request:
         self.may_load = True
         self.loaded_tokens: dict[str, int] = {}
         self.share: UserShare
+        self.clock: RequestClock | None = None
+        self.num_chunks = self.num_recomputed_tokens = 0
+        self.misses: list[Miss] = []
         self.num_charged_tokens = 0
         self.paused_until = 0.0
         self.adapter = None if request.lora is None else request.lora.lora_int_id
@@ -171,6 +235,13 @@ class Request:
         if waits_for:
             waits_for[:] = [future for future in waits_for if not _has_succeeded(future)]
         return not waits_for
+
+    def wait_for(self, futures: Mapping[Future[Any], Preparation]) -> None:
+        """Let the request wait until all of these are done."""
+        self.waits_for = list(futures)
+        if self.clock is not None:
+            for future, what in futures.items():
+                self.clock.prepare(what, future)
 
     @property
     def has_ended(self) -> bool:

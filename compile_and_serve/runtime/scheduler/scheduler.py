@@ -29,7 +29,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,6 +38,7 @@ from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.connector.connector import SchedulerConnector
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.speculator import Speculator
+from compile_and_serve.runtime.ledger.records import Preparation
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.admission import Admission
@@ -48,7 +49,7 @@ from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
 from compile_and_serve.runtime.scheduler.micro_batches import MicroBatches
 from compile_and_serve.runtime.scheduler.prefills import add_chunks
-from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
+from compile_and_serve.runtime.scheduler.request import NOTHING, Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.request_checks import check_config, check_queue, check_request
 from compile_and_serve.runtime.scheduler.step_messages import (
     CachedRequestData,
@@ -119,18 +120,16 @@ class Scheduler:
             self.manager,
             self.adapter_slots,
             max_num_seqs=self.max_num_seqs,
-            token_budget=config.token_budget,
-            admit_in_groups=bool(config.admit_in_groups),
+            config=config,
             whole_prompts=whole_prompts,
             transfers=self._transfers,
         )
-        self._queue = self._admission.waiting
-        self.encoder = encoder
-        self._whole_prompts, self._length_regimes = whole_prompts, length_regimes
+        self._queue, self.misses = self._admission.waiting, self._admission.misses
+        self.encoder, self._whole_prompts, self._length_regimes = encoder, whole_prompts, length_regimes
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead, in_stages=num_stages > 1)
         self._micro_batches = MicroBatches(num_stages, runs_ahead=bool(config.async_scheduling) and speculator is None)
 
-    def add_request(self, request: EngineRequest, waits_for: Iterable[Future[Any]] = ()) -> None:
+    def add_request(self, request: EngineRequest, waits_for: Mapping[Future[Any], Preparation] = NOTHING) -> None:
         """Queue all sequences of a request. They do not run, and delay nobody, until all of `waits_for` is done.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
@@ -144,11 +143,11 @@ class Scheduler:
             key = (*before, float(next(self._numbers)))
             new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
             begin(self._length_regimes, new)
-            new.waits_for = list(waits_for)
             if new.adapter is not None:
                 self.adapter_slots.num_unfinished[new.adapter] += 1
             self._requests[new.request_id] = new
             self._queue.join(new, request.tenant)
+            new.wait_for(waits_for)
             self._queue.push(new)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -213,9 +212,8 @@ class Scheduler:
         return stats
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated.
-
-        While nothing is in flight but transfers, it is a step without tokens.
+        """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated. While nothing is in
+        flight but transfers, it is a step without tokens.
         """
         if self._transfers is not None:
             self._transfers.end_overdue()
@@ -279,7 +277,7 @@ class Scheduler:
         admission = self._admission
         if not self._queue:
             admission.free_slots.was_full = False
-        elif budget > 0 and not step.is_ahead:
+        elif not step.is_ahead:
             budget = admission.admit(self._running, budget, step, scheduled, new_requests, parts)
         if is_contended:
             if parts is not None:  # and what nobody could use
@@ -307,6 +305,8 @@ class Scheduler:
             encodes=[] if self.encoder is None else self.encoder.end_step(),
             emptied_blocks=emptied,
             times_masks=is_contended,
+            num_decodes=len(decodes),
+            missed_drafts="" if self._drafting is None else self._drafting.missed,
         )
 
     def _step_without_tokens(self, step: StepInFlight, now: float) -> SchedulerOutput | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from compile_and_serve.runtime.ledger.waits import WaitClock
 from compile_and_serve.runtime.messages import Tenant
 
 Entry = tuple[tuple[float, ...], Any]  # a request behind its `Request.key`
@@ -31,9 +32,11 @@ class UserShare(Share):
 
 
 class Account(Share):
-    """A key's. users: those with unfinished requests. is_skipped: it starts no more requests in this step."""
+    """A key's. users: those with unfinished requests. is_skipped: it starts no more requests in this step. clock: what its
+    requests wait for.
+    """
 
-    __slots__ = ("is_skipped", "num_running", "num_waiting", "tenant", "users")
+    __slots__ = ("clock", "is_skipped", "num_running", "num_waiting", "tenant", "users")
 
     def __init__(self, tenant: Tenant) -> None:
         super().__init__()
@@ -41,6 +44,7 @@ class Account(Share):
         self.users: dict[str, UserShare] = {}
         self.num_running = self.num_waiting = 0
         self.is_skipped = False
+        self.clock = WaitClock()
 
     @property
     def has_room(self) -> bool:

@@ -32,6 +32,7 @@ import msgspec
 
 from compile_and_serve.custom_ops.step_data import ArrayInfo, LengthRegimes, StepArray
 from compile_and_serve.runtime.connector.messages import FinishedTransfers, StepTransfers
+from compile_and_serve.runtime.ledger.records import StepRan
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
@@ -146,6 +147,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     encodes: media whose rows requests read from this step on, those that it computes among them.
     emptied_blocks: to be filled with poison before the step, in tests (`POISON_VARIABLE`).
     times_masks: `ModelRunnerOutput.mask_seconds` is of interest.
+    num_decodes: requests of the step that decode. missed_drafts: of `MISSES["draft"]`, why none of them has drafts; "": some have, or never
+        do.
     """
 
     step: int
@@ -163,6 +166,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     encodes: list[EncodeItem] = []
     emptied_blocks: list[int] = []
     times_masks: bool = False
+    num_decodes: int = 0
+    missed_drafts: str = ""
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
@@ -194,6 +199,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     missing_drafts: request → draft tokens that the runner was asked for and had no guess for.
     transfers: those that no rank works on any more. None: nothing new.
     mask_seconds: host time of the masks of structured output, of requests whose masks take long, where the step before took long, too.
+    ran: how the device ran the step.
     """
 
     step: int
@@ -206,6 +212,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     missing_drafts: dict[str, int] = {}
     transfers: FinishedTransfers | None = None
     mask_seconds: dict[str, float] = {}
+    ran: StepRan = StepRan()
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

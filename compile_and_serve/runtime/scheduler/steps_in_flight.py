@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from compile_and_serve.runtime.ledger.records import RequestLedger
 from compile_and_serve.runtime.messages import RequestOutput
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
@@ -18,7 +19,7 @@ from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
 @dataclass(slots=True)
 class Chunk:
     """A part of a prefill in a step. prefill_step: the prefill's first step. prefill_start: the tokens that it found in the prefix
-    cache. num_preemptions: the request's count then; it has other blocks if that has changed.
+    cache. num_preemptions: the request's count then; it has other blocks if that has changed. step: number of the step.
     """
 
     request: Request
@@ -28,6 +29,7 @@ class Chunk:
     num_preemptions: int
     prefill_step: int
     prefill_start: int
+    step: int = 0
 
     def take(self, result: ModelRunnerOutput) -> RequestOutput | None:
         """Take what the step computed for the request; what is new for it, or None. `finish_reason` says whether it has ended."""
@@ -43,6 +45,8 @@ class Chunk:
             request.num_pending_steps -= 1
 
         output = RequestOutput(request_id=request_id)
+        if request.clock is not None:
+            output.ledger = ledger_of(request, self)
         if len(request.token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
             if 0 < sum(request.loaded_tokens.values()) <= request.num_cached_tokens:
@@ -110,11 +114,16 @@ class StepInFlight:
             self.prompt_rows_left -= num_tokens
             self.num_prompt_rows += num_tokens
         end = request.num_computed_tokens = start + num_tokens
+        request.num_chunks += 1
+        if request.num_preemptions:
+            request.num_recomputed_tokens += num_tokens
         new_ids = manager.grow_for_chunk(request, start, end)
         if end >= request.next_cache_len:
             manager.cache_blocks(request, end, self.step)
         samples = end == request.prefill_end
-        self.chunks.append(Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step, request.num_prefix_tokens))
+        self.chunks.append(
+            Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step, request.num_prefix_tokens, self.step)
+        )
         scheduled[request.request_id] = num_tokens
         return new_ids
 
@@ -139,3 +148,26 @@ class StepInFlight:
         """Ignore what the step returns for the request."""
         self.decodes = [decode for decode in self.decodes if decode is not request]
         self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
+
+
+def ledger_of(request: Request, last: Chunk) -> RequestLedger:
+    """The ledger of a request whose prompt is computed. last: the chunk that completed it."""
+    clock = request.clock
+    assert clock is not None
+    contents = request.prompt.contents
+    return RequestLedger(
+        transport=clock.transport,
+        preparing=clock.preparing,
+        queue=clock.queue,
+        prefill=max(0.0, time.time() - request.first_scheduled_time),
+        prefill_steps=last.step - request.prefill_step + 1,
+        chunks=request.num_chunks,
+        computed_tokens=request.num_prompt_tokens - request.num_cached_tokens,
+        cached_tokens=request.num_cached_tokens,
+        loaded_tokens=request.loaded_tokens,
+        encoded_items=0 if contents is None else len(contents.media),
+        preemptions=request.num_preemptions,
+        preempted=clock.preempted,
+        recomputed_tokens=request.num_recomputed_tokens,
+        misses=request.misses,
+    )

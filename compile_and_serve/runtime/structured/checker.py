@@ -62,6 +62,14 @@ class GrammarChecker:
         except GrammarError:
             return True
 
+    def refuses(self, params: StructuredOutputsParams, special: Mapping[str, int]) -> bool:
+        """Whether `check` raises."""
+        try:
+            self.check(params, special)
+        except GrammarError:
+            return True
+        return False
+
     def check_ahead(self, params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
         """Let a later `check` answer at once."""
         with contextlib.suppress(GrammarError):

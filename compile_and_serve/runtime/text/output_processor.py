@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from compile_and_serve.runtime.ledger.records import RequestLedger
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, StepData, Tenant, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
@@ -46,6 +47,7 @@ class CompletionDelta:
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     pooled: Pooled | None = None
+    ledger: RequestLedger | None = None
 
     def extend(self, later: CompletionDelta) -> None:
         """Append the next delta of the same completion, as if one step had produced both."""
@@ -245,6 +247,7 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
         queue_seconds=output.queue_seconds,
         prefill_seconds=output.prefill_seconds,
         pooled=output.pooled,
+        ledger=output.ledger,
     )
 
 

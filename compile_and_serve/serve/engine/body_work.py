@@ -16,6 +16,7 @@ from compile_and_serve.runtime.text.template_pool import MAX_PROCESSES as MAX_RE
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.engine.engine import AsyncEngine
+from compile_and_serve.serve.ledger.record import stage
 from compile_and_serve.serve.tenants.turns import FairTurns
 
 T = TypeVar("T")
@@ -43,7 +44,10 @@ class BodyWork:
         streams continue meanwhile. Large work is refused at once if the server accepts no request now.
         """
         num_bytes = len(await request.body())
-        is_large |= num_bytes > _INLINE_BYTES
+        with stage("tokenize"):
+            return await self._run(work, num_bytes, renders=renders, is_large=is_large or num_bytes > _INLINE_BYTES)
+
+    async def _run(self, work: Callable[[], T], num_bytes: int, *, renders: bool, is_large: bool) -> T:
         if not is_large and not renders:
             return work()
         async with AsyncExitStack() as turns:
@@ -64,5 +68,8 @@ class BodyWork:
             return
         checker, special = grammar_checker(), self._tokenizer.special_texts
         if not checker.knows(structured, special):
-            async with self._grammars.turn():
-                await asyncio.get_running_loop().run_in_executor(self._grammar_threads, checker.check_ahead, structured, special)
+            with stage("grammar_check"):
+                async with self._grammars.turn():
+                    await asyncio.get_running_loop().run_in_executor(self._grammar_threads, checker.check_ahead, structured, special)
+        if checker.refuses(structured, special):
+            self._engine.metrics.observe_refused_structure()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.engine.connection import EngineDeadError, EngineFullError
+from compile_and_serve.runtime.ledger.records import StepTotals
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData, StepOutputs, Tenant, UtilityOptions
 from compile_and_serve.runtime.pooling.results import check_generates
@@ -28,6 +29,8 @@ from compile_and_serve.runtime.text.output_processor import OutputProcessor
 from compile_and_serve.serve.engine.generation import Generation
 from compile_and_serve.serve.errors import ApiError, QueueFullError, ShuttingDownError
 from compile_and_serve.serve.http.request_scope import current_deadline
+from compile_and_serve.serve.ledger.book import LedgerBook
+from compile_and_serve.serve.ledger.record import SequenceRecord
 from compile_and_serve.serve.observe.metrics import Metrics
 from compile_and_serve.serve.observe.queue_speed import QueueSpeed
 from compile_and_serve.serve.processes.siblings import Siblings
@@ -103,6 +106,8 @@ class AsyncEngine:
         self.inputs = inputs
         self.metrics = metrics
         self.now = time.monotonic()
+        self.step_totals, self.output_seconds = StepTotals(), 0.0
+        self.book = LedgerBook(inputs.tokenizer)
         self.dead_reason: str | None = None
         self.draining = False
         self.sleeping = False
@@ -182,6 +187,9 @@ class AsyncEngine:
                     generation.clocks[index] = self.metrics.start(
                         len(prompt), None if lora is None else lora.lora_name, None if tenant is None else tenant.name
                     )
+                    if generation.record is not None:
+                        generation.record.sequences[index] = SequenceRecord(len(prompt), time.monotonic())
+                        generation.record.tenant = None if tenant is None else tenant.name
                 if generation.trace is not None:
                     generation.trace.sequence_started(len(prompt))
                 added = self._processor.add(
@@ -203,6 +211,9 @@ class AsyncEngine:
                 self.count_tokens(tenant, len(prompt))
                 first_index += prompt_params.n
                 generation.engine_ids += added.request_ids
+                if generation.record is not None:
+                    for offset, engine_id in enumerate(reversed(added.request_ids), 1):
+                        generation.record.sequences[first_index - offset].engine_id = engine_id
                 requests.append(added)
             self._num_submitting += 1
             try:
@@ -226,6 +237,9 @@ class AsyncEngine:
             self.places.remove(generation.tenant, num_ended)
             self.count_tokens(generation.tenant, sum(clock.new_tokens for clock in generation.clocks.values()))
             self.metrics.observe_aborted(list(generation.clocks.values()))
+            if generation.record is not None:
+                for index in generation.clocks:
+                    generation.record.sequences[index].end("abort", self)
             self.speed.finished(num_ended, time.monotonic(), in_flight=self.num_in_flight)
             if generation.trace is not None:
                 for clock in generation.clocks.values():
@@ -361,7 +375,12 @@ class AsyncEngine:
         try:
             async for step in self.client.outputs():
                 self.now = time.monotonic()
+                if step.stats is not None and step.stats.steps is not None:
+                    self.step_totals = step.stats.steps
+                    self.book.observe(step.stats, step.replica)
                 to_abort = self._processor.process(step.outputs)
+                if step.outputs:
+                    self.output_seconds += (time.monotonic() - self.now) / len(step.outputs)
                 if to_abort:
                     self._send(self.client.abort(to_abort))
                 if step.stats is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from compile_and_serve.runtime.ledger.records import StepTotals
 from compile_and_serve.runtime.messages import ErrorKind, Tenant
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.errors import ApiError, error_body
 from compile_and_serve.serve.http.request_scope import current_deadline
 from compile_and_serve.serve.http.responses import event
+from compile_and_serve.serve.ledger.record import current_record
 from compile_and_serve.serve.observe.metrics import Metrics, SequenceClock
 from compile_and_serve.serve.observe.queue_speed import QueueSpeed
 from compile_and_serve.serve.observe.tracing import current_trace
@@ -21,12 +24,14 @@ _STATUS: dict[ErrorKind, int] = {"invalid": 400, "overloaded": 503, "limited": 4
 
 
 class Engine(Protocol):
-    """What a generation uses of its `AsyncEngine`. now: when the last step arrived (time.monotonic)."""
+    """What a generation uses of its `AsyncEngine`. now, step_totals, output_seconds: of `StepSource`."""
 
     metrics: Metrics
     places: Places
     speed: QueueSpeed
     now: float
+    step_totals: StepTotals
+    output_seconds: float
     dead_reason: str | None
 
     @property
@@ -55,6 +60,8 @@ class Generation:
         self.engine_ids: list[str] = []
         self.clocks: dict[int, SequenceClock] = {}
         self.trace = current_trace.get()
+        self.record = current_record.get()
+        self._handed_over = 0.0
         self.tenant = current_tenant.get()
         self._timer: asyncio.TimerHandle | None = None
         if (deadline := current_deadline.get()) is not None:
@@ -64,6 +71,8 @@ class Generation:
         """Add a delta. The output processor calls this."""
         engine, clock = self._engine, self.clocks[delta.index]
         engine.metrics.observe(clock, delta, engine.now)
+        if self.record is not None:
+            self.record.sequences[delta.index].take(delta, engine)
         if self.trace is not None and delta.queue_seconds is not None:
             self.trace.sequence_queued(delta.queue_seconds)
         unread = self._unread.get(delta.index)
@@ -91,6 +100,9 @@ class Generation:
 
         An error is a delta of its own.
         """
+        if self._handed_over and self.record is not None:
+            self.record.sending += time.monotonic() - self._handed_over
+            self._handed_over = 0.0
         if not self._deltas:
             if self._unfinished == 0:
                 raise StopAsyncIteration
@@ -98,6 +110,7 @@ class Generation:
             await self._waiter
         deltas, self._deltas = self._deltas, []
         self._unread.clear()
+        self._handed_over = time.monotonic()
         return deltas
 
     def close(self) -> None:

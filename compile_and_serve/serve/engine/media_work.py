@@ -14,6 +14,7 @@ from compile_and_serve.runtime.media.registry import MediaProcessor
 from compile_and_serve.runtime.media.sources import TakenMedia, take_media
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.errors import ApiError
+from compile_and_serve.serve.ledger.record import stage
 
 
 class MediaWork:
@@ -56,11 +57,12 @@ class MediaWork:
         self._loop = asyncio.get_running_loop()
         try:
             futures = self._pipeline.start(taken.sources, options)
-            try:
-                return await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-            finally:
-                for future in futures:
-                    future.cancel()
+            with stage("media"):
+                try:
+                    return await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+                finally:
+                    for future in futures:
+                        future.cancel()
         except MediaError as error:
             raise ApiError(400, str(error), name) from None
 

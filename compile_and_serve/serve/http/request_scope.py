@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compile_and_serve.runtime.logs import current_request_id
 from compile_and_serve.serve.errors import MAX_ECHO, error_response, path_of, to_api_error
+from compile_and_serve.serve.ledger.book import LedgerBook
 from compile_and_serve.serve.observe.tracing import Tracing, current_trace
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class RequestMiddleware:
     and so does every log line as JSON.
     """
 
-    def __init__(self, app: ASGIApp, *, access_log: bool, tracing: Tracing | None = None) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, *, access_log: bool, book: LedgerBook, tracing: Tracing | None = None) -> None:
+        self.app, self._book = app, book
         self._access_log = access_log
         self._tracing = tracing
 
@@ -62,10 +63,15 @@ class RequestMiddleware:
 
         trace = self._tracing.begin(scope, request_id) if self._tracing is not None else None
         current_trace.set(trace)
+        record = self._book.begin(scope, request_id)
         try:
             await self.app(scope, receive, send_with_id)
         finally:
+            if record is not None:
+                self._book.end(record, status)
             if trace is not None:
+                if record is not None and record.sequences:
+                    trace.add_ledger(self._book.summary(record))
                 trace.end(status)
             if self._access_log:
                 _log(scope, status, time.monotonic() - began, request_id)

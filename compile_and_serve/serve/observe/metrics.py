@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from compile_and_serve.runtime.ledger.records import MISSES
 from compile_and_serve.runtime.messages import EngineInfo, EngineStats, FinishReason
 from compile_and_serve.runtime.text.output_processor import CompletionDelta
 from compile_and_serve.serve.observe.throughput import TokenCounts, total_load
@@ -132,6 +133,15 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
         self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._request_generated = self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS)
+        self._misses = Counter(
+            PREFIX + "misses",
+            "What was not reused or not used, by kind and reason: prefixes by request, graphs and drafts by step.",
+            [_LABEL, "kind", "reason"],
+            registry=self.registry,
+        )
+        for kind, reasons in MISSES.items():
+            for reason in reasons:
+                self._misses.labels(model_name, kind, reason)
         self._media = Histogram(
             PREFIX + "media_seconds",
             "Time for one image or video: download, decode, preprocess.",
@@ -226,6 +236,10 @@ class Metrics:
         if delta.finish_reason is not None:
             self._finished(clock, delta.finish_reason, now)
 
+    def observe_refused_structure(self) -> None:
+        """Count a request whose form of structured output was refused."""
+        self._misses.labels(self._model, "structured", "refused").inc()
+
     def observe_refused(self, tenant: str) -> None:
         """Record a request of an API key that has used up what it may have a minute."""
         label = self._tenant_label(tenant)
@@ -268,6 +282,9 @@ class Metrics:
         self._stage_wait.inc(max(0.0, stats.stage_wait_seconds - before.stage_wait_seconds))
         for mode, total in stats.graph_replays.items():
             self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
+        if stats.misses != before.misses:
+            for name, total in stats.misses.items():
+                self._misses.labels(self._model, *name.split(".")).inc(max(0, total - before.misses.get(name, 0)))
         for name, value in stats.kv_tiers.items():
             if name not in self._tiers:
                 text = f"Of the tiers of the KV cache: {name.replace('_', ' ')}."

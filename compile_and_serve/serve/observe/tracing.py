@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ _SERVER_ERROR = 500
 class RequestTrace:
     """The span of one request. `sequence_finished` adds up what its sequences took."""
 
-    def __init__(self, span: Any) -> None:
-        self._span = span
+    def __init__(self, span: Any, tracer: Any) -> None:
+        self._span, self._tracer = span, tracer
         self._prompt_tokens = self._new_tokens = 0
         self._first_token: float | None = None
         self._queue_seconds: float | None = None
@@ -47,6 +48,19 @@ class RequestTrace:
             seconds = clock.first_token - clock.arrival
             self._first_token = seconds if self._first_token is None else min(self._first_token, seconds)
         self._span.add_event("sequence finished", {"gen_ai.response.finish_reason": reason, "tokens": clock.new_tokens})
+
+    def add_ledger(self, ledger: Mapping[str, Any]) -> None:
+        """Add the request's stages as spans below its own, and what it missed as events. ledger: of `summarize`."""
+        from opentelemetry.trace import set_span_in_context
+
+        context, began = set_span_in_context(self._span), ledger["began"]
+        for one in ledger["timeline"]:
+            start = int((began + one["start"]) * 1e9)
+            self._tracer.start_span(one["name"], context=context, start_time=start).end(start + int(one["seconds"] * 1e9))
+        for sequence in ledger["sequences"]:
+            for miss in sequence["misses"]:
+                self._span.add_event("miss", {name: miss[name] for name in ("kind", "reason")})  # the sentence may hold text
+        self._span.set_attribute("cas.why", ledger["why"])
 
     def end(self, status: int) -> None:
         """The response has ended. status: HTTP status, 0 if none was sent."""
@@ -111,7 +125,7 @@ class Tracing:
                 "gen_ai.response.model": self._model,
             },
         )
-        return RequestTrace(span)
+        return RequestTrace(span, self._tracer)
 
     def close(self) -> None:
         """Send the remaining spans. Waits for the receiver."""

@@ -168,6 +168,9 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    include_ledger: bool | None = Field(
+        default=None, description="Add `usage.ledger`: what the request waited for, computed and reused, and why not more."
+    )
     user: str | None = Field(default=None, description="Who of the API key's users it is, for --fair-by-user.")
 
     def names(self) -> dict[str, str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
+from compile_and_serve.serve.ledger.book import LedgerBook
+from compile_and_serve.serve.ledger.record import RequestRecord, current_record
 
 
 @dataclass(slots=True)
@@ -16,6 +18,7 @@ class Usage:
 
     with_details: whether clients see cached_tokens. n: completions of each prompt. reasoning_tokens: None if the answer has no reasoning.
     draft_tokens, accepted_tokens: of speculative decoding.
+    record: of the request, if it asked for its ledger. book: of the server.
     """
 
     prompt_tokens: int
@@ -27,6 +30,8 @@ class Usage:
     reasoning_tokens: int | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    record: RequestRecord | None = None
+    book: LedgerBook | None = None
 
     def add(self, output: CompletionDelta | CompletionOutput) -> None:
         """Count the tokens of a completion, or of a delta."""
@@ -59,7 +64,13 @@ class Usage:
             details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
         if details:
             usage["completion_tokens_details"] = details
+        if self.record is not None and self.book is not None and self.record.is_answered:
+            usage["ledger"] = self.book.summary(self.record, with_prefix=self.with_details)
         return usage
+
+    def ask_ledger(self, book: LedgerBook) -> None:
+        """Add the ledger of the request whose handler runs, once its sequences have ended."""
+        self.record, self.book = current_record.get(), book
 
     def _prompt_details(self) -> dict[str, Any]:
         details: dict[str, Any] = {"cached_tokens": self.cached_tokens}

@@ -64,6 +64,8 @@ class _Answer:
         self.conversation = conversation
         self.params = conversation.params
         self.usage = conversation.usage
+        if body.include_ledger:
+            self.usage.ask_ledger(context.engine.book)
         self.head = {
             "id": conversation.request_id,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",

@@ -42,6 +42,8 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
     check_generates(context.inputs.info)
     await context.bodies.check_structure(body.structure(open_schemas=context.settings.open_schemas))
     answer = await context.bodies.run(request, lambda: _Answer.prepare(body, request, context))
+    if body.include_ledger:
+        answer.usage.ask_ledger(context.engine.book)
     if body.use_beam_search:
         return await answer_with_beams(body, request, context, answer.prompts, answer.params, answer.complete, **answer.submit_options())
     if body.stream:

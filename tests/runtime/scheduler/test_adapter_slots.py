@@ -104,7 +104,7 @@ def test_requests_wait_for_a_slot_in_their_order() -> None:
 def test_requests_carry_their_slot_and_wait_for_their_file() -> None:
     scheduler = make_scheduler(2)
     reading: Future[None] = Future()
-    scheduler.add_request(request("slow", 1), [reading])
+    scheduler.add_request(request("slow", 1), {reading: "adapter"})
     scheduler.add_request(request("other", 2, max_tokens=2))
     scheduled = scheduler.schedule()
     assert scheduled is not None

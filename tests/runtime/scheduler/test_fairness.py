@@ -318,7 +318,7 @@ def test_what_is_prepared_in_vain_never_starts() -> None:
     driver = Driver(make_scheduler())
     grammar: Future[Any] = Future()
     request = request_of(None, "wrong", 4, 4)
-    driver.scheduler.add_request(request, [grammar])
+    driver.scheduler.add_request(request, {grammar: "grammar"})
     grammar.set_exception(ValueError("It is wrong."))
     assert driver.scheduler.schedule() is None
     driver.scheduler.abort(["wrong"])

@@ -66,7 +66,9 @@ async def test_a_request_is_a_span(start_server: StartServer, collector: Collect
     assert (await server.http.post("/v1/completions", json={"prompt": 1.5})).status_code == 400
     await server.http.get("/health")
     await server.close()
-    whole, streamed, wrong = collector.spans
+    whole, streamed, wrong = (span for span in collector.spans if span.name.startswith("POST"))
+    stages = [span for span in collector.spans if span.parent_span_id == streamed.span_id]
+    assert [span.name for span in stages] == ["tokenize", "tokenize", "slots", "prefill", "decode"]
     for span in (whole, streamed):
         found = attributes(span)
         assert span.name == "POST /v1/chat/completions"
