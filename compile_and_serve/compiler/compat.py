@@ -143,14 +143,17 @@ def fake_mode_with_symbols(groups: Sequence[str], upper: dict[str, int]) -> tupl
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False), symbols
 
 
+UNKNOWN_SOURCE = "unknown source"
+
+
 def node_source_line(node: torch.fx.Node) -> str:
     """`file:line in function` of the line in the model that the node comes from; "unknown source" if it comes from a pass."""
     trace = node.meta.get("stack_trace") or node.stack_trace
     if not trace:
-        return "unknown source"
+        return UNKNOWN_SOURCE
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     frames = [frame for frame in frames if not any(folder in frame for folder in _LIBRARY_FOLDERS)] or frames
-    return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else "unknown source"
+    return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else UNKNOWN_SOURCE
 
 
 def declared_writes(node: torch.fx.Node) -> list[Any] | None:

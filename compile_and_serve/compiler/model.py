@@ -14,7 +14,8 @@ from torch import nn
 
 from compile_and_serve.compiler.inductor import PieceCallable
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep
-from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
+from compile_and_serve.compiler.pieces.plan_function import PlanFunction, make_plan_function, step_calls
+from compile_and_serve.compiler.pieces.trace import is_tracing, named_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform, checkpoint_specs
 from compile_and_serve.custom_ops.mesh import AlongAxis, ColwiseParts
@@ -199,10 +200,18 @@ class LoadedPlan:
     def __init__(self, model: CompiledModel, plan: ExecutionPlan) -> None:
         self.plan, self.inputs, self.pieces, self.weights = plan, model.inputs, model.pieces, model.weights
         self._forward = make_plan_function(plan, step_calls(plan, model.pieces), model.weights)
+        self._traced: PlanFunction | None = None  # with names for a trace
 
     def __call__(self, step: Step) -> Outputs:
         with running(step.metadata):
-            return dict(zip(self.plan.outputs, self._forward(step.values), strict=True))
+            forward = self._forward if not is_tracing() else self._forward_traced
+            return dict(zip(self.plan.outputs, forward(step.values), strict=True))
+
+    @property
+    def _forward_traced(self) -> PlanFunction:
+        if self._traced is None:
+            self._traced = make_plan_function(self.plan, named_calls(self.plan, step_calls(self.plan, self.pieces)), self.weights)
+        return self._traced
 
 
 @dataclass(kw_only=True)

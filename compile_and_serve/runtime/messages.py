@@ -217,6 +217,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     steps: StepTotals | None = None
     last_step: LastStep | None = None
     misses: dict[str, int] = {}
+    waiting_for: dict[str, int] = {}  # `WaitReason` → waiting requests
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):

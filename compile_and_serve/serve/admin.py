@@ -17,7 +17,18 @@ from compile_and_serve.serve.errors import path_of
 from compile_and_serve.serve.http.json_body import JsonRoute, check_content_type
 
 ADMIN_PATHS = frozenset(
-    {"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    {
+        "/start_profile",
+        "/stop_profile",
+        "/requests/data",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/server_info",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
 )
 
 

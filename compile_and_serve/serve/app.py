@@ -30,6 +30,7 @@ from compile_and_serve.serve.http.refusals import RefusalMiddleware
 from compile_and_serve.serve.http.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
 from compile_and_serve.serve.http.tenant_middleware import TenantMiddleware
 from compile_and_serve.serve.inspect import router as graphs
+from compile_and_serve.serve.live import router as live
 from compile_and_serve.serve.observe.metrics import Metrics, render_families, with_prefix
 from compile_and_serve.serve.observe.orca import OrcaMiddleware
 from compile_and_serve.serve.observe.rendered import RenderedMetrics
@@ -48,6 +49,7 @@ from compile_and_serve.serve.routers import (
     messages_api,
     models,
     pooling,
+    profile,
     responses_api,
     sleep,
     tokens,
@@ -162,6 +164,9 @@ def create_app(
     if settings.admin_routes:
         app.include_router(information.admin_router)
         app.include_router(sleep.router)
+        app.include_router(live.router)
+    if settings.profile_dir is not None:
+        app.include_router(profile.router)
     if settings.lora_dir is not None:
         app.include_router(adapter_routes.router)
     if settings.graphs_dir is not None:

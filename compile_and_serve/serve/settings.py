@@ -47,6 +47,10 @@ class ConnectionLimits:
     pipelined: int = 16
 
 
+def _absolute(path: Path) -> Path:
+    return path.resolve()
+
+
 def _named_paths(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
     return tuple((name, Path(path).resolve()) for one in given for name, path in _adapters(one))
 
@@ -319,6 +323,9 @@ class ServerSettings:
     log_level: str = "info"
     log_format: LogFormat = _log_option("text", "json: one JSON object per line, of all processes.")
     access_log: bool = _log_option(True, "Log every request.")
+    profile_dir: Path | None = _log_option(
+        None, "Serve /start_profile and /stop_profile, which write Chrome traces to this folder. They are admin routes.", parse=_absolute
+    )
     throughput_log: float = _log_option(10.0, "While there is load, log the throughput at this interval; 0: never.", metavar="SECONDS")
     metrics_prefix: MetricsPrefix = _log_option(
         "both", "How names under /metrics begin: with cas:, with vllm: as dashboards for vLLM expect, or all names with both."

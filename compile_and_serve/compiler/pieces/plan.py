@@ -5,14 +5,14 @@ Values have names: those of inputs and state (`input_ids`, `kv_caches.3`), `weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_and_serve.compiler.compat import OpOverload
+from compile_and_serve.compiler.compat import UNKNOWN_SOURCE, OpOverload, node_source_line
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint
 from compile_and_serve.compiler.pieces.splitter import Piece, SplitOp, Stage
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform
@@ -27,20 +27,22 @@ Argument = str | int | float | bool | None | list[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceStep:
-    """outputs = piece(inputs); `piece` is a fingerprint."""
+    """outputs = piece(inputs); `piece` is a fingerprint. source: lines of the model that it comes from."""
 
     piece: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpStep:
-    """output = op(*arguments), e.g. op "cas::attention"; an argument "$v7" is a value, anything else a constant."""
+    """output = op(*arguments), e.g. op "cas::attention"; an argument "$v7" is a value, anything else a constant. source: as of a piece."""
 
     op: str
     arguments: tuple[Argument, ...]
     output: str
+    source: str = field(default="", compare=False)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -120,9 +122,9 @@ class ExecutionPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ExecutionPlan:
         steps = tuple(
-            PieceStep(piece=s["piece"], inputs=tuple(s["inputs"]), outputs=tuple(s["outputs"]))
+            PieceStep(piece=s["piece"], inputs=tuple(s["inputs"]), outputs=tuple(s["outputs"]), source=s.get("source", ""))
             if "piece" in s
-            else OpStep(op=s["op"], arguments=tuple(s["arguments"]), output=s["output"])
+            else OpStep(op=s["op"], arguments=tuple(s["arguments"]), output=s["output"], source=s.get("source", ""))
             for s in data["steps"]
         )
         transforms = tuple(
@@ -250,8 +252,16 @@ def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) 
         assert isinstance(target, OpOverload)
         assert not stage.node.kwargs
         arguments = tuple(REF + names[arg] if isinstance(arg, Node) else arg for arg in stage.node.args)
-        return OpStep(op=target.name().split(".")[0], arguments=arguments, output=names[stage.node])  # type: ignore[arg-type]
+        source = _source([stage.node])
+        return OpStep(op=target.name().split(".")[0], arguments=arguments, output=names[stage.node], source=source)  # type: ignore[arg-type]
     key = fingerprint(stage.gm)
     graphs.setdefault(key, stage.gm)
     inputs, outputs = (tuple(names[node] for node in nodes) for nodes in (stage.inputs, stage.outputs))
-    return PieceStep(piece=key, inputs=inputs, outputs=outputs)
+    return PieceStep(piece=key, inputs=inputs, outputs=outputs, source=_source(stage.gm.graph.nodes))
+
+
+def _source(nodes: Iterable[Node]) -> str:
+    """The first and the last line of the model that these nodes come from: `llama.py:31 in forward … llama.py:52 in forward`."""
+    lines = [node_source_line(node).rpartition("/")[2] for node in nodes if node.op == "call_function"]
+    known = [line for line in lines if line != UNKNOWN_SOURCE]
+    return " … ".join(dict.fromkeys(known[:1] + known[-1:]))

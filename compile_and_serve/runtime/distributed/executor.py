@@ -97,6 +97,10 @@ class Executor(Protocol):
         """Let every rank bring parts of its memory back. See `Worker.wake_up`."""
         ...
 
+    def profile(self, folder: str) -> None:
+        """Let every rank begin a trace, or write it to `folder`: see `Worker.profile`. No step may be in flight. Raises `ValueError`."""
+        ...
+
     def stats(self) -> WorkerStats:
         """Counters of the rank that answers, as of the last result taken."""
         ...

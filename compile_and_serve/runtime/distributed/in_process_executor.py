@@ -67,6 +67,10 @@ class InProcessExecutor:
         """Bring parts of the rank's memory back."""
         self.worker.wake_up(weights=weights, kv_cache=kv_cache)
 
+    def profile(self, folder: str) -> None:
+        """Begin a trace, or write it."""
+        self.worker.profile(folder)
+
     def stats(self) -> WorkerStats:
         """Counters after the last launched step."""
         return self.worker.stats()

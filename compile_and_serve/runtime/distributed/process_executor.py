@@ -29,6 +29,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
     IdleTaskDone,
     LoadAdapter,
+    ProfileRank,
     ProgressReport,
     RankFailed,
     RankLoaded,
@@ -235,12 +236,16 @@ class DistributedExecutor:
         self._change_sleep(WakeRank(weights, kv_cache))
         self._has_idle_tasks = self.info.has_idle_tasks
 
-    def _change_sleep(self, command: SleepRank | WakeRank) -> None:
+    def _change_sleep(self, command: SleepRank | WakeRank | ProfileRank) -> None:
         self._broadcast(command)
         for _ in range(self.mesh.size):
             changed = self._receive(SleepChanged)
             if changed.rank == self.mesh.answering_rank:
                 self._stats = changed.stats
+
+    def profile(self, folder: str) -> None:
+        """Let every rank begin a trace, or write it, and wait for that."""
+        self._change_sleep(ProfileRank(folder))
 
     def stats(self) -> WorkerStats:
         """The answering rank's counters, as of its last answer."""

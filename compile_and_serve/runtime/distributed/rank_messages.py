@@ -59,11 +59,17 @@ class WakeRank(msgspec.Struct, tag="wake"):
     kv_cache: bool
 
 
+class ProfileRank(msgspec.Struct, tag="profile"):
+    """Begin a trace, or write it: see `Worker.profile`."""
+
+    folder: str
+
+
 class StopRank(msgspec.Struct, tag="stop"):
     """End the process."""
 
 
-ToRank = StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | SleepRank | WakeRank | StopRank
+ToRank = StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | SleepRank | WakeRank | ProfileRank | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):
@@ -118,7 +124,7 @@ class IdleTaskDone(msgspec.Struct, tag="idle"):
 
 
 class SleepChanged(msgspec.Struct, tag="sleep changed"):
-    """The end of `SleepRank` or `WakeRank`. Every rank sends it."""
+    """The end of `SleepRank`, `WakeRank` or `ProfileRank`. Every rank sends it."""
 
     rank: int
     stats: WorkerStats

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -36,6 +37,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
     IdleTaskDone,
     LoadAdapter,
+    ProfileRank,
     ProgressReport,
     RankFailed,
     RankLoaded,
@@ -169,10 +171,13 @@ class RankProcess:
                 worker.adapters.load(command.adapter).add_done_callback(partial(self._report_adapter, command.adapter.lora_int_id))
             elif isinstance(command, DropAdapter):
                 worker.adapters.drop(command.adapter_id)
-            elif isinstance(command, (SleepRank, WakeRank)):
+            elif isinstance(command, (SleepRank, WakeRank, ProfileRank)):
                 results.wait_for_all()
                 if isinstance(command, SleepRank):
                     worker.sleep(command.level)
+                elif isinstance(command, ProfileRank):
+                    with suppress(ValueError):  # the engine has refused what comes out of turn
+                        worker.profile(command.folder)
                 else:
                     worker.wake_up(weights=command.weights, kv_cache=command.kv_cache)
                 self._send(SleepChanged(self._rank, worker.stats()))

@@ -127,6 +127,8 @@ class EngineCore:
             weights = found.compile_report.get("loaded_bytes", 0)
             self._steps = StepLedger(weight_bytes=int(weights), page_bytes=found.page_bytes)
         self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
+        self._is_profiling = False
+        self._to_profile: str | None = None  # what `Executor.profile` is to be called with
         self._asleep: set[str] = set()  # tags
         self._refusal: str | None = None  # why new requests are refused
         self._broken_by: BaseException | None = None  # the error with which a step failed
@@ -247,7 +249,7 @@ class EngineCore:
             depth = 1  # a graph can be captured only while nothing is in flight
             if not in_flight:
                 self._idle(requests_wait=True)
-        while len(in_flight) < depth:
+        while len(in_flight) < depth and self._to_profile is None:
             with DeferInterrupt():  # on the CPU, launching a step computes it
                 scheduled = scheduler.schedule()
                 if scheduled is None:
@@ -269,6 +271,9 @@ class EngineCore:
         scheduled, handle = in_flight[0]
         result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
         in_flight.popleft()
+        if self._to_profile is not None and not in_flight:
+            self.executor.profile(self._to_profile)
+            self._to_profile = None
         now = time.perf_counter()
         self._idle_since = None if in_flight else now
         seconds = 0.0 if self._step_began is None else now - self._step_began
@@ -393,6 +398,18 @@ class EngineCore:
             self._refusal = None
             self._captures_due = self.executor.stats().captures_due
 
+    def profile(self, folder: str) -> None:
+        """Begin to record a trace, or write it to `folder`, unless that is "". Raises `ValueError` if it comes out of turn."""
+        if self._asleep:
+            raise ValueError("The engine sleeps: wake it up first.")
+        if bool(folder) != self._is_profiling:
+            raise ValueError("No profile is being recorded." if folder else "A profile is being recorded already.")
+        self._is_profiling = not folder
+        if self._in_flight:
+            self._to_profile = folder  # `step` does it once nothing is in flight
+        else:
+            self.executor.profile(folder)
+
     def utility(self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None) -> UtilityValue:
         """Answer a `UtilityCall` that waits for nothing.
 
@@ -409,7 +426,9 @@ class EngineCore:
             self.wake_up(given.get("tags"))
         if method in ("sleep", "wake_up", "is_sleeping"):
             return {"ok": True, "is_sleeping": self.is_sleeping}
-        if method == "ping":
+        if method == "profile":
+            self.profile(str(given.get("folder", "")))
+        if method in ("ping", "profile"):
             return {"ok": True}
         if method == "reset_prefix_cache":
             is_reset = self._scheduler.reset_prefix_cache()
@@ -419,7 +438,8 @@ class EngineCore:
             stats = self.stats()
             return {name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict | list)}
         raise ValueError(
-            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, unload_adapter, sleep, wake_up, is_sleeping."
+            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, unload_adapter, "
+            "sleep, wake_up, is_sleeping, profile."
         )
 
     def abort_all(self) -> list[RequestOutput]:

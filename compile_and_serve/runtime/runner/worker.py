@@ -19,8 +19,10 @@ import time
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from compile_and_serve.compiler.pieces.trace import start_trace, stop_trace
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.custom_ops.jit.background_thread import num_running
 from compile_and_serve.custom_ops.jit.cpu_kernels import build_cpu_kernels
@@ -206,6 +208,14 @@ class Worker:
         if self.rank.index == 0:
             freed = (platform.memory().free - before) / GIB
             logger.info("Asleep at level %d after %.2f s: %.2f GiB freed.", level, time.perf_counter() - start, freed)
+
+    def profile(self, folder: str) -> str:
+        """Begin to record a trace, or write what was recorded to `folder`, unless it is "". → the file. Raises `ValueError`."""
+        if not folder:
+            start_trace()
+            return ""
+        self.platform.synchronize()
+        return stop_trace(Path(folder), f"rank{self.rank.index}")
 
     def close(self) -> None:
         """Stop what is transferred to other memory, or from there."""

@@ -142,7 +142,12 @@ class FairQueue:
         return None
 
     def add_to(self, stats: EngineStats) -> None:
-        """Say what each key has, unless all requests are of none."""
+        """Say what requests wait for, and what each key has, unless all requests are of none."""
+        if self._num_waiting and self.keeps_ledgers:
+            for account in self.accounts.values():
+                if account.num_waiting:
+                    reason = account.clock.reason
+                    stats.waiting_for[reason] = stats.waiting_for.get(reason, 0) + account.num_waiting
         if not self.accounts or (len(self.accounts) == 1 and NOBODY.name in self.accounts):
             return
         stats.tenants = {

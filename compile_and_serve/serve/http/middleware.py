@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from compile_and_serve.serve.errors import error_response, path_of
 
 # Probes and documentation need no key.
-_PUBLIC = frozenset({"/", "/health", "/ready", "/ping", "/version", "/docs", "/redoc", "/openapi.json"})
+_PUBLIC = frozenset({"/", "/requests", "/health", "/ready", "/ping", "/version", "/docs", "/redoc", "/openapi.json"})
 _PUBLIC_PREFIXES = ("/docs/", "/static-offline-docs/")
 
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from compile_and_serve.serve.inspect.data import collapsed_text, near_misses
+from compile_and_serve.serve.look import look_style, theme_script
 
 STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("dom.js", "pipeline.js", "graph.js", "diff.js", "numbers.js", "app.js")
 _LIBRARIES = ("dagre", "diff")
 
 
-def build_page(report: Mapping[str, Any]) -> str:
-    """The explorer's page. report: from `load_dump`."""
+def build_page(report: Mapping[str, Any], links: str = "") -> str:
+    """The explorer's page. report: from `load_dump`. links: HTML of links to other pages of the server."""
     data = dict(report) | {
         "near_misses": near_misses(report["compilation"]["passes"]),
         "texts": [collapsed_text(report, graph) for graph in report["graphs"]],
@@ -30,7 +31,8 @@ def build_page(report: Mapping[str, Any]) -> str:
     return (
         _static("index.html")
         .replace("{{title}}", html.escape(title))
-        .replace("{{style}}", _static("style.css"))
+        .replace("{{links}}", links)
+        .replace("{{style}}", look_style() + _static("style.css"))
         .replace("{{scripts}}", _scripts())
         .replace("{{data}}", text)
     )
@@ -73,5 +75,6 @@ def _scripts() -> str:
     for library in _LIBRARIES:
         licence = _static(f"vendor/{library}.LICENSE.txt").replace("*/", "* /")
         parts.append(f"<script>/*! {library}\n{licence}*/\n{_static(f'vendor/{library}.min.js')}</script>")
+    parts.append(f"<script>{theme_script()}</script>")
     parts += [f"<script>{_static(name)}</script>" for name in _SCRIPTS]
     return "\n".join(parts)

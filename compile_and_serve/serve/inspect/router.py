@@ -11,6 +11,7 @@ from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import error_response
 from compile_and_serve.serve.inspect.data import DumpError, load_dump
 from compile_and_serve.serve.inspect.page import build_page
+from compile_and_serve.serve.look import links
 
 router = APIRouter(tags=["Utility"])
 
@@ -21,6 +22,6 @@ async def graphs(context: Context) -> Response:
     folder = context.settings.graphs_dir
     assert folder is not None, "the router is mounted only if there is a folder"
     try:
-        return HTMLResponse(await asyncio.to_thread(lambda: build_page(load_dump(folder))))
+        return HTMLResponse(await asyncio.to_thread(lambda: build_page(load_dump(folder), links(context.settings, "graphs"))))
     except DumpError as error:
         return error_response(503, str(error))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 from functools import cache
 from pathlib import Path
@@ -12,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from compile_and_serve.serve.context import Context
+from compile_and_serve.serve.look import links, look_style, security_policy, theme_script
 
 STATIC = Path(__file__).parent / "static"
 
@@ -20,18 +19,19 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/", response_class=HTMLResponse)
 async def playground(request: Request, context: Context) -> HTMLResponse:
-    """The page. Links to /graphs only where there is an explorer."""
+    """The page. Links only to pages that the server has."""
     settings = context.settings
-    graphs = '<a href="graphs">compiled graphs</a>' if settings.graphs_dir is not None else ""
     page = (
         _static("index.html")
         .replace("{{model}}", html.escape(settings.served_model_names[0]))
-        .replace("{{graphs}}", graphs)
+        .replace("{{links}}", links(settings, ""))
         .replace("{{needs-key}}", "true" if settings.api_keys else "false")
-        .replace("{{style}}", _static("style.css"))
+        .replace("{{style}}", _style())
+        .replace("{{theme}}", theme_script())
         .replace("{{script}}", _static("playground.js"))
     )
-    return HTMLResponse(page, headers={"Content-Security-Policy": _policy(), "X-Content-Type-Options": "nosniff"})
+    policy = security_policy(scripts=(theme_script(), _static("playground.js")), style=_style())
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
 
 @cache
@@ -40,10 +40,5 @@ def _static(name: str) -> str:
 
 
 @cache
-def _policy() -> str:
-    """Only our script and style run, and the page talks to its own server alone."""
-    script, style = (base64.b64encode(hashlib.sha256(_static(name).encode()).digest()).decode() for name in ("playground.js", "style.css"))
-    return (
-        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+def _style() -> str:
+    return look_style() + _static("style.css")

@@ -32,11 +32,6 @@ function start() {
     next.focus();
     next.click();
   });
-  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-  const setTheme = (dark) => { document.documentElement.dataset.theme = dark ? "dark" : "light"; };
-  setTheme(prefersDark.matches);
-  prefersDark.addEventListener("change", (event) => setTheme(event.matches));
-  document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
       event.preventDefault();
