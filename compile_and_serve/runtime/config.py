@@ -426,6 +426,11 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    verify_state: bool = _device_option(
+        False,
+        "Check random blocks of the KV cache, snapshots of recurrent state and block tables while the engine runs. What was "
+        "overwritten ends the requests that hold it, with a sentence.",
+    )
     enable_lora: bool = _lora_option(False, "Let requests use LoRA adapters.")
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -32,7 +32,7 @@ ENGINE_FLAGS = {
     "--state-dtype",
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--max-encoder-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting",
-    "--request-ledger", "--no-request-ledger", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
+    "--request-ledger", "--no-request-ledger", "--verify-state", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
     "--pass", "--quantization", "-q", "--quantization-exclude",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp",

@@ -18,6 +18,21 @@ class PageMemory:
 
     parts: Sequence[Sequence[torch.Tensor]]
 
+    def checksums(self, pages: Sequence[tuple[int, int]]) -> list[int]:
+        """A number for the content of each (group, page). Waits for the device."""
+        import torch
+
+        sums = []
+        for group, page in pages:
+            total = torch.zeros((), dtype=torch.int64, device=self.parts[group][0].device)
+            for part in self.parts[group]:
+                content = part[page].contiguous().view(torch.uint8).flatten().to(torch.int64)
+                places = torch.arange(1, 2 * len(content), 2, dtype=torch.int64, device=content.device)
+                total = total * 1_000_003 + (content * places * (places + 12)).sum()  # wraps; a byte that moves changes it
+            sums.append(total)
+        found: list[int] = torch.stack(sums).tolist() if sums else []
+        return found
+
     def poison(self, page_ids: Sequence[int]) -> None:
         """Fill pages, in every group, with numbers that show in any result that reads them. They are finite, because masked values may be
         multiplied by 0.

@@ -41,6 +41,7 @@ from compile_and_serve.runtime.messages import (
 )
 from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.scheduler.canary import Canary
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
@@ -122,6 +123,9 @@ class EngineCore:
         self._idle_since: float | None = None
         # When the oldest step in flight began: at the end of the step before it, so that host time between two steps counts.
         self._step_began: float | None = None
+        self.canary: Canary | None = None
+        if config.verify_state and found.groups:
+            self.canary = Canary(self._scheduler.manager.pool, found.groups, self._scheduler.requests)
         self._steps: StepLedger | None = None
         if options.request_ledger:
             weights = found.compile_report.get("loaded_bytes", 0)
@@ -254,6 +258,8 @@ class EngineCore:
                 scheduled = scheduler.schedule()
                 if scheduled is None:
                     break
+                if self.canary is not None:
+                    self.canary.plan(scheduled)
                 if not in_flight and self._idle_since is not None:
                     self._host_gap += time.perf_counter() - self._idle_since
                 if self._step_began is None:
@@ -278,6 +284,8 @@ class EngineCore:
         self._idle_since = None if in_flight else now
         seconds = 0.0 if self._step_began is None else now - self._step_began
         self._step_began = now
+        if self.canary is not None:
+            self.canary.take(scheduled, result)
         if self._steps is not None:
             self._steps.add(scheduled, result, seconds, scheduler.manager.pool)
         outputs = failed + scheduler.update(scheduled, result, seconds)

@@ -193,6 +193,26 @@ class BaseBatch(ABC):
                 table.commit()
             self._forget_layout()
 
+    def wrong_tables(self, expected: Mapping[str, Sequence[tuple[int, int, Sequence[int]]]]) -> dict[str, str]:
+        """Requests in the device's tables of the step prepared last whose blocks are not these, each with a sentence. Waits for the
+        device. expected: of `StateChecks`.
+        """
+        tables, wrong = list(self.tables.values()), {}
+        for request_id, groups in expected.items():
+            for number, num_freed, block_ids in groups:
+                table = tables[number]
+                held = self._requests.get(request_id)
+                if held is None or not isinstance(table, BlockTables):
+                    continue
+                found = table.on_device(held.slot, len(block_ids))
+                places = [place for place in range(num_freed, len(found)) if found[place] != block_ids[place]]
+                if places:
+                    place = places[0]
+                    wrong[request_id] = (
+                        f"it has block {found[place]} in place {place} of group {number}, where block {block_ids[place]} belongs."
+                    )
+        return wrong
+
     def slot_of(self, request_id: str) -> int:
         """The batch slot of a request that is held."""
         return self._requests[request_id].slot

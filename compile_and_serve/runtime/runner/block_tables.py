@@ -104,6 +104,12 @@ class BlockTables:
                 self._batch_table[num_seqs:] = self._padding
             self._batch_changed = False
 
+    def on_device(self, slot: int, count: int) -> list[int]:
+        """The first `count` blocks of the slot's row of the batch, as attention reads them; none where it is not in the batch."""
+        row = int(self._row_of_slot[slot])
+        found: list[int] = [] if row < 0 else self._batch_table[row, :count].tolist()
+        return found
+
     def of_slots(self, slots_S: torch.Tensor) -> torch.Tensor:
         """The rows of batch slots, as they were at the last `commit`: int32 [S, M]. slots_S: int64, on the device, as the result."""
         table = torch.from_numpy(self.slot_table) if self._shares_memory else self._device_slot_table

@@ -37,6 +37,8 @@ class PendingStep:
     transfers: FinishedTransfers | None = None
     mask_seconds: Mapping[str, float] = MappingProxyType({})
     ran = StepRan()
+    checksums: Sequence[int] = ()
+    wrong_tables: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -112,6 +114,8 @@ class PendingStep:
             transfers=self.transfers,
             mask_seconds=dict(self.mask_seconds),
             ran=self.ran,
+            checksums=list(self.checksums),
+            wrong_tables=dict(self.wrong_tables),
         )
         if self._logprobs is not None:
             assert self._plan is not None

@@ -76,6 +76,8 @@ class PendingPooling(PendingStep):
             expert_tokens=list(self.expert_tokens),
             transfers=self.transfers,
             ran=self.ran,
+            checksums=list(self.checksums),
+            wrong_tables=dict(self.wrong_tables),
         )
 
 

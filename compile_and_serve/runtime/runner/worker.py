@@ -129,11 +129,15 @@ class Worker:
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
         connector = self._connector
+        checks = scheduled.checks
+        checksums = [] if checks is None else self.runner.page_memory().checksums(checks.pages)
         if scheduled.emptied_blocks:
             self.runner.page_memory().poison(scheduled.emptied_blocks)
         if connector is not None and scheduled.transfers is not None:
             connector.start(scheduled.transfers)
         step = self._launch(scheduled) if scheduled.num_scheduled_tokens else StepWithoutTokens(scheduled.step)
+        if checks is not None:
+            step.checksums, step.wrong_tables = checksums, self.runner.batch.wrong_tables(checks.tables)
         if connector is not None:
             ended = connector.poll()
             if ended.finished or ended.failed:

@@ -110,6 +110,7 @@ class Scheduler:
             logger.warning("max_model_len is %d, but sequences end at %d tokens: the KV cache holds no more.", max_model_len, self.max_len)
         self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
         self._requests: dict[str, Request] = {}  # all unfinished ones
+        self.requests: Mapping[str, Request] = self._requests
         self._running: list[Request] = []  # sorted by key
         self._in_flight: deque[StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids

@@ -130,6 +130,15 @@ class CachedRequestData(msgspec.Struct, kw_only=True):
     new_block_ids: list[list[int]]
 
 
+class StateChecks(msgspec.Struct, kw_only=True):
+    """What the canary wants to know. pages: (group, page) whose checksums are taken before the step. tables: request → (group, leading
+    entries that count no more, its blocks), to be compared with the device's tables after the step began.
+    """
+
+    pages: list[tuple[int, int]] = []
+    tables: dict[str, list[tuple[int, int, list[int]]]] = {}
+
+
 class SchedulerOutput(msgspec.Struct, kw_only=True):
     """One step. `num_scheduled_tokens` has every request of the step, in batch order: decodes, then prefill chunks.
 
@@ -149,6 +158,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     times_masks: `ModelRunnerOutput.mask_seconds` is of interest.
     num_decodes: requests of the step that decode. missed_drafts: of `MISSES["draft"]`, why none of them has drafts; "": some have, or never
         do.
+    checks: of the canary, in a few steps.
     """
 
     step: int
@@ -168,6 +178,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     times_masks: bool = False
     num_decodes: int = 0
     missed_drafts: str = ""
+    checks: StateChecks | None = None
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
@@ -199,7 +210,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     missing_drafts: request → draft tokens that the runner was asked for and had no guess for.
     transfers: those that no rank works on any more. None: nothing new.
     mask_seconds: host time of the masks of structured output, of requests whose masks take long, where the step before took long, too.
-    ran: how the device ran the step.
+    ran: how the device ran the step. checksums: of `StateChecks.pages`. wrong_tables: request → a sentence.
     """
 
     step: int
@@ -213,6 +224,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     transfers: FinishedTransfers | None = None
     mask_seconds: dict[str, float] = {}
     ran: StepRan = StepRan()
+    checksums: list[int] = []
+    wrong_tables: dict[str, str] = {}
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

@@ -1,0 +1,150 @@
+"""The canary (`--verify-state`): is the state of requests still what the steps left, and do the device's tables say where it lies?
+
+Content that is cached is complete, and nobody writes it again. So its checksum must stay what it was when the canary first looked. Each
+round takes the checksums of a few random blocks (keys and values, or snapshots of recurrent state), and compares those that it knows. It
+also compares the device's block tables of a few requests with the blocks that these requests hold.
+
+A finding ends the requests that hold the block, and takes it out of the prefix cache. The server goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from compile_and_serve.runtime.scheduler.block_pool import BlockPool, KVCacheBlock
+from compile_and_serve.runtime.scheduler.kv_groups import group_of_key
+from compile_and_serve.runtime.scheduler.request import Request
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, StateChecks, StateGroupInfo
+
+logger = logging.getLogger(__name__)
+
+BLOCKS_PER_ROUND = 8  # half of them known, half new
+REQUESTS_PER_ROUND = 2
+MAX_KNOWN = 1 << 16
+_KEPT_STEPS = 512
+
+
+class Canary:
+    """requests: the unfinished ones. seconds: between two rounds, at least. num_checked: blocks that were compared. findings: sentences.
+    clock: for the rounds.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: list[StateGroupInfo],
+        requests: Mapping[str, Request],
+        *,
+        seconds: float = 0.25,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_checked = 0
+        self.findings: list[str] = []
+        self._pool, self._requests = pool, requests
+        self._token_groups = [number for number, group in enumerate(groups) if group.kind == "tokens"]
+        self._seconds, self._clock = seconds, clock
+        self._random = random.Random(seed)
+        self._last_round = -seconds
+        self._known: dict[int, tuple[bytes, int, int]] = {}  # block → its key, its checksum, the step before which it had it
+        self._planned: dict[int, list[tuple[KVCacheBlock, bytes]]] = {}  # by step
+        self._ran: deque[tuple[int, list[str]]] = deque(maxlen=_KEPT_STEPS)  # step → its requests
+        self._to_end: dict[str, str] = {}  # request → sentence
+
+    def plan(self, scheduled: SchedulerOutput) -> None:
+        """Let the step take checksums before it runs, and read the tables after that."""
+        if not scheduled.num_scheduled_tokens:
+            return
+        self._ran.append((scheduled.step, list(scheduled.num_scheduled_tokens)))
+        now = self._clock()
+        if now - self._last_round < self._seconds:
+            return
+        self._last_round = now
+        blocks = self._choose(scheduled.step)
+        self._planned[scheduled.step] = blocks
+        names = self._random.sample(list(scheduled.num_scheduled_tokens), min(REQUESTS_PER_ROUND, len(scheduled.num_scheduled_tokens)))
+        tables = {}
+        for name in names:
+            if (request := self._requests.get(name)) is not None and request.block_ids:
+                tables[name] = [
+                    (number, request.num_freed_blocks[number], request.block_ids[number].copy()) for number in self._token_groups
+                ]
+        pages = [(group_of_key(key), block.block_id) for block, key in blocks]
+        scheduled.checks = StateChecks(pages=pages, tables=tables)
+
+    def take(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Compare what the step found. Requests that are not what they should be get an entry in `result.errors`."""
+        planned = self._planned.pop(scheduled.step, [])
+        for (block, key), checksum in zip(planned, result.checksums, strict=bool(result.checksums)):
+            known = self._known.get(block.block_id)
+            if known is not None and known[0] == key:
+                self.num_checked += 1
+                if known[1] != checksum:
+                    self._overwritten(block, key, known[2], scheduled.step)
+                    continue
+            self._known[block.block_id] = key, checksum, scheduled.step
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        for name, sentence in result.wrong_tables.items():
+            self._end(name, f"The canary found a wrong block table of request {name} in step {scheduled.step}: {sentence}")
+        for name in [name for name in self._to_end if name in scheduled.num_scheduled_tokens]:
+            result.errors[name] = self._to_end.pop(name)
+            result.sampled_token_ids.pop(name, None)
+        for name in [name for name in self._to_end if name not in self._requests]:
+            del self._to_end[name]
+
+    def _choose(self, step: int) -> list[tuple[KVCacheBlock, bytes]]:
+        """Blocks whose content is complete before `step`, with their keys."""
+        pool, chosen = self._pool, dict[int, tuple[KVCacheBlock, bytes]]()
+        known = self._random.sample(list(self._known), min(BLOCKS_PER_ROUND // 2, len(self._known)))
+        for block_id in known:
+            block = pool.blocks[block_id]
+            if block.key == self._known[block_id][0]:
+                chosen[block_id] = block, block.key
+            else:
+                del self._known[block_id]
+        for _ in range(4 * BLOCKS_PER_ROUND):
+            if len(chosen) == BLOCKS_PER_ROUND:
+                break
+            block = pool.blocks[self._random.randrange(pool.num_blocks)]
+            # What a step computes is cached when the step is scheduled, and a finished request's last steps may still be in flight.
+            first = None if block.key is None else pool.cached.get(block.key)
+            if block.key is not None and first is not None and first.step < step - 2 and block.block_id not in chosen:
+                chosen[block.block_id] = block, block.key
+        return list(chosen.values())
+
+    def _overwritten(self, block: KVCacheBlock, key: bytes, whole_before: int, found_in: int) -> None:
+        steps = [(number, names) for number, names in self._ran if whole_before <= number < found_in]
+        names = list(dict.fromkeys(name for _, ran in steps for name in ran))
+        when = f"step {whole_before}" if found_in - whole_before == 1 else f"one of the steps {whole_before} to {found_in - 1}"
+        group = group_of_key(key)
+        holders = [
+            name
+            for name, request in self._requests.items()
+            if request.block_ids and block.block_id in request.block_ids[group][request.num_freed_blocks[group] :]
+        ]
+        sentence = (
+            f"The canary found that {when} overwrote block {block.block_id} of state group {group}, which was complete. "
+            f"In these steps ran: {', '.join(names[:8]) or 'none'}{' and others' if len(names) > 8 else ''}."
+        )
+        self._known.pop(block.block_id, None)
+        if block.key == key and key in self._pool.cached:
+            self._pool.uncache(key)
+        for name in holders:
+            self._end(name, sentence)
+        if not holders:
+            self._note(sentence)
+
+    def _end(self, name: str, sentence: str) -> None:
+        self._note(sentence)
+        self._to_end[name] = sentence
+
+    def _note(self, sentence: str) -> None:
+        if not self.findings or self.findings[-1] != sentence:
+            logger.error("%s", sentence)
+            self.findings.append(sentence)
+            del self.findings[:-100]
