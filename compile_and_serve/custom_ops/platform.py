@@ -115,6 +115,11 @@ class Platform(Protocol):
         ...
 
     @property
+    def memory_bandwidth(self) -> float:
+        """Bytes/s of the device's memory, as the device states it; 0.0: it does not."""
+        ...
+
+    @property
     def l2_bytes(self) -> int:
         """Size of the cache that all multiprocessors share; 0 on a CPU, where nothing asks for it."""
         ...
@@ -227,6 +232,7 @@ class CpuPlatform:
     num_multiprocessors = 1
     shared_bytes_per_multiprocessor = 0
     l2_bytes = 0
+    memory_bandwidth = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self.device = self.indexed_device = device
@@ -383,6 +389,13 @@ class CudaPlatform:
     def shared_bytes_per_multiprocessor(self) -> int:
         """See `Platform.shared_bytes_per_multiprocessor`."""
         return torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """See `Platform.memory_bandwidth`."""
+        found = torch.cuda.get_device_properties(self.device)
+        kilohertz, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # since torch 2.7
+        return 2e3 * kilohertz * bits / 8  # two transfers a cycle
 
     @property
     def l2_bytes(self) -> int:

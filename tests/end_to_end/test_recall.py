@@ -20,13 +20,25 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 SEEDS = (1, 3, 4, 5, 7, 9)  # of conversations that the model answers without a mistake
 
 
+FINDINGS: list[list[str]] = []  # of the canary of each engine
+
+
 @pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(POISON_VARIABLE, "1")
+    yield
+    assert not any(FINDINGS)
+    FINDINGS.clear()
 
 
 def core_of(**options: Any) -> EngineCore:
-    return EngineCore(tiny_config(FOLDER, **({"load_format": "auto", "block_size": 16, "max_num_batched_tokens": 64} | options)))
+    """Its canary looks in every step."""
+    defaults = {"load_format": "auto", "block_size": 16, "max_num_batched_tokens": 64, "verify_state": True}
+    core = EngineCore(tiny_config(FOLDER, **(defaults | options)))
+    assert core.canary is not None
+    core.canary.seconds = 0.0
+    FINDINGS.append(core.canary.findings)
+    return core
 
 
 def turns(seed: int, count: int, length: int = 40) -> Iterator[tuple[list[int], list[int]]]:

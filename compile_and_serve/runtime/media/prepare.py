@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 from compile_and_serve.runtime.media.embedded import embedded_image
@@ -25,7 +26,9 @@ ObserveStage = Callable[[str, float], None]  # (stage, seconds): "download", "de
 
 
 class MediaPipeline:
-    """Prepares the media of requests. observe: told how long each stage of each item took, from any thread."""
+    """Prepares the media of requests. observe: told how long each stage of each item took, from any thread, in the context of
+    `start`.
+    """
 
     def __init__(self, processor: MediaProcessor, info: MediaInfo, observe: ObserveStage = lambda stage, seconds: None) -> None:
         self.processor = processor
@@ -61,14 +64,14 @@ class MediaPipeline:
     def _start(self, source: MediaSource, processor: MediaProcessor) -> Future[PreparedMedia]:
         given = source.given
         if isinstance(given, str) and given[:5].lower() != "data:":
-            return self._downloads.submit(self._download, source, processor)
-        return self._workers.submit(self._prepare, source, processor, given)
+            return self._downloads.submit(copy_context().run, self._download, source, processor)
+        return self._workers.submit(copy_context().run, self._prepare, source, processor, given)
 
     def _download(self, source: MediaSource, processor: MediaProcessor) -> PreparedMedia:
         began = time.monotonic()
         data = fetch(source.given, source.where, self._fetch_limits)
         self._observe("download", time.monotonic() - began)
-        return self._workers.submit(self._prepare, source, processor, data).result()
+        return self._workers.submit(copy_context().run, self._prepare, source, processor, data).result()
 
     def _prepare(self, source: MediaSource, processor: MediaProcessor, given: Any) -> PreparedMedia:
         began = time.monotonic()

@@ -92,6 +92,7 @@ class Worker:
             raise
         if plan is not None:
             loaded.facts |= {f"memory.{name}": count for name, count in asdict(plan).items()}
+        loaded.facts["memory_bandwidth"] = platform.memory_bandwidth
         self.info = loaded.info(num_pages, self._graphs)
 
     def start(self, num_blocks: int) -> None:

@@ -47,7 +47,7 @@ class Canary:
         self.findings: list[str] = []
         self._pool, self._requests = pool, requests
         self._token_groups = [number for number, group in enumerate(groups) if group.kind == "tokens"]
-        self._seconds, self._clock = seconds, clock
+        self.seconds, self._clock = seconds, clock
         self._random = random.Random(seed)
         self._last_round = -seconds
         self._known: dict[int, tuple[bytes, int, int]] = {}  # block → its key, its checksum, the step before which it had it
@@ -61,7 +61,7 @@ class Canary:
             return
         self._ran.append((scheduled.step, list(scheduled.num_scheduled_tokens)))
         now = self._clock()
-        if now - self._last_round < self._seconds:
+        if now - self._last_round < self.seconds:
             return
         self._last_round = now
         blocks = self._choose(scheduled.step)

@@ -107,7 +107,7 @@ class AsyncEngine:
         self.metrics = metrics
         self.now = time.monotonic()
         self.step_totals, self.output_seconds = StepTotals(), 0.0
-        self.book = LedgerBook(inputs.tokenizer)
+        self.book = LedgerBook(inputs.tokenizer, float(client.info.compile_report.get("memory_bandwidth", 0)))
         self.dead_reason: str | None = None
         self.draining = False
         self.sleeping = False

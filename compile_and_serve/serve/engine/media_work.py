@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from compile_and_serve.runtime.media.registry import MediaProcessor
 from compile_and_serve.runtime.media.sources import TakenMedia, take_media
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.errors import ApiError
-from compile_and_serve.serve.ledger.record import stage
+from compile_and_serve.serve.ledger.record import current_record, stage
 
 
 class MediaWork:
@@ -73,5 +74,8 @@ class MediaWork:
 
     def _observe_from_thread(self, stage: str, seconds: float) -> None:
         """Metrics are counted on the event loop."""
+        if (record := current_record.get()) is not None:
+            now = time.monotonic()
+            record.add_stage(f"media.{stage}", now - seconds, now)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._observe, stage, seconds)

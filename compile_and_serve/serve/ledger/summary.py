@@ -112,7 +112,7 @@ def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, 
 
 def _why(seconds: dict[str, float]) -> str:
     """The stages that took the most, as a sentence."""
-    named = sorted(((value, name) for name, value in seconds.items() if name in WAITS), reverse=True)
+    named = sorted(((value, name) for name, value in seconds.items() if name in WAITS and "." not in name), reverse=True)
     total = sum(value for value, _ in named)
     parts = [f"{_duration(value)}: {WAITS[name]}" for value, name in named[:3] if value >= 0.1 * total]
     return "; ".join(parts) + "." if parts else ""

@@ -18,7 +18,7 @@ from tests.support.engines import mixed_requests, prompt_of, request, run_reques
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     core = EngineCore(tiny_config(write_tiny_model(tmp_path_factory.mktemp("canary") / "model"), verify_state=True, num_kv_blocks=64))
     assert core.canary is not None
-    core.canary._seconds = 0.0  # a round in every step
+    core.canary.seconds = 0.0  # a round in every step
     yield core
     core.shutdown()
 

@@ -137,7 +137,7 @@ DECISIONS: Mapping[str, Decision] = {
     **_ignored("the operating system places threads; --num-threads sets their number", "--numa-bind --numa-bind-nodes --numa-bind-cpus"),
     **_ignored("a rank that is silent ends the server within seconds", "--distributed-timeout-seconds --cpu-distributed-timeout-seconds"),
     **_ignored("a server whose engine died ends with status 1", "--enable-fault-tolerance --fault-tolerance-config --watchdog-config"),
-    **_ignored("profiling is --profile-pieces", "--ray-workers-use-nsight --profiler-config"),
+    **_ignored("profiling is --profile-pieces, and --profile-dir with /start_profile", "--ray-workers-use-nsight --profiler-config"),
     **_refused("there is one kind of worker and of scheduler", "--worker-cls --worker-extension-cls --scheduler-cls"),
     # Memory
     **_words(

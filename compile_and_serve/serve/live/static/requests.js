@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const KINDS = {
   wait: ["waits in the queue", ["slots", "blocks", "budget", "prefix", "adapter_slots", "key", "group", "encoder", "prompt_logprobs", "step", "transport", "waiting"]],
-  prepare: ["is prepared", ["media", "tokenize", "grammar_check", "grammar", "adapter", "kv_load"]],
+  prepare: ["is prepared", ["media", "media.download", "media.decode", "media.preprocess", "tokenize", "grammar_check", "grammar", "adapter", "kv_load"]],
   prefill: ["computes its prompt", ["prefill"]], decode: ["generates", ["decode"]], send: ["is sent", ["sending", "detokenize"]],
 };
 const STEPS = { full: "step as one CUDA graph", piecewise: "as graphs between attention", plain: "without graphs" };
@@ -21,6 +21,7 @@ function h(tag, attributes = {}, ...children) {
   element.append(...children.flat().filter((child) => child !== null));
   return element;
 }
+const count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
 const keyOf = (request) => `${request.began} ${request.request_id}`;
 const duration = (seconds) => (seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(seconds * 1000).toFixed(1)} ms`);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -143,9 +144,9 @@ function openLedger(request) {
       h("h3", {}, one.engine_id),
       h("ul", {}, one.misses.map((miss) => h("li", { class: "miss" }, miss.sentence)),
         one.error ? h("li", { class: "bad" }, one.error) : null,
-        one.preemptions ? h("li", {}, `Preempted ${one.preemptions.count} times: ${duration(one.preemptions.seconds)}, and ${one.preemptions.recomputed_tokens} tokens computed again.`) : null,
+        one.preemptions ? h("li", {}, `Preempted ${count(one.preemptions.count, "time")}: ${duration(one.preemptions.seconds)}, and ${one.preemptions.recomputed_tokens} tokens computed again.`) : null,
         one.with_prompts?.count ? h("li", {}, `${one.with_prompts.count} of its steps also computed prompts of others: ${duration(one.with_prompts.seconds)}.`) : null,
-        h("li", {}, `Prompt of ${one.tokens.prompt} tokens: ${one.tokens.computed ?? "?"} computed in ${one.prefill.chunks} parts over ${one.prefill.steps} steps, the rest reused.`)),
+        h("li", {}, `Prompt of ${one.tokens.prompt} tokens: ${one.tokens.computed ?? "?"} computed in ${count(one.prefill.chunks, "part")} over ${count(one.prefill.steps, "step")}, the rest reused.`)),
       h("details", {}, h("summary", {}, "All figures"), h("pre", {}, JSON.stringify(one, null, 1))))));
 }
 
