@@ -15,7 +15,8 @@ async def test_the_page_is_served(start_server: StartServer, dump: Path) -> None
     response = await server.http.get("/graphs")
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert response.text == build_page(load_dump(dump))
+    links = '<a href="./">chat</a> <a href="docs">API</a> <a href="metrics">metrics</a>'
+    assert response.text == build_page(load_dump(dump), links)
 
 
 async def test_a_browser_sends_the_api_key_as_a_password(start_server: StartServer, dump: Path) -> None:
