@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,10 @@ class _Streams:
         end, has_begun = "cut off", False
         try:
             with httpx.Client(timeout=_PATIENCE) as http, http.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
-                for line in answer.iter_lines():
-                    if line == "data: [DONE]":
+                for line in _lines(answer):
+                    if line == b"data: [DONE]":
                         end = "done"
-                    elif line.startswith("data: ") and "error" in json.loads(line[6:]):
+                    elif line.startswith(b"data: ") and "error" in json.loads(line[6:]):
                         end = "error event"
                         break
                     elif line and not has_begun:
@@ -117,6 +117,14 @@ class _Streams:
             pass
         with self._lock:
             self.ends[end] += 1
+
+
+def _lines(answer: httpx.Response) -> Iterator[bytes]:
+    """The lines of an answer. httpx's own also end at separators that texts of random weights contain."""
+    rest = b""
+    for part in answer.iter_raw():
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
 
 
 def _kill(servers: _Servers, number: int, arguments: argparse.Namespace) -> dict[str, Any]:
