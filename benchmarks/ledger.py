@@ -33,7 +33,7 @@ def tokens_per_second(core: EngineCore, streams: int, tokens: int, turn: int) ->
     """Of `streams` requests that all decode, from the first step after the last prompt on."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for number in range(streams):
-        prompt = [(turn * 7919 + number * 131 + place * 17) % 1000 + 10 for place in range(32)]
+        prompt = [(turn * 7919 + number * 131 + place * 17) % (core.info.vocab_size - 20) + 10 for place in range(32)]
         core.add_request(EngineRequest(request_id=f"{turn} {number}", prompt_token_ids=prompt, sampling_params=params))
     began: float | None = None
     first, count = set[str](), 0
