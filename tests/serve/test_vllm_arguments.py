@@ -211,7 +211,7 @@ def test_vllms_defaults_say_nothing(flag: VllmFlag) -> None:
         ("m -cc.cudagraph_mode FULL_DECODE_ONLY", "m --cudagraph-mode full"),
         ("m --compilation-config 3", "m"),
         # what is asked for happens anyway
-        ("m --enable-chunked-prefill --nnodes 1 --cpu-offload-gb 0 --tokenizer-mode auto --disable-log-requests", "m"),
+        ("m --enable-chunked-prefill --nnodes 1 --cpu-offload-gb 0 --tokenizer-mode auto --disable-log-requests", "m --nnodes 1"),
         # words of nobody are left to our own parser
         ("m --no-such-flag 1", "m --no-such-flag 1"),
         ("m --pass a_b:C_d -- --x_y", "m --pass a_b:C_d -- --x_y"),
@@ -224,7 +224,6 @@ def test_arguments_are_translated(line: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("m -n 2", "-n 2 is not supported: the ranks and replicas of this server run on one host (or a Ray cluster) behind one port."),
         ("m --no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported: prompts are always read in chunks"),
         ("m --disable-chunked-prefill", "--disable-chunked-prefill is not supported"),
         ("m --cpu-offload-gb 4", "--cpu-offload-gb 4 is not supported: weights stay on the device."),
@@ -232,7 +231,6 @@ def test_arguments_are_translated(line: str, expected: str) -> None:
         ('m --pooler-config {"pooling_type":"ALL"}', "the pooling_type 'all' is not supported"),
         ('m --structured-outputs-config {"enable_in_reasoning":true}', "a grammar begins after the reasoning"),
         ("m --compilation-config [1]", "--compilation-config must be a JSON object"),
-        ("m --headless", "--headless is not supported"),
         ("m --tokenizer-mode mistral", "--tokenizer-mode mistral is not supported"),
         ("m --kv-cache-dtype-skip-layers 0 1", "all layers keep the KV cache in one dtype"),
     ],
@@ -318,10 +316,10 @@ def test_a_config_file_of_vllm_starts_the_server(serve: Serve, tmp_path: Path) -
     assert (config.compile.mode, config.compile.capture_sizes) == ("eager", (1, 2))
     assert not config.cache.enable_prefix_caching
     assert log == "Warning: --swap-space has no effect: preempted sequences are computed again, not swapped.\n"
-    file.write_text("model: x\nnnodes: 2\n")
+    file.write_text("model: x\ncpu-offload-gb: 4\n")
     result = CliRunner().invoke(app, ["serve", "--config", str(file)])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "--nnodes 2 is not supported" in result.stderr
+    assert "--cpu-offload-gb 4 is not supported" in result.stderr
 
 
 def test_the_model_may_be_in_the_config_file(serve: Serve, tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 log = logging.getLogger(__name__)
 
 # By kernel: (the block sizes, warps, stages; None: any).
@@ -34,9 +36,9 @@ _KEPT: dict[str, tuple[tuple[dict[str, int], int, int | None], ...]] = {
 }
 
 
-def limit_configs(device: torch.device | None = None) -> None:
-    """Cut the lists of the kernels that are imported, on a Hopper GPU. device: None: the current one."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
+def limit_configs(device: torch.device) -> None:
+    """Cut the lists of the kernels that are imported, on a Hopper GPU."""
+    if platform_of(device).compute_capability[0] != 9:
         return
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fla.ops.")]
     before, after = limit_configs_of(value for module in modules for value in vars(module).values())

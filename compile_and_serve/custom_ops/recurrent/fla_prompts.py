@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
+def kernels(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
     """fla's chunked Gated DeltaNet, KDA and simple GLA; None if the package cannot be used, with the reason in the log."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -32,7 +32,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any
     except Exception as error:  # whatever a package of kernels raises on a machine that it does not know
         log.warning("fla-core's kernels for prompts are not in use, a slower kernel runs instead: %s (pip install fla-core einops)", error)
         return None
-    limit_configs()
+    limit_configs(device)
     return chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 
 
@@ -99,7 +99,7 @@ def linear_attention(operands: Operands, begin: Callable[[torch.Tensor], None]) 
     """
     global _last
     q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV = operands
-    found = kernels()
+    found = kernels(q_TGK.device)
     if found is None or q_TGK.dtype == torch.float32:  # fla's kernels round products to tf32
         return False
     gated_delta_rule, kda, simple_gla = found

@@ -125,7 +125,8 @@ class EngineCore:
         self._step_began: float | None = None
         self.canary: Canary | None = None
         if config.verify_state and found.groups:
-            self.canary = Canary(self._scheduler.manager.pool, found.groups, self._scheduler.requests)
+            scheduler = self._scheduler
+            self.canary = Canary(scheduler.manager.pool, found.groups, scheduler.requests, steps_in_flight=self._depth)
         self._steps: StepLedger | None = None
         if options.request_ledger:
             weights = found.compile_report.get("loaded_bytes", 0)

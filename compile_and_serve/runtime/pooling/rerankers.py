@@ -6,15 +6,13 @@ sentence-transformers' module `LogitScore` says the same by token ids. `pair_tem
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from compile_and_serve.runtime.config import ModelConfig
 from compile_and_serve.runtime.pooling.files import PoolingFilesError, logit_score_ids
-from compile_and_serve.runtime.text.special_text import ChatText
+from compile_and_serve.runtime.pooling.texts import PAIR_PARTS
 
-_PARTS = re.compile(r"(\{query\}|\{document\})")
 _QWEN3 = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that '
@@ -49,19 +47,8 @@ def pair_template(config: Mapping[str, Any]) -> str | None:
     if "classifier_token_ids" not in config:
         return None
     template = config.get("pair_template", _QWEN3 if config.get("model_type") == "qwen3" else None)
-    if not isinstance(template, str) or not {"{query}", "{document}"} <= set(_PARTS.findall(template)):
+    if not isinstance(template, str) or not {"{query}", "{document}"} <= set(PAIR_PARTS.findall(template)):
         raise PoolingFilesError(
             "A reranker that is a decoder needs its prompt: set pair_template with --hf-overrides, a text with {query} and {document}."
         )
     return template
-
-
-def joined(template: str, query: str, document: str) -> ChatText:
-    """The prompt of a pair. What reads like a special token in the two texts is none."""
-    text, ordinary = "", []
-    for part in _PARTS.split(template):
-        given = {"{query}": query, "{document}": document}.get(part)
-        if given:
-            ordinary.append((len(text), len(text) + len(given)))
-        text += part if given is None else given
-    return ChatText(text, ordinary)

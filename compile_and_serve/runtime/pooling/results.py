@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 
 from compile_and_serve.runtime.messages import EngineInfo, StepData
-from compile_and_serve.runtime.pooling.rerankers import joined
-from compile_and_serve.runtime.pooling.texts import encode_texts
+from compile_and_serve.runtime.pooling.texts import encode_texts, joined
 from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.input_processor import InputProcessor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,8 +11,10 @@ import tokenizers
 from compile_and_serve.custom_ops.step_data import SECOND_TEXT
 from compile_and_serve.runtime.messages import StepData
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.special_text import ChatText
 from compile_and_serve.runtime.text.tokenizer import TokenizerError
 
+PAIR_PARTS = re.compile(r"(\{query\}|\{document\})")
 _LONG_TEXT = 1 << 16  # characters; a longer text is cut before it is tokenized
 
 
@@ -71,3 +74,14 @@ def _shares(first: int, second: int, room: int) -> list[int]:
     if first <= second:
         return [shorter, room - shorter]
     return [room - shorter, shorter]
+
+
+def joined(template: str, query: str, document: str) -> ChatText:
+    """The prompt of a pair. What reads like a special token in the two texts is none."""
+    text, ordinary = "", []
+    for part in PAIR_PARTS.split(template):
+        given = {"{query}": query, "{document}": document}.get(part)
+        if given:
+            ordinary.append((len(text), len(text) + len(given)))
+        text += part if given is None else given
+    return ChatText(text, ordinary)

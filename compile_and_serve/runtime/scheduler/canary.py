@@ -29,8 +29,9 @@ _KEPT_STEPS = 512
 
 
 class Canary:
-    """requests: the unfinished ones. seconds: between two rounds, at least. num_checked: blocks that were compared. findings: sentences.
-    clock: for the rounds.
+    """requests: the unfinished ones. steps_in_flight: at once, at most. seconds: between two rounds, at least. clock: for the rounds.
+
+    num_checked: blocks that were compared. findings: sentences.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Canary:
         groups: list[StateGroupInfo],
         requests: Mapping[str, Request],
         *,
+        steps_in_flight: int,
         seconds: float = 0.25,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -48,10 +50,13 @@ class Canary:
         self._pool, self._requests = pool, requests
         self._token_groups = [number for number, group in enumerate(groups) if group.kind == "tokens"]
         self.seconds, self._clock = seconds, clock
+        self._steps_in_flight = max(2, steps_in_flight)
         self._random = random.Random(seed)
         self._last_round = -seconds
-        self._known: dict[int, tuple[bytes, int, int]] = {}  # block → its key, its checksum, the step before which it had it
-        self._planned: dict[int, list[tuple[KVCacheBlock, bytes]]] = {}  # by step
+        # Block → its key and the step that computed it, its checksum, the step before which it had it. Another step may have computed the
+        # same key again: with other roundings, and with other bytes where a snapshot has none of its own.
+        self._known: dict[int, tuple[tuple[bytes, int], int, int]] = {}
+        self._planned: dict[int, list[tuple[KVCacheBlock, tuple[bytes, int]]]] = {}  # by step
         self._ran: deque[tuple[int, list[str]]] = deque(maxlen=_KEPT_STEPS)  # step → its requests
         self._to_end: dict[str, str] = {}  # request → sentence
 
@@ -73,20 +78,20 @@ class Canary:
                 tables[name] = [
                     (number, request.num_freed_blocks[number], request.block_ids[number].copy()) for number in self._token_groups
                 ]
-        pages = [(group_of_key(key), block.block_id) for block, key in blocks]
+        pages = [(group_of_key(key), block.block_id) for block, (key, _) in blocks]
         scheduled.checks = StateChecks(pages=pages, tables=tables)
 
     def take(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Compare what the step found. Requests that are not what they should be get an entry in `result.errors`."""
         planned = self._planned.pop(scheduled.step, [])
-        for (block, key), checksum in zip(planned, result.checksums, strict=bool(result.checksums)):
+        for (block, content), checksum in zip(planned, result.checksums, strict=bool(result.checksums)):
             known = self._known.get(block.block_id)
-            if known is not None and known[0] == key:
+            if known is not None and known[0] == content:
                 self.num_checked += 1
                 if known[1] != checksum:
-                    self._overwritten(block, key, known[2], scheduled.step)
+                    self._overwritten(block, content[0], known[2], scheduled.step)
                     continue
-            self._known[block.block_id] = key, checksum, scheduled.step
+            self._known[block.block_id] = content, checksum, scheduled.step
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         for name, sentence in result.wrong_tables.items():
@@ -97,14 +102,20 @@ class Canary:
         for name in [name for name in self._to_end if name not in self._requests]:
             del self._to_end[name]
 
-    def _choose(self, step: int) -> list[tuple[KVCacheBlock, bytes]]:
-        """Blocks whose content is complete before `step`, with their keys."""
-        pool, chosen = self._pool, dict[int, tuple[KVCacheBlock, bytes]]()
+    def _content(self, block: KVCacheBlock) -> tuple[bytes, int] | None:
+        """The key of a block's content, and the step that computed it; None if nothing is cached there."""
+        first = None if block.key is None else self._pool.cached.get(block.key)
+        return None if block.key is None or first is None else (block.key, first.step)
+
+    def _choose(self, step: int) -> list[tuple[KVCacheBlock, tuple[bytes, int]]]:
+        """Blocks whose content is complete before `step`, with their content."""
+        pool, chosen = self._pool, dict[int, tuple[KVCacheBlock, tuple[bytes, int]]]()
         known = self._random.sample(list(self._known), min(BLOCKS_PER_ROUND // 2, len(self._known)))
         for block_id in known:
             block = pool.blocks[block_id]
-            if block.key == self._known[block_id][0]:
-                chosen[block_id] = block, block.key
+            content = self._content(block)
+            if content is not None and content == self._known[block_id][0]:
+                chosen[block_id] = block, content
             else:
                 del self._known[block_id]
         for _ in range(4 * BLOCKS_PER_ROUND):
@@ -112,9 +123,9 @@ class Canary:
                 break
             block = pool.blocks[self._random.randrange(pool.num_blocks)]
             # What a step computes is cached when the step is scheduled, and a finished request's last steps may still be in flight.
-            first = None if block.key is None else pool.cached.get(block.key)
-            if block.key is not None and first is not None and first.step < step - 2 and block.block_id not in chosen:
-                chosen[block.block_id] = block, block.key
+            content = self._content(block)
+            if content is not None and content[1] < step - self._steps_in_flight and block.block_id not in chosen:
+                chosen[block.block_id] = block, content
         return list(chosen.values())
 
     def _overwritten(self, block: KVCacheBlock, key: bytes, whole_before: int, found_in: int) -> None:

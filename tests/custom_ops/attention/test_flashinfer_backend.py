@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.attention import flashinfer_backend
+from compile_and_serve.custom_ops.attention import flashinfer_backend, flashinfer_modules
 from compile_and_serve.custom_ops.attention.flashinfer_backend import (
     EXPANDED_BYTES,
     FA3_MIN_QUERY_LEN,
@@ -57,6 +57,11 @@ class FakeModules:
 
     def status(self) -> dict[str, str]:
         return {}
+
+
+@pytest.fixture(autouse=True)
+def _version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_modules, "version", lambda name: "0.6.13")
 
 
 def with_modules(*variants: str) -> tuple[FlashInferAttention, Module]:

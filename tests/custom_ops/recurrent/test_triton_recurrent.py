@@ -75,7 +75,7 @@ def test_prompts_through_fla(delta: bool, per_channel: bool) -> None:
     """In bfloat16: prompts through fla-core, decodes and the ends of prompts through our kernel, beside the reference in float32."""
     from compile_and_serve.custom_ops.recurrent import fla_prompts
 
-    assert fla_prompts.kernels() is not None
+    assert fla_prompts.kernels(torch.device("cuda")) is not None
     inputs = make_inputs(4, 2 if not per_channel else 4, 128, 128, delta=delta, per_channel=per_channel, dtype=torch.bfloat16)
     wide = [None if x is None else x.float() for x in inputs]
     wanted = run_script(wide, state_of(wide, torch.float32), op=torch.ops.cas.linear_attention_reference)

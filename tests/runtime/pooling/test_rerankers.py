@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from compile_and_serve import LLM, PoolingParams
 from compile_and_serve.runtime.pooling.files import PoolingFilesError
-from compile_and_serve.runtime.pooling.rerankers import joined, pair_template
+from compile_and_serve.runtime.pooling.rerankers import pair_template
+from compile_and_serve.runtime.pooling.texts import joined
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from tests.runtime.pooling.test_encoders import OPTIONS, WORDS, write_encoder, write_tokenizer
 from tests.support.transformers_models import write_random_model
