@@ -127,12 +127,12 @@ def test_a_dead_replica_is_started_again_while_the_other_serves(tiny_llama_dir: 
         with server.client() as client:
             os.kill(dead, signal.SIGSTOP)  # so that none of its streams ends before it is killed
             streams = Streams(server, 8, max_tokens=400)
-            wait_until(lambda: streams.ends.count("[DONE]") >= 4)
+            wait_until(lambda: streams.ends.count("[DONE]") >= 2)  # several processes do not divide them evenly
             assert client.get("/health", timeout=5).status_code == 200  # does not wait for the engine
             os.kill(dead, signal.SIGKILL)
             streams.wait()
             failed = [end for end in streams.ends if end != "[DONE]"]
-            assert 0 < len(failed) <= 4
+            assert 0 < len(failed) <= 6
             reason = "Replica 1 of 2: The engine process was ended by signal 9."
             assert {(end["message"], end["code"]) for end in failed} == {(reason, 503)}
             for _ in range(8):  # the other takes them meanwhile
