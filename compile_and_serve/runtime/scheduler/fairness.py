@@ -92,7 +92,7 @@ class Fairness:
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._slack = token_budget / 2  # by which a key may be behind; a step may add as much again
-        self._num_decodes = 0  # of the last step
+        self._num_decodes = 0  # of the last step that had any
         self._num_withheld = 0  # steps in which prompts of a key that is ahead left room
         queue.may_start = self._may_start
 
@@ -102,7 +102,7 @@ class Fairness:
 
     @property
     def max_prompt_rows(self) -> int:
-        """Prompt logprobs that a step may compute, beside as many decodes as the last one had."""
+        """Prompt logprobs that a step may compute, beside as many decodes as steps have."""
         return self.cost.rows_beside(self._num_decodes)
 
     def charge(self, step: StepInFlight, scheduled: Mapping[str, int]) -> None:
@@ -112,7 +112,7 @@ class Fairness:
         for chunk in step.chunks:
             row_cost = self.cost.row if chunk.request.wants_prompt_logprobs else 0.0
             self._charge(chunk.request, chunk.end, chunk.end - chunk.start, 1.0 + row_cost)
-        self._num_decodes = len(step.decodes)
+        self._num_decodes = len(step.decodes) or self._num_decodes
 
     def _charge(self, request: Request, end: int, count: int, token_cost: float) -> None:
         num_new = min(count, end - request.num_charged_tokens)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 MAX_AGE_SECONDS = 1.0
-MAX_READS = 100  # of one text
+MAX_READS = 20  # of one text
 
 
 class RenderedMetrics:

@@ -133,8 +133,17 @@ def logits_of(spec: ModelSpec, models: list[CompiledModel]) -> torch.Tensor:
     return given["logits"]
 
 
+# One of each kind of state and of step input. All run with --all-cases.
+KINDS = tuple(f"{name}ForCausalLM" for name in "Gemma3 GptOss DeepseekV3 Llama4 Qwen3Next Jamba FalconH1 KimiLinear".split())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "architecture" in metafunc.fixturenames:
+        everything = [*DENSE, *MOE, *RECURRENT]
+        metafunc.parametrize("architecture", everything if metafunc.config.getoption("--all-cases") else KINDS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [*DENSE, *MOE, *RECURRENT])
 def test_stages_of_every_family(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages, three, and the model in one piece have the same logits."""
     monkeypatch.setattr(pipeline, "start_piece", plain_piece)
