@@ -22,7 +22,7 @@ async def test_readers_share_a_rendering(start_server: StartServer, monkeypatch:
         return bytes(render())
 
     monkeypatch.setattr(metrics, "render", count)
-    answers = await asyncio.gather(*(server.http.get("/metrics") for _ in range(32)))
+    answers = await asyncio.gather(*(server.http.get("/metrics") for _ in range(MAX_READS)))
     assert {answer.status_code for answer in answers} == {200}
     assert num_rendered == 1
     assert len({answer.content for answer in answers}) == 1
