@@ -175,7 +175,7 @@ class TransferDriver(Driver):
         self.stuck: set[str] = set()  # requests that ended because transfers keep their blocks
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() if self.waits_for_stores else self.scheduler.has_requests()
+        return self.scheduler.has_work() if self.waits_for_stores else bool(self.scheduler.requests)
 
     def sleep(self) -> None:
         """Forget what is on the device, and what is on its way."""

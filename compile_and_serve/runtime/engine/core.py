@@ -332,7 +332,8 @@ class EngineCore:
                 reason = str(error) if kind == "invalid" else NOT_PREPARED
                 outputs += [
                     RequestOutput(request_id=request_id, finish_reason="error", error=reason, error_kind=kind)
-                    for request_id in self._scheduler.unfinished(request_ids)
+                    for request_id in request_ids
+                    if request_id in self._scheduler.requests
                 ]
                 self._scheduler.abort(request_ids)
         self._preparing = [entry for entry in self._preparing if not entry[1].done()]
@@ -381,7 +382,7 @@ class EngineCore:
             self._refusal = None  # if sleeping fails, requests are accepted again
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level!r:.200}.")
-        if self._in_flight or self._scheduler.has_requests():
+        if self._in_flight or self._scheduler.requests:
             raise ValueError("Requests are unfinished, so the engine cannot sleep: wait for them or abort them.")
         if self._asleep:
             return

@@ -109,8 +109,7 @@ class Scheduler:
         if self.max_len < max_model_len:
             logger.warning("max_model_len is %d, but sequences end at %d tokens: the KV cache holds no more.", max_model_len, self.max_len)
         self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
-        self._requests: dict[str, Request] = {}  # all unfinished ones
-        self.requests: Mapping[str, Request] = self._requests
+        self.requests: dict[str, Request] = {}  # all unfinished ones, which nobody else changes
         self._running: list[Request] = []  # sorted by key
         self._in_flight: deque[StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids
@@ -136,7 +135,7 @@ class Scheduler:
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
         """
-        check_request(request, self._requests, max_model_len=self.max_model_len, max_len=self.max_len, whole_prompts=self._whole_prompts)
+        check_request(request, self.requests, max_model_len=self.max_model_len, max_len=self.max_len, whole_prompts=self._whole_prompts)
         check_queue(request, self._queue, self.config.max_in_flight, self.max_num_seqs)
         now, prompt = time.time(), Prompt(request)
         before = (float(request.priority), request.arrival_time or now) if self.config.policy == "priority" else ()
@@ -146,7 +145,7 @@ class Scheduler:
             begin(self._length_regimes, new)
             if new.adapter is not None:
                 self.adapter_slots.num_unfinished[new.adapter] += 1
-            self._requests[new.request_id] = new
+            self.requests[new.request_id] = new
             self._queue.join(new, request.tenant)
             new.wait_for(waits_for)
             self._queue.push(new)
@@ -154,18 +153,15 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in whatever state they are, without an output. Unknown ids (just finished, say) are ignored."""
         for request_id in request_ids:
-            request = self._requests.get(request_id)
+            request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request, "abort")
         self._drop_finished()
 
-    def unfinished(self, request_ids: Iterable[str]) -> list[str]:
-        return [request_id for request_id in request_ids if request_id in self._requests]
-
     def fail_all(self, reason: str) -> list[RequestOutput]:
         """End every request with the error `reason` (a sentence). Steps in flight are forgotten: do not update them."""
-        outputs = [RequestOutput(request_id=request_id, finish_reason="error", error=reason) for request_id in self._requests]
-        for request in list(self._requests.values()):
+        outputs = [RequestOutput(request_id=request_id, finish_reason="error", error=reason) for request_id in self.requests]
+        for request in list(self.requests.values()):
             self._finish(request, "error")
         self._drop_finished()
         self._in_flight.clear()
@@ -176,10 +172,7 @@ class Scheduler:
         """Whether a request is unfinished, or blocks wait for a transfer. A step in flight of finished requests is no work, but must
         still be updated.
         """
-        return bool(self._requests) or (self._transfers is not None and self._transfers.is_busy)
-
-    def has_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self.requests) or (self._transfers is not None and self._transfers.is_busy)
 
     def forget_device_memory(self) -> None:
         """The device's memory will be freed: forget cached prefixes and the adapters in its slots. No request may be left. The ranks
@@ -492,10 +485,10 @@ class Scheduler:
         request.finish_reason = reason
         if self._drafting is not None:
             self._drafting.forget(request)
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
 
     def _drop_finished(self) -> None:
-        if len(self._running) + len(self._queue) == len(self._requests):
+        if len(self._running) + len(self._queue) == len(self.requests):
             return
         self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
         self._queue.drop_finished()

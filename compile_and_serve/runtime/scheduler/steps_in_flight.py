@@ -74,8 +74,7 @@ class Chunk:
 class StepInFlight:
     """Holds requests, not their ids: an id may belong to another request by the time the step is over. was_drafting: whether the step
     could have drafts. is_ahead: of `SchedulerOutput`. prompt_rows_left: how many more prompt logprobs it may compute. num_prompt_rows: how
-    many it computes. encoder: None: the
-    model has none. is_last_poll: nothing can run, and nobody waits for the transfers that keep blocks.
+    many it computes. encoder: None: the model has none. is_last_poll: nothing can run, and nobody waits for the transfers that keep blocks.
     """
 
     step: int

@@ -124,5 +124,5 @@ def test_equal_prompts_share_prefixes_only_within_an_adapter() -> None:
         asked = request(name, adapter)
         asked.prefix_key = None if adapter is None else f"lora {adapter}"
         scheduler.add_request(asked)
-        keys.add(scheduler._requests[name].prompt.root_key)
+        keys.add(scheduler.requests[name].prompt.root_key)
     assert len(keys) == 3

@@ -49,7 +49,7 @@ class Meter:
 
     def step(self) -> None:
         scheduler = self.driver.scheduler
-        known = dict(scheduler._requests)
+        known = dict(scheduler.requests)
         before = self.waiting()
         step = self.driver.step()
         if step is not None:
@@ -65,7 +65,7 @@ class Meter:
                 self.served[name] += cost / self.tenants[name].weight  # type: ignore[assignment]
         waiting = before & self.waiting()
         self.since = {name: self.since.get(name, self.served.copy()) for name in waiting}
-        active = {self.tenant_of[request_id] for request_id in scheduler._requests}
+        active = {self.tenant_of[request_id] for request_id in scheduler.requests}
         for name, start in self.since.items():
             own = self.served[name] - start[name]
             for other in active - {name}:

@@ -243,7 +243,7 @@ def test_the_state_that_a_failed_decode_left_is_forgotten() -> None:
     driver.runner.poison.add("a")
     driver.runner.fail_on["a"] = "Its logits are not finite."
     driver.step()
-    known = driver.scheduler._requests["a"].token_ids.copy()
+    known = driver.scheduler.requests["a"].token_ids.copy()
     driver.scheduler.abort(["a"])  # while the step that fails is in flight
     driver.run()
     assert run(driver, "b", [*known, 1, 2, 3]) == 8
