@@ -8,8 +8,7 @@ is one small product. The state at the next checkpoint's position is stored when
 
 Programs of the same head read each other's entries of earlier tokens while they write those of new ones: a ring is long enough for both if
 a step has few tokens (`layer_state.py`). The checkpoint's position is stored in each column of the values, so that each program has its
-own. Steps of more tokens take two launches: up to the next checkpoint, whose tokens leave no entries, and from there. The first is
-fla-core's (`fla_prompts.py`) where prompts are long.
+own. Steps of more tokens take two launches: up to the next checkpoint, whose tokens leave no entries, and from there.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from compile_and_serve.custom_ops.recurrent.fla_prompts import Operands
 from compile_and_serve.custom_ops.recurrent.layer_state import CHECKPOINT_TOKENS, ROLLBACK_TOKENS
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
-# Up to here a step goes token by token: less time than the host takes for the launches of chunked kernels. The turn of a chat, say.
-SHORT_PROMPT_TOKENS, SHORT_STEP_TOKENS = 128, 512
 BLOCK = tl.constexpr(CHECKPOINT_TOKENS)
 # What a launch computes: all; the tokens before the next checkpoint; those from there on; only the state that the step begins with.
 ALL, TO_CHECKPOINT, FROM_CHECKPOINT, TO_BEGIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -171,8 +168,7 @@ def linear_attention(operands: Operands) -> None:
     if operands.metadata.max_query_len <= ROLLBACK_TOKENS + 1:
         _launch(ALL, operands)
         return
-    is_short = operands.metadata.max_query_len <= SHORT_PROMPT_TOKENS and len(operands.q_TGK) <= SHORT_STEP_TOKENS
-    if is_short or not fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands)):
+    if not fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands)):
         _launch(TO_CHECKPOINT, operands)
     _launch(FROM_CHECKPOINT, operands)
 
