@@ -60,6 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     common: dict[str, Any] = {
         "max_num_seqs": arguments.streams,
+        "max_model_len": 32 + arguments.tokens,
         "dtype": arguments.dtype,
         "load_format": arguments.load_format,
         "num_kv_blocks": arguments.num_kv_blocks or arguments.streams * (-(-(32 + arguments.tokens) // 16) + 2),

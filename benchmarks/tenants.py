@@ -274,10 +274,11 @@ def _write_adapter(folder: Path, model: str) -> None:
 
     config = read_config(resolve_model(model))
     hidden, rank = config["hidden_size"], 8
+    heads = config["num_attention_heads"] * config.get("head_dim", hidden // config["num_attention_heads"])
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden) * 0.01
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, heads) * 0.01
         tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank) * 0.01
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")

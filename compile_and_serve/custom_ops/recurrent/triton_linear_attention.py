@@ -13,7 +13,9 @@ own. Steps of more tokens take two launches: up to the next checkpoint, whose to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +28,7 @@ from compile_and_serve.custom_ops.recurrent.layer_state import CHECKPOINT_TOKENS
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
 BLOCK = tl.constexpr(CHECKPOINT_TOKENS)
+DECODE_COLUMNS, DECODE_WARPS = 64, 4  # of a program of the kernel for one new token
 # What a launch computes: all; the tokens before the next checkpoint; those from there on; only the state that the step begins with.
 ALL, TO_CHECKPOINT, FROM_CHECKPOINT, TO_BEGIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -163,24 +166,158 @@ def _linear_attention_kernel(
             tl.store(new_values + RING * V + cols_C, tl.zeros((BLOCK_C,), tl.float32) + end.to(tl.float32), mask=ok_C)
 
 
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr,
+    checkpoint_ptr, checkpoint_columns_ptr, keys_ptr, keys_columns_ptr, values_ptr, values_columns_ptr, decays_ptr, decays_columns_ptr,
+    start_loc_ptr, seq_lens_ptr, read_ptr, write_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    checkpoint_stride, keys_stride, values_stride, decays_stride, read_stride, write_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
+    CHECKPOINT_UNITS: tl.constexpr, KEY_UNITS: tl.constexpr, VALUE_UNITS: tl.constexpr, DECAY_UNITS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, HAS_BETA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One new token of each sequence. The state itself is not formed: with c the checkpoint, and entries and decays since then,
+
+    S^T x = S_c^T (exp(sum) x) + sum_j (exp(sum after j) k_j . x) u_j        for x = q and x = k
+    """
+    block, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    D: tl.constexpr = K if PER_CHANNEL else 1
+    length = tl.load(seq_lens_ptr + seq)
+    token = tl.load(start_loc_ptr + seq).to(tl.int64)
+    if (length > 0) & (tl.load(start_loc_ptr + seq + 1) > token):
+        computed = length - 1
+        end = computed // BLOCK * BLOCK
+        key_head = head // GROUP
+        read, write = read_ptr + seq * read_stride, write_ptr + seq * write_stride
+        rows_K, cols_C, entries_B = tl.arange(0, BLOCK_K), block * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK)
+        ok_K, ok_C = rows_K < K, cols_C < V
+        is_first = block == 0
+        state_KC = rows_K[:, None] * V + cols_C[None, :]
+        ok_KC = ok_K[:, None] & ok_C[None, :]
+        old_values = values_ptr + unit_offset(values_columns_ptr, read, head, values_stride, VALUE_UNITS, (RING + 1) * V)
+        new_values = values_ptr + unit_offset(values_columns_ptr, write, head, values_stride, VALUE_UNITS, (RING + 1) * V)
+        old_keys = keys_ptr + unit_offset(keys_columns_ptr, read, key_head, keys_stride, KEY_UNITS, RING * K)
+        new_keys = keys_ptr + unit_offset(keys_columns_ptr, write, key_head, keys_stride, KEY_UNITS, RING * K)
+        old_decays = decays_ptr + unit_offset(decays_columns_ptr, read, head, decays_stride, DECAY_UNITS, RING * D)
+        new_decays = decays_ptr + unit_offset(decays_columns_ptr, write, head, decays_stride, DECAY_UNITS, RING * D)
+        source = unit_offset(checkpoint_columns_ptr, read, head, checkpoint_stride, CHECKPOINT_UNITS, K * V)
+        target = unit_offset(checkpoint_columns_ptr, write, head, checkpoint_stride, CHECKPOINT_UNITS, K * V)
+        moves = source != target
+        earliest = tl.maximum(0, (computed - RING + BLOCK) // BLOCK * BLOCK)
+        stored = tl.load(old_values + RING * V + block * BLOCK_C).to(tl.int32) // BLOCK * BLOCK
+        begin = tl.where(computed > 0, tl.minimum(tl.maximum(stored, earliest), end), 0)
+        state = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+        if begin > 0:
+            state = tl.load(checkpoint_ptr + source + state_KC, mask=ok_KC, other=0.0).to(tl.float32)
+
+        k_raw_K = tl.load(k_ptr + token * k_stride + key_head * k_head_stride + rows_K, mask=ok_K, other=0.0)
+        k_K = k_raw_K.to(tl.float32)
+        q_K = tl.load(q_ptr + token * q_stride + key_head * q_head_stride + rows_K, mask=ok_K, other=0.0).to(tl.float32)
+        u_C = tl.load(v_ptr + token * v_stride + head * v_head_stride + cols_C, mask=ok_C, other=0.0).to(tl.float32)
+        # What q and k meet: decayed to the block of entries that is looked at, from the last one backwards.
+        if PER_CHANNEL:
+            new_decay = tl.load(decay_ptr + (token * NUM_HEADS + head) * K + rows_K, mask=ok_K, other=0.0)
+        else:
+            new_decay = tl.load(decay_ptr + token * NUM_HEADS + head)
+        total = new_decay
+        from_q_C, from_k_C = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
+        copied_from = tl.where(moves, end, computed)
+        for back in range(0, tl.cdiv(computed - begin, BLOCK)):
+            position_B = begin + (tl.cdiv(computed - begin, BLOCK) - 1 - back) * BLOCK + entries_B
+            ok_B = position_B < computed
+            entry_B = position_B % RING
+            u_BC = tl.load(old_values + entry_B[:, None] * V + cols_C[None, :], mask=ok_B[:, None] & ok_C[None, :], other=0.0)
+            k_raw_BK = tl.load(old_keys + entry_B[:, None] * K + rows_K[None, :], mask=ok_B[:, None] & ok_K[None, :], other=0.0)
+            is_copied_B = ok_B & (position_B >= copied_from)
+            tl.store(new_values + entry_B[:, None] * V + cols_C[None, :], u_BC, mask=is_copied_B[:, None] & ok_C[None, :])
+            if is_first and head % GROUP == 0:
+                tl.store(new_keys + entry_B[:, None] * K + rows_K[None, :], k_raw_BK, mask=is_copied_B[:, None] & ok_K[None, :])
+            k_BK = k_raw_BK.to(tl.float32)
+            if PER_CHANNEL:
+                decay_BK = tl.load(old_decays + entry_B[:, None] * K + rows_K[None, :], mask=ok_B[:, None] & ok_K[None, :], other=0.0)
+                if is_first:
+                    tl.store(new_decays + entry_B[:, None] * K + rows_K[None, :], decay_BK, mask=is_copied_B[:, None] & ok_K[None, :])
+                sum_K = tl.sum(decay_BK, axis=0)
+                k_BK = k_BK * tl.exp(total[None, :] + sum_K[None, :] - tl.cumsum(decay_BK, axis=0))
+                k_q_B = tl.sum(k_BK * q_K[None, :], axis=1)
+                k_k_B = tl.sum(k_BK * k_K[None, :], axis=1)
+                total += sum_K
+            else:
+                decay_B = tl.load(old_decays + entry_B, mask=ok_B, other=0.0)
+                if is_first:
+                    tl.store(new_decays + entry_B, decay_B, mask=is_copied_B)
+                sum_decays = tl.sum(decay_B, axis=0)
+                later_B = tl.exp(total + sum_decays - tl.cumsum(decay_B, axis=0))
+                k_q_B = later_B * tl.sum(k_BK * q_K[None, :], axis=1)
+                k_k_B = later_B * tl.sum(k_BK * k_K[None, :], axis=1)
+                total += sum_decays
+            from_q_C += tl.sum(k_q_B[:, None] * u_BC, axis=0)
+            if HAS_BETA:
+                from_k_C += tl.sum(k_k_B[:, None] * u_BC, axis=0)
+        scale_K = tl.exp(total) + tl.zeros((BLOCK_K,), tl.float32)
+        from_q_C += tl.sum(state * (scale_K * q_K)[:, None], axis=0)
+        if HAS_BETA:
+            from_k_C += tl.sum(state * (scale_K * k_K)[:, None], axis=0)
+            u_C = tl.load(beta_ptr + token * NUM_HEADS + head) * (u_C - from_k_C)
+        out_C = from_q_C + tl.sum(k_K * q_K, axis=0) * u_C
+        tl.store(out_ptr + (token * NUM_HEADS + head) * V + cols_C, out_C.to(out_ptr.dtype.element_ty), mask=ok_C)
+
+        # Once in 16 tokens the checkpoint moves: here the state is formed, entry by entry.
+        for position in range(begin, end):
+            entry = position % RING
+            entry_k_K = tl.load(old_keys + entry * K + rows_K, mask=ok_K, other=0.0).to(tl.float32)
+            entry_u_C = tl.load(old_values + entry * V + cols_C, mask=ok_C, other=0.0)
+            if PER_CHANNEL:
+                state = state * tl.exp(tl.load(old_decays + entry * K + rows_K, mask=ok_K, other=0.0))[:, None]
+            else:
+                state = state * tl.exp(tl.load(old_decays + entry))
+            state += entry_k_K[:, None] * entry_u_C[None, :]
+        if (end > begin) | (moves & (begin > 0)):
+            tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
+
+        entry = computed % RING
+        tl.store(new_values + entry * V + cols_C, u_C, mask=ok_C)
+        if is_first and head % GROUP == 0:
+            tl.store(new_keys + entry * K + rows_K, k_raw_K, mask=ok_K)
+        if is_first:
+            if PER_CHANNEL:
+                tl.store(new_decays + entry * K + rows_K, new_decay, mask=ok_K)
+            else:
+                tl.store(new_decays + entry, new_decay)
+        tl.store(new_values + RING * V + cols_C, tl.zeros((BLOCK_C,), tl.float32) + end.to(tl.float32), mask=ok_C)
+
+
 def linear_attention(operands: Operands) -> None:
     """`cas::linear_attention`. Tokens of padding are not written."""
-    if operands.metadata.max_query_len <= ROLLBACK_TOKENS + 1:
+    if operands.metadata.max_query_len == 1:
+        _decode(operands)
+    elif operands.metadata.max_query_len <= ROLLBACK_TOKENS + 1:
         _launch(ALL, operands)
-        return
-    if not fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands)):
-        _launch(TO_CHECKPOINT, operands)
-    _launch(FROM_CHECKPOINT, operands)
+    else:
+        if not fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands)):
+            _launch(TO_CHECKPOINT, operands)
+        _launch(FROM_CHECKPOINT, operands)
+
+
+def _decode(operands: Operands) -> None:
+    value_dim = operands.v_THV.shape[2]
+    block = min(DECODE_COLUMNS, max(16, next_power_of_2(value_dim)))
+    _launch_kernel(_decode_kernel, operands, (), block, num_warps=DECODE_WARPS)
 
 
 def _launch(part: tl.constexpr, operands: Operands, initial_SHKV: torch.Tensor | None = None) -> None:
+    block = min(32, max(16, next_power_of_2(operands.v_THV.shape[2])))
+    _launch_kernel(_linear_attention_kernel, operands, (initial_SHKV,), block, PART=part.value, num_warps=4)
+
+
+def _launch_kernel(kernel: Any, operands: Operands, outputs: Sequence[torch.Tensor | None], block: int, **options: Any) -> None:
     q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV = operands
     num_heads, value_dim = v_THV.shape[1:]
     num_key_heads, key_dim = k_TGK.shape[1:]
     checkpoint, keys, values, decays = (tensor for tensor, _ in state)
-    block = min(32, max(16, next_power_of_2(value_dim)))
     launch(
-        _linear_attention_kernel,
+        kernel,
         (cdiv(value_dim, block), num_heads, len(metadata.seq_lens)),
         q_TGK,
         k_TGK,
@@ -188,7 +325,7 @@ def _launch(part: tl.constexpr, operands: Operands, initial_SHKV: torch.Tensor |
         log_decay,
         beta_TH,
         out_THV,
-        initial_SHKV,
+        *outputs,
         *(tensor for pair in state for tensor in pair),
         metadata.query_start_loc,
         metadata.seq_lens,
@@ -211,6 +348,5 @@ def _launch(part: tl.constexpr, operands: Operands, initial_SHKV: torch.Tensor |
         HAS_BETA=beta_TH is not None,
         BLOCK_K=max(16, next_power_of_2(key_dim)),
         BLOCK_C=block,
-        PART=part.value,
-        num_warps=4,
+        **options,
     )
