@@ -28,7 +28,7 @@ from compile_and_serve.custom_ops.recurrent.layer_state import CHECKPOINT_TOKENS
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
 BLOCK = tl.constexpr(CHECKPOINT_TOKENS)
-DECODE_COLUMNS, DECODE_WARPS = 64, 4  # of a program of the kernel for one new token
+DECODE_COLUMNS, DECODE_WARPS = 64, 2  # of a program of the kernel for one new token
 # What a launch computes: all; the tokens before the next checkpoint; those from there on; only the state that the step begins with.
 ALL, TO_CHECKPOINT, FROM_CHECKPOINT, TO_BEGIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -167,7 +167,7 @@ def _linear_attention_kernel(
 
 
 @triton.jit
-def _decode_kernel(
+def _linear_attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr,
     checkpoint_ptr, checkpoint_columns_ptr, keys_ptr, keys_columns_ptr, values_ptr, values_columns_ptr, decays_ptr, decays_columns_ptr,
     start_loc_ptr, seq_lens_ptr, read_ptr, write_ptr,
@@ -303,7 +303,7 @@ def linear_attention(operands: Operands) -> None:
 def _decode(operands: Operands) -> None:
     value_dim = operands.v_THV.shape[2]
     block = min(DECODE_COLUMNS, max(16, next_power_of_2(value_dim)))
-    _launch_kernel(_decode_kernel, operands, (), block, num_warps=DECODE_WARPS)
+    _launch_kernel(_linear_attention_decode_kernel, operands, (), block, num_warps=DECODE_WARPS)
 
 
 def _launch(part: tl.constexpr, operands: Operands, initial_SHKV: torch.Tensor | None = None) -> None:

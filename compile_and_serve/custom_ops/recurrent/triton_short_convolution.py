@@ -63,7 +63,7 @@ def _sums_kernel(
 @triton.jit
 def _ring_kernel(
     x_ptr, inputs_ptr, columns_ptr, start_loc_ptr, seq_lens_ptr, read_ptr, write_ptr, x_stride, page_stride, read_stride, write_stride,
-    D: tl.constexpr, RING: tl.constexpr, UNITS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    D: tl.constexpr, RING: tl.constexpr, UNITS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(1)
     start, length = tl.load(start_loc_ptr + seq), tl.load(seq_lens_ptr + seq)
@@ -74,16 +74,14 @@ def _ring_kernel(
         safe_C = tl.where(ok_C, channels_C, 0)
         old_C = _ring_offsets(columns_ptr, read_ptr + seq * read_stride, safe_C, page_stride, UNITS, RING, CHANNELS)
         new_C = _ring_offsets(columns_ptr, write_ptr + seq * write_stride, safe_C, page_stride, UNITS, RING, CHANNELS)
-        position_R = length - RING + tl.arange(0, BLOCK_R)
-        ok_R = (position_R >= 0) & (position_R < length)
-        is_new_R = ok_R & (position_R >= computed)
-        entry_R = tl.maximum(position_R, 0) % RING
-        rows_R = (start + position_R - computed).to(tl.int64)
-        x_RC = tl.load(x_ptr + rows_R[:, None] * x_stride + channels_C[None, :], mask=is_new_R[:, None] & ok_C[None, :], other=0.0)
-        tl.store(inputs_ptr + new_C[None, :] + entry_R[:, None] * CHANNELS, x_RC, mask=is_new_R[:, None] & ok_C[None, :])
-        is_copied_RC = (ok_R & (position_R < computed))[:, None] & (ok_C & (old_C != new_C))[None, :]
-        kept_RC = tl.load(inputs_ptr + old_C[None, :] + entry_R[:, None] * CHANNELS, mask=is_copied_RC, other=0.0)
-        tl.store(inputs_ptr + new_C[None, :] + entry_R[:, None] * CHANNELS, kept_RC, mask=is_copied_RC)
+        oldest = tl.maximum(0, length - RING)
+        for position in range(tl.maximum(oldest, computed), length):
+            x_C = tl.load(x_ptr + (start + position - computed).to(tl.int64) * x_stride + channels_C, mask=ok_C, other=0.0)
+            tl.store(inputs_ptr + new_C + position % RING * CHANNELS, x_C, mask=ok_C)
+        if tl.max((old_C != new_C).to(tl.int32), axis=0) > 0:
+            for position in range(oldest, computed):
+                kept_C = tl.load(inputs_ptr + old_C + position % RING * CHANNELS, mask=ok_C, other=0.0)
+                tl.store(inputs_ptr + new_C + position % RING * CHANNELS, kept_C, mask=ok_C & (old_C != new_C))
 
 
 def short_convolution(
@@ -132,6 +130,5 @@ def short_convolution(
         read.stride(0),
         write.stride(0),
         **sizes,
-        BLOCK_R=next_power_of_2(ring),
         num_warps=4,
     )
