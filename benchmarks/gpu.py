@@ -92,6 +92,7 @@ class Bench:
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             tensor_parallel_size=args.tp,
+            enable_expert_parallel=args.ep,
             pipeline_parallel_size=args.pp,
             disable_custom_all_reduce=args.disable_custom_all_reduce,
             num_kv_blocks=args.num_kv_blocks,
@@ -361,6 +362,7 @@ def main() -> None:
     parser.add_argument("--quantization", help="like the server's flag: fp8, int8, …")
     parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto, fp8 or int8")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")
+    parser.add_argument("--ep", action="store_true", help="whole experts on each rank, instead of a share of every expert")
     parser.add_argument("--pp", type=int, default=1, help="stages, each on --tp GPUs")
     parser.add_argument("--requests", type=int, default=512, help="of mixed")
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")

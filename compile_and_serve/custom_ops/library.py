@@ -22,6 +22,7 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 ROWS, COLUMNS, ON_FIRST_RANK = "shard_rows", "shard_columns", "on_first_rank"
 SHARE_OF_PARTS = "shard_parts"
 EXPERT_ROWS, EXPERT_COLUMNS = "shard_expert_rows", "shard_expert_columns"
+EXPERT_SLOTS, EXPERT_PLACEMENT = "take_experts", "expert_placement"  # of moe/placement.py
 UNGATED_EXPERT_ROWS, ALONG_DIMENSION = "shard_ungated_expert_rows", "shard_along_dimension"
 
 

@@ -32,7 +32,7 @@ class Text:
 Constant = int | torch.dtype | Text | None
 # The name of a source, a constant, or (function name, *expressions). `Any` stands for Expression, which mypy cannot nest.
 Expression = str | Constant | tuple[Any, ...]
-Selects = Literal["rows", "columns"]
+Selects = Literal["rows", "columns", "experts"]
 _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
 
@@ -54,7 +54,8 @@ def weight_function(name: str, *, axis: Axis | None = None, selects: Selects | N
 
     axis: the function takes a keyword `rank`, along this axis of the mesh, and selects the part of one tensor that this rank needs. The
         shape and dtype of the result do not depend on the rank. None: all ranks have the same result.
-    selects: the function concatenates tensors or takes slices along the rows [..., O, I] or along the columns, and does nothing else.
+    selects: the function concatenates tensors or takes slices along the rows [..., O, I] or along the columns, or takes some of
+        stacked experts [X, …], and does nothing else.
         It must treat any sizes of the other dimensions alike, so that it can be applied to the scales of a quantized weight, too.
     """
 

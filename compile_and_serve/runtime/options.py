@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compile_and_serve.custom_ops.mesh import EXPERT
 from compile_and_serve.option_fields import make_config, options_of, require, signature_of
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.config import parse_speculative_config
 from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.kv_events.config import parse_kv_events_config
+
+logger = logging.getLogger(__name__)
 
 
 def make_engine_config(model: str, **options: Any) -> EngineConfig:
@@ -58,6 +62,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
             "set tensor_parallel_size to 1."
         )
+    _check_experts(config)
     _check_stages(config)
     _check_hosts(config)
     _check_tiers(config)
@@ -74,6 +79,16 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
         if drafting is None or drafting.model is None
         else resolve_model(drafting.model, with_pickled=method_of(drafting).may_be_pickled, download_dir=config.model.download_dir),
     )
+
+
+def _check_experts(config: EngineConfig) -> None:
+    """Raise `ValueError` for an option that does not go with experts spread over ranks."""
+    if not config.compile.enable_expert_parallel:
+        return
+    if config.compile.lora_experts:
+        raise ValueError("lora_experts does not go with enable_expert_parallel, which spreads experts over ranks: leave one of them out.")
+    if config.mesh.of_axis(EXPERT) == 1:
+        logger.info("enable_expert_parallel changes nothing: one rank has all experts.")
 
 
 def _check_tiers(config: EngineConfig) -> None:

@@ -48,15 +48,16 @@ def tiny_spec(architecture: str = "LlamaForCausalLM", layers: int = 2, dtype: to
     return build_model(tiny_config(architecture, layers, **changes), dtype=dtype)
 
 
-def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
-    """Random weights of a tensor-parallel rank, the same for every model with the same parameters, through the model's transforms."""
+def fill(model: Model, seed: int = 0, rank: int = 0, mesh: Mesh | None = None) -> None:
+    """Random weights of a rank, the same for every model with the same parameters, through the transforms. mesh: None: of tensors."""
     sources = {}
     for name, spec in sorted(model.source_specs.items()):
         generator = torch.Generator().manual_seed(seed + sum(name.encode()))
         scale, shift = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
         sources[name] = (torch.randn(spec.shape, generator=generator) * scale + shift).to(spec.dtype)
+    coordinates = {TENSOR: rank} if mesh is None else mesh.coordinates(rank)
     for transform in model.transforms:
-        model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources), coordinates={TENSOR: rank}))
+        model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources), coordinates=coordinates))
     model.finish_loading()
 
 

@@ -40,7 +40,7 @@ from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_expression
 from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.library import op_info
-from compile_and_serve.custom_ops.mesh import SINGLE_RANK, TENSOR, Axis, Coordinates, Mesh
+from compile_and_serve.custom_ops.mesh import DATA, EXPERT, PIPE, SINGLE_RANK, TENSOR, Axis, Coordinates, Mesh
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import EXAMPLE_PAGE_TOKENS
@@ -390,7 +390,10 @@ def _axis_of(collective: Node) -> Axis:
 def _mesh_of_collectives(gm: GraphModule, mesh: Mesh) -> Mesh:
     """The mesh's axes that a graph has collectives over: along the others all ranks compute the same."""
     axes = {_axis_of(node) for node in gm.graph.nodes if _collective(node)}
-    return Mesh(**{axis: mesh.of_axis(axis) for axis in axes})
+    if EXPERT in axes:
+        axes |= {DATA, TENSOR}
+    data, tensor = (mesh.of_axis(axis) if axis in axes else 1 for axis in (DATA, TENSOR))
+    return Mesh(data=data, pipe=mesh.pipe if PIPE in axes else 1, tensor=tensor, expert_parallel=mesh.expert_parallel)
 
 
 def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:

@@ -77,8 +77,9 @@ def quantized_parts(
     """The form of an expression that is quantized to `dtype` while it is loaded. Raises `CannotQuantizeError`."""
 
     def of_leaf(leaf: Expression) -> ScaledParts | None:
-        # The scales of a rank's rows need no other rows, so only they are read.
-        if weights.parameter_of(leaf) is None and not (scales == "row" and is_selection(leaf) and _selects(leaf[0]) == "rows"):
+        # The scales of a rank's rows or experts need no others, so only they are read.
+        undivided = ("rows", "experts") if scales == "row" else ("experts",)
+        if weights.parameter_of(leaf) is None and not (is_selection(leaf) and _selects(leaf[0]) in undivided):
             return None
         scale = (f"{scales}_scales", leaf, dtype)
         values = ("quantize", leaf, scale, dtype)
@@ -149,7 +150,7 @@ def _parts(expression: Expression, weights: WeightTable, of_leaf: Callable[[Expr
             _require_whole_blocks([expression], selects, MX_BLOCK, weights)
         return replace(first, codes=of("codes"), scale=of("scale"))
     assert isinstance(first, ScaledParts)
-    if first.per_block:
+    if first.per_block and selects != "experts":
         tensors = [argument for argument in arguments if not isinstance(argument, Constant)]
         _require_whole_blocks(tensors[:-1] if len(tensors) > 1 else [*tensors, expression], selects, BLOCK, weights)
     keeps_scale = selects == "columns" and not first.per_block

@@ -57,7 +57,7 @@ def experts_by_linear(operands: Operands, adapters: ExpertAdapters | None) -> to
 
 def _tiles(operands: Operands) -> Tiles:
     """The likely best tiles; unlike without adapters, none are measured."""
-    tiles = grouped_tiles(operands.num_pairs, operands.gate_up.shape[0], is_float8=operands.rounds_activations)[0]
+    tiles = grouped_tiles(operands.num_pairs, operands.num_experts, is_float8=operands.rounds_activations)[0]
     return replace(tiles, depth=min(tiles.depth, BLOCK))
 
 

@@ -40,12 +40,18 @@ def _measured_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.d
     return tuple(pairs + first for first in range(0, num_experts - num_pairs + 1, num_pairs))
 
 
+def _of_one_rank(ids_TK: torch.Tensor, num_experts: int, num_slots: int) -> torch.Tensor:
+    """A rank's slots, if every N-th expert is on it, and `num_slots` for the others."""
+    ranks = max(1, round(num_experts / num_slots))
+    return torch.where(ids_TK % ranks == 0, ids_TK // ranks, num_slots).clamp(max=num_slots)
+
+
 def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
     if operands.gate_up.dtype == torch.int16:
         return mxfp4_methods(operands)
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-    num_pairs, (num_experts, rows, _) = operands.num_pairs, operands.gate_up.shape
+    num_pairs, num_experts, rows = operands.num_pairs, operands.num_experts, operands.gate_up.shape[1]
     rounds = operands.rounds_activations
     tiles = grouped_tiles(num_pairs, num_experts, is_float8=rounds)
     is_quantized, has_blocks = operands.scales > 0, operands.scales == 2
@@ -68,13 +74,14 @@ def experts(operands: Operands) -> torch.Tensor:
     x_TD, gate_up, (num_tokens, top_k) = operands.x_TD, operands.gate_up, operands.ids_TK.shape
     if num_tokens == 0:
         return x_TD.new_empty(x_TD.shape)
-    (num_experts, rows, _), hidden = gate_up.shape, x_TD.shape[1]
+    (num_slots, rows, _), hidden = gate_up.shape, x_TD.shape[1]
+    experts_of_all = f" of {operands.num_experts}" if operands.is_spread else ""
     covered = ("", " rows", " blocks")[operands.scales] if gate_up.dtype != torch.int16 else ""
     kind = "mxfp4" if gate_up.dtype == torch.int16 else f"{gate_up.dtype}{covered}"
     rounding = " dynamic" if operands.rounds_activations else ""
     problem = Problem(
         kind="experts",
-        name=f"X={num_experts} K={top_k} F={rows // 2} D={hidden} {kind}{rounding} {operands.activation}",
+        name=f"X={num_slots}{experts_of_all} K={top_k} F={rows // 2} D={hidden} {kind}{rounding} {operands.activation}",
         num_tokens=num_tokens,
     )
     runs = methods(operands)
@@ -93,8 +100,11 @@ def _with_measured_ids(
 
     def measured(name: str, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, top_k = operands.ids_TK.shape
-        ids = _measured_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
-        same = replace(operands, ids_TK=ids[next(turns) % len(ids)])
+        ids = _measured_ids(num_tokens, top_k, operands.num_experts, operands.x_TD.device)
+        ids_TK = ids[next(turns) % len(ids)]
+        if operands.is_spread:
+            ids_TK = _of_one_rank(ids_TK, operands.num_experts, gate_up.shape[0])
+        same = replace(operands, ids_TK=ids_TK)
         return methods(same)[name](gate_up)
 
     return {name: functools.partial(measured, name) for name in runs}

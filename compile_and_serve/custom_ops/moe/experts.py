@@ -5,6 +5,7 @@ Shape legend: T tokens, K experts of a token, P = T · K pairs, X experts, D hid
 Weights of experts are stacked, gate rows before up rows. There are two layouts:
 - plain [X, 2F, D] and [X, D, F];
 - packed, one dimension more, for the C++ kernels of the CPU (`packed_experts.py`).
+Where experts are spread over ranks, there is a weight for each of the rank's slots instead of each expert (`placement.py`).
 Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8), in the Triton layout (int16) of `quantized/mxfp4.py`, or packed.
 Codes of other formats, packed only, are described by `CodeFormat` and may have offsets.
 LoRA adapters: `moe/expert_adapters.py`.
@@ -13,7 +14,7 @@ LoRA adapters: `moe/expert_adapters.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate_ro
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs, packed_linear
+from compile_and_serve.custom_ops.moe.placement import slots_of_pairs
 from compile_and_serve.custom_ops.quantization import LARGEST, Activations, dequantize_weight
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS, dequantize_mxfp4
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_reference
 
-NUM_OPERANDS = 18  # arguments of the op before those of adapters
-_ACTIVATIONS = 14  # the place of `activations` among them
+NUM_OPERANDS = 19  # arguments of the op before those of adapters
+_ACTIVATIONS, _PLACEMENT = 14, 18  # the places of `activations` and `placement` among them
 # Arguments that have something for each expert.
 _STACKED = tuple(f"{linear}{part}" for linear in ("gate_up", "down") for part in ("", "_bias", "_scale", "_offset", "_a", "_b"))
 
@@ -150,16 +152,21 @@ def _experts(
     gate_up_offset: torch.Tensor | None = None,
     down_offset: torch.Tensor | None = None,
     codes: str = "",
+    placement: torch.Tensor | None = None,
     *adapter_tensors: torch.Tensor | None,
 ) -> torch.Tensor:
-    count_call(ids_TK, down)
+    count_call(ids_TK, down if placement is None else placement)
+    if placement is not None:
+        ids_TK = slots_of_pairs(ids_TK, placement)
     _check_activations(activations, gate_up, gate_up_scale)
     adapters = expert_adapters(*adapter_tensors)
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
     flat_ids = ids_TK.reshape(-1)
     order = flat_ids.argsort(stable=True)
-    counts = flat_ids.bincount(minlength=gate_up.shape[0]).tolist()
+    # Pairs of other ranks come last, and are computed by nobody here.
+    counts = flat_ids.bincount(minlength=gate_up.shape[0]).tolist()[: gate_up.shape[0]]
+    order = order[: sum(counts)]
     if norm_weight_D is not None:
         x_TD = F.rms_norm(x_TD, (x_TD.shape[1],), norm_weight_D, eps)
     x_PD = x_TD.index_select(0, order // top_k)
@@ -171,7 +178,7 @@ def _experts(
         Linears(down, down_bias, down_scale, x_TD.shape[1], activations, down_offset, codes.rpartition("|")[2]),
     )
     if adapters is None:
-        y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
+        y_PD = x_TD.new_empty(len(order), x_TD.shape[1], dtype=math_dtype)
         begin = 0
         for expert, count in enumerate(counts):
             if count:
@@ -181,7 +188,7 @@ def _experts(
         slots_P = adapters.slots_of_pairs(ids_TK)[order]
         y_PD = _adapted_mlps(x_PD, counts, *linears, activation, limit, adapters, slots_P).to(math_dtype)
     y_PD *= weights_TK.to(math_dtype).reshape(-1)[order, None]
-    by_pair = torch.empty_like(y_PD).index_copy_(0, order, y_PD)
+    by_pair = y_PD.new_zeros(num_tokens * top_k, x_TD.shape[1]).index_copy_(0, order, y_PD)
     out_TD = by_pair.view(num_tokens, top_k, -1).sum(1)
     return (out_TD if residual_TD is None else out_TD + residual_TD).to(x_TD.dtype)
 
@@ -212,10 +219,12 @@ def _flops(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, g
     return 2 * ids_TK.numel() * x_TD.shape[1] * 3 * _expert_features(down)
 
 
-def _read_shares(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up: torch.Tensor, *_: Any) -> dict[str, float]:
+def _read_shares(*args: Any) -> dict[str, float]:
     """Of each expert's weights, the chance that a token goes to it, if all choices are equally likely."""
-    num_tokens, top_k = ids_TK.shape
-    return dict.fromkeys(_STACKED, 1 - (1 - top_k / gate_up.shape[0]) ** num_tokens)
+    (num_tokens, top_k), gate_up = args[1].shape, args[3]
+    placement = args[_PLACEMENT] if len(args) > _PLACEMENT else None
+    num_experts = gate_up.shape[0] if placement is None else placement.shape[0]
+    return dict.fromkeys(_STACKED, 1 - (1 - top_k / num_experts) ** num_tokens)
 
 
 def _experts_cuda(*args: Any) -> torch.Tensor:
@@ -226,7 +235,9 @@ def _experts_cuda(*args: Any) -> torch.Tensor:
 
     operands, adapters = Operands(*args[:NUM_OPERANDS]), expert_adapters(*args[NUM_OPERANDS:])
     _check_activations(operands.activations, operands.gate_up, operands.gate_up_scale)
-    count_call(operands.ids_TK, operands.down)
+    count_call(operands.ids_TK, operands.down if operands.placement is None else operands.placement)
+    if operands.placement is not None:
+        operands = replace(operands, ids_TK=slots_of_pairs(operands.ids_TK, operands.placement))
     # The kernels that compute an activation take gate and up.
     one_by_one = adapters is not None or num_parts(operands.activation) == 1
     return experts_by_linear(operands, adapters) if one_by_one else cuda_experts(operands)
@@ -245,10 +256,10 @@ EXPERTS = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
     "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, "
-    'str activations="none", Tensor? gate_up_offset=None, Tensor? down_offset=None, str codes="", '
+    'str activations="none", Tensor? gate_up_offset=None, Tensor? down_offset=None, str codes="", Tensor? placement=None, '
     "Tensor? gate_up_a=None, Tensor? gate_up_b=None, "
     "Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
-    version=5,
+    version=6,
     fake=lambda x_TD, *_: x_TD.new_empty(x_TD.shape),
     reference=_experts,
     exact=_exact_experts,
@@ -280,6 +291,7 @@ def experts(
     gate_up_offset: torch.Tensor | None = None,
     down_offset: torch.Tensor | None = None,
     codes: str = "",
+    placement_XC: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
@@ -293,6 +305,7 @@ def experts(
     (`quantize_activations`, with a scale per row, or per row and 128 inputs if the weights have scales per block). Adapters see x and f's
     result unrounded.
     gate_up_offset, down_offset: zero points or minima of packed codes. codes: `CodeFormat.name` of both, with a "|" between them.
+    placement_XC: int32 (`placement.py`): weights are of the rank's slots, and the result is the rank's part of a sum over ranks.
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
@@ -316,5 +329,6 @@ def experts(
         gate_up_offset,
         down_offset,
         codes,
+        placement_XC,
         *(() if adapters is None else (getattr(adapters, field.name) for field in fields(adapters))),
     )

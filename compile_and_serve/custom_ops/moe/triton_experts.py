@@ -236,12 +236,15 @@ def _grouped_down_kernel(
 @triton.jit
 def _add_pairs_kernel(
     y_ptr,
+    ids_ptr,
     residual_ptr,
     out_ptr,
     outputs,
     residual_stride,
+    num_slots,
     TOP_K: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    SPREAD: tl.constexpr,
     BLOCK_O: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -254,7 +257,10 @@ def _add_pairs_kernel(
     if HAS_RESIDUAL:
         acc_O += tl.load(residual_ptr + token * residual_stride + cols_O, mask=ok_O, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K):
-        acc_O += tl.load(y_ptr + (token * TOP_K + k) * outputs + cols_O, mask=ok_O, other=0.0).to(tl.float32)
+        here_O = ok_O
+        if SPREAD:  # nobody wrote the results of another rank's pairs
+            here_O = cols_O < tl.where(tl.load(ids_ptr + token * TOP_K + k) < num_slots, outputs, 0)
+        acc_O += tl.load(y_ptr + (token * TOP_K + k) * outputs + cols_O, mask=here_O, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * outputs + cols_O, acc_O.to(out_ptr.dtype.element_ty), mask=ok_O)
 
 
@@ -308,7 +314,10 @@ def grouped_tiles(num_pairs: int, num_experts: int, *, is_float8: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The arguments of `cas::experts`, in its order. Kernels take them `normalized`."""
+    """The arguments of `cas::experts`, in its order. Kernels take them `normalized`.
+
+    With a placement, `ids_TK` are the rank's slots: kernels skip a pair whose id is the number of slots.
+    """
 
     x_TD: torch.Tensor
     ids_TK: torch.Tensor
@@ -328,6 +337,7 @@ class Operands:
     gate_up_offset: torch.Tensor | None = None
     down_offset: torch.Tensor | None = None
     codes: str = ""
+    placement: torch.Tensor | None = None
 
     def normalized(self) -> Operands:
         """With contiguous rows of x and the residual, contiguous weights, and contiguous int32 ids."""
@@ -360,6 +370,16 @@ class Operands:
             return x_RI, None
         norm_weight = self.norm_weight_D if is_input else None
         return quantize_rows(x_RI, self.gate_up.dtype, norm_weight_I=norm_weight, eps=self.eps, per_group=self.scales == BLOCK_SCALES.value)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some experts are on other ranks."""
+        return self.placement is not None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks, over which the pairs are spread."""
+        return self.gate_up.shape[0] if self.placement is None else self.placement.shape[0]
 
     @property
     def num_pairs(self) -> int:
@@ -496,12 +516,15 @@ def add_results_of_pairs(operands: Operands, y_PD: torch.Tensor) -> torch.Tensor
         _add_pairs_kernel,
         (num_tokens, cdiv(hidden, block)),
         y_PD,
+        operands.ids_TK,
         operands.residual_TD,
         out_TD,
         hidden,
         operands.residual_stride,
+        operands.gate_up.shape[0],
         TOP_K=operands.top_k,
         HAS_RESIDUAL=operands.residual_TD is not None,
+        SPREAD=operands.is_spread,
         BLOCK_O=block,
         PDL=pdl,
         num_warps=4,

@@ -43,6 +43,7 @@ def _gemv_gate_up_kernel(
     top_k,
     limit,
     eps,
+    num_slots,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CLAMPED: tl.constexpr,
@@ -61,6 +62,8 @@ def _gemv_gate_up_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if expert >= num_slots:  # another rank's
+        return
     gate_FD = w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_1D
     up_FD = gate_FD + features.to(tl.int64) * inputs
     x_1D = x_ptr + (pair // top_k).to(tl.int64) * x_stride + cols_1D
@@ -119,6 +122,7 @@ def _gemv_down_kernel(
     features,
     top_k,
     residual_stride,
+    num_slots,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -139,6 +143,8 @@ def _gemv_down_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     experts_K = tl.load(ids_ptr + pairs_K).to(tl.int64)
+    ok_K = ok_K & (experts_K < num_slots)  # the others are another rank's
+    experts_K = tl.where(ok_K, experts_K, 0)
     weights_K = tl.load(weights_ptr + pairs_K, mask=ok_K, other=0.0).to(tl.float32)
     w_KO = experts_K[:, None] * (outputs.to(tl.int64) * features) + safe_rows_O[None, :] * features
     w_KOF = w_ptr + w_KO[:, :, None] + cols_F[None, None, :]
@@ -160,7 +166,7 @@ def _gemv_down_kernel(
     if SCALES == ROW_SCALES:
         y_KO *= tl.load(scale_ptr + experts_K[:, None] * outputs + safe_rows_O[None, :])
         if HAS_X_SCALE:
-            y_KO *= tl.load(h_scale_ptr + pairs_K)[:, None]
+            y_KO *= tl.load(h_scale_ptr + pairs_K, mask=ok_K, other=0.0)[:, None]
     if HAS_BIAS:
         bias_KO = bias_ptr + experts_K[:, None] * outputs + rows_O[None, :]
         y_KO += tl.load(bias_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0).to(tl.float32)
@@ -186,7 +192,7 @@ def run_gemv(operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
         _gemv_gate_up_kernel, (cdiv(features, block_f), operands.num_pairs),
         x_TD, x_scale, operands.ids_TK, gate_up, operands.gate_up_scale, operands.gate_up_bias, norm_weight,
         h_PF, x_TD.stride(0), features, hidden, top_k,
-        operands.limit, operands.eps,
+        operands.limit, operands.eps, gate_up.shape[0],
         HAS_BIAS=operands.gate_up_bias is not None, HAS_NORM=norm_weight is not None, CLAMPED=operands.clamped,
         BLOCK_F=block_f, BLOCK_D=32 * warps * lanes, LANES=lanes, SCALES=operands.scales,
         HAS_X_SCALE=x_scale is not None, PDL=pdl, num_warps=warps, **launch_options(pdl),
@@ -208,6 +214,7 @@ def run_gemv(operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
         features,
         top_k,
         operands.residual_stride,
+        gate_up.shape[0],
         HAS_BIAS=operands.down_bias is not None,
         HAS_RESIDUAL=operands.residual_TD is not None,
         BLOCK_K=block_k,

@@ -47,12 +47,13 @@ def _add_products(acc, x_PC, block, words_OC, scales_O, inputs, DOT: tl.constexp
 
 
 @triton.jit
-def _block_of_pairs(order_ptr, experts_ptr, num_pairs, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr):
+def _block_of_pairs(order_ptr, experts_ptr, num_pairs, num_slots, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr):
     """(the expert of this program's block or -1, its pairs, which of them exist). DIRECT: the block is one pair."""
     block = tl.program_id(1)
     spots_P = tl.arange(0, BLOCK_P)
     if DIRECT:
-        return tl.load(experts_ptr + block).to(tl.int64), block + tl.zeros_like(spots_P), spots_P == 0
+        expert = tl.load(experts_ptr + block).to(tl.int64)
+        return tl.where(expert < num_slots, expert, -1), block + tl.zeros_like(spots_P), spots_P == 0
     else:
         pairs_P = tl.load(order_ptr + block * BLOCK_P + spots_P)
         return tl.load(experts_ptr + block).to(tl.int64), pairs_P, pairs_P < num_pairs
@@ -61,7 +62,7 @@ def _block_of_pairs(order_ptr, experts_ptr, num_pairs, DIRECT: tl.constexpr, BLO
 @triton.jit(do_not_specialize=["num_pairs"])
 def _mxfp4_gate_up_kernel(
     x_ptr, order_ptr, experts_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, num_blocks, top_k, limit,
-    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
+    num_slots, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, DIRECT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
     STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -70,7 +71,7 @@ def _mxfp4_gate_up_kernel(
     words_C = tl.arange(0, WORDS)
     let_next_start(PDL)
     wait_for_previous(PDL)
-    expert, pairs_P, ok_P = _block_of_pairs(order_ptr, experts_ptr, num_pairs, DIRECT, BLOCK_P)
+    expert, pairs_P, ok_P = _block_of_pairs(order_ptr, experts_ptr, num_pairs, num_slots, DIRECT, BLOCK_P)
     if expert >= 0:
         tokens_P = tl.where(ok_P | DIRECT, pairs_P, 0) // top_k
         x_PC = x_ptr + tokens_P[:, None].to(tl.int64) * x_stride + words_C[None, :]
@@ -119,6 +120,7 @@ def _mxfp4_down_kernel(
     outputs,
     features,
     num_blocks,
+    num_slots,
     HAS_BIAS: tl.constexpr,
     DIRECT: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -135,7 +137,7 @@ def _mxfp4_down_kernel(
     words_C = tl.arange(0, WORDS)
     let_next_start(PDL)
     wait_for_previous(PDL)
-    expert, pairs_P, ok_P = _block_of_pairs(order_ptr, experts_ptr, num_pairs, DIRECT, BLOCK_P)
+    expert, pairs_P, ok_P = _block_of_pairs(order_ptr, experts_ptr, num_pairs, num_slots, DIRECT, BLOCK_P)
     if expert >= 0:
         safe_pairs_P = tl.where(ok_P | DIRECT, pairs_P, 0)
         h_PC = h_ptr + safe_pairs_P[:, None].to(tl.int64) * features + words_C[None, :]
@@ -266,6 +268,7 @@ def run_mxfp4(tiles: Mxfp4Tiles, direct: bool, operands: Operands, gate_up: torc
         operands.gate_up_scale.shape[1],
         operands.top_k,
         operands.limit,
+        num_experts,
         HAS_BIAS=operands.gate_up_bias is not None,
         CLAMPED=operands.clamped,
         BLOCK_F=tiles.block_f,
@@ -286,6 +289,7 @@ def run_mxfp4(tiles: Mxfp4Tiles, direct: bool, operands: Operands, gate_up: torc
         hidden,
         features,
         operands.down_scale.shape[1],
+        num_experts,
         HAS_BIAS=operands.down_bias is not None,
         BLOCK_O=tiles.block_o,
         **constants,
@@ -324,7 +328,7 @@ def mxfp4_methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torc
             return {tiles.name: functools.partial(run_mxfp4_gemv, tiles, operands) for tiles in GEMV_TILES}
         return {f"direct {tiles.name}": functools.partial(run_mxfp4, tiles, True, operands) for tiles in _DIRECT}
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-    num_experts = operands.gate_up.shape[0]
+    num_experts = operands.num_experts
     if operands.num_pairs / num_experts >= MIN_EXPANDED_PAIRS_EACH:
         for tiles in grouped_tiles(operands.num_pairs, num_experts):
             runs[f"expanded {tiles.name}"] = functools.partial(run_expanded, dequantize, tiles, operands)

@@ -129,6 +129,7 @@ def _mxfp4_gemv_gate_up_kernel(
     inputs,
     top_k,
     limit,
+    num_slots,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -144,6 +145,8 @@ def _mxfp4_gemv_gate_up_kernel(
     wait_for_previous(PDL)
     let_next_start(PDL)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if expert >= num_slots:  # another rank's
+        return
     w_ptr += expert * NUM_BLOCKS * 2 * features * PAIRS
     scale_ptr += expert * NUM_BLOCKS * 2 * features
     x_ptr += (pair // top_k).to(tl.int64) * x_stride
@@ -180,8 +183,10 @@ def _mxfp4_gemv_down_kernel(
     outputs,
     features,
     residual_stride,
+    num_slots,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    SPREAD: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCKS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -203,11 +208,16 @@ def _mxfp4_gemv_down_kernel(
         pair = token * TOP_K + k
         expert = tl.load(experts_ptr + pair).to(tl.int64)
         weight = tl.load(weights_ptr + pair).to(tl.float32)
+        num_blocks, inputs = NUM_BLOCKS, features
+        if SPREAD:  # of another rank's pair, nothing is read and zero is added
+            is_here = expert < num_slots
+            expert, weight = tl.where(is_here, expert, 0), tl.where(is_here, weight, 0.0)
+            num_blocks, inputs = tl.where(is_here, NUM_BLOCKS, 0), tl.where(is_here, features, 0)
         w, scales = w_ptr + expert * NUM_BLOCKS * outputs * PAIRS, scale_ptr + expert * NUM_BLOCKS * outputs
         tiles = ()
         for start in tl.static_range(0, NUM_BLOCKS, BLOCKS):
-            first, first_scales = _words(w, scales, start + blocks_B, rows_B, NUM_BLOCKS, outputs)
-            second, second_scales = _words(w, scales, start + blocks_B, second_rows_B, NUM_BLOCKS, outputs)
+            first, first_scales = _words(w, scales, start + blocks_B, rows_B, num_blocks, outputs)
+            second, second_scales = _words(w, scales, start + blocks_B, second_rows_B, num_blocks, outputs)
             tiles += ((first, first_scales, second, second_scales),)  # type: ignore[assignment]
         if HAS_BIAS:
             bias_R = bias_ptr + expert * outputs + rows_R
@@ -215,7 +225,7 @@ def _mxfp4_gemv_down_kernel(
             second_sum_R += weight * tl.load(bias_R + ROWS, mask=second_ok_R, other=0.0).to(tl.float32)
         acc = tl.zeros((BLOCKS * ROWS, PAIRS), dtype=tl.float32)
         for step in tl.static_range(len(tiles)):
-            acc = _add_products(acc, tiles[step], h_ptr + pair * features, step * BLOCKS + blocks_B, features, PTX)
+            acc = _add_products(acc, tiles[step], h_ptr + pair * features, step * BLOCKS + blocks_B, inputs, PTX)
         total += acc * weight
     if HAS_RESIDUAL:  # loads while the sums are reduced
         residual_R = residual_ptr + token.to(tl.int64) * residual_stride + rows_R
@@ -266,6 +276,7 @@ def run_mxfp4_gemv(tiles: GemvTiles, operands: Operands, gate_up: torch.Tensor) 
         hidden,
         operands.top_k,
         operands.limit,
+        gate_up.shape[0],
         HAS_BIAS=operands.gate_up_bias is not None,
         CLAMPED=operands.clamped,
         BLOCKS=tiles.gate_up,
@@ -287,8 +298,10 @@ def run_mxfp4_gemv(tiles: GemvTiles, operands: Operands, gate_up: torch.Tensor) 
         hidden,
         features,
         operands.residual_stride,
+        gate_up.shape[0],
         HAS_BIAS=operands.down_bias is not None,
         HAS_RESIDUAL=operands.residual_TD is not None,
+        SPREAD=operands.is_spread,
         TOP_K=operands.top_k,
         BLOCKS=tiles.down,
         num_warps=tiles.down,

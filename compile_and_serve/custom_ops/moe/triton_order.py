@@ -159,7 +159,7 @@ def max_blocks(num_pairs: int, num_experts: int, block_size: int) -> int:
 def order_by_expert(ids_TK: torch.Tensor, num_experts: int, block_size: int) -> ExpertOrder:
     """Sort the pairs by expert, in their order within an expert. The host does not wait; the launches depend on T alone.
 
-    ids_TK: int32 [T, K], contiguous, each at least 0 and less than num_experts. block_size: a power of 2.
+    ids_TK: int32 [T, K], contiguous, each at least 0; pairs of the id num_experts are left out. block_size: a power of 2.
     """
     num_pairs, device = ids_TK.numel(), ids_TK.device
     blocks = max_blocks(num_pairs, num_experts, block_size)

@@ -85,6 +85,7 @@ class SideModelCompiler:
         options = replace(
             config.compile,
             tensor_parallel_size=1 if is_whole else config.compile.tensor_parallel_size,
+            enable_expert_parallel=config.compile.enable_expert_parallel and not is_whole,
             max_loras=0,
             user_passes=(),
             quantization=None,

@@ -19,7 +19,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext,
 from compile_and_serve.compiler.weights.transforms import depends_on_rank
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE
-from compile_and_serve.custom_ops.mesh import EXPERT, AlongAxis, Mesh
+from compile_and_serve.custom_ops.mesh import DATA, AlongAxis, Mesh
 from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS, weight_function
 from compile_and_serve.models.registry import build_model
 from tests.support.recurrent_models import FAMILIES
@@ -281,29 +281,29 @@ def test_a_wrong_shard_fails_the_verification(monkeypatch: pytest.MonkeyPatch) -
         run(2)
 
 
-ALONG_EXPERTS = AlongAxis("rowwise", EXPERT)
+ALONG_DATA = AlongAxis("rowwise", DATA)
 
 
-@weight_function("test_on_first_expert_rank", axis=EXPERT)
-def on_first_expert_rank(weight: torch.Tensor, *, rank: int) -> torch.Tensor:
+@weight_function("test_on_first_data_rank", axis=DATA)
+def on_first_data_rank(weight: torch.Tensor, *, rank: int) -> torch.Tensor:
     return weight if rank == 0 else torch.zeros_like(weight)
 
 
-class SumOverExpertRanks(BasePass):
-    """F.linear(x, W) → all_reduce(F.linear(x, W on the first rank)) over the expert axis, as the plan says."""
+class SumOverDataRanks(BasePass):
+    """F.linear(x, W) → all_reduce(F.linear(x, W on the first rank)) over the data axis, as the plan says."""
 
-    name = "sum_over_expert_ranks"
+    name = "sum_over_data_ranks"
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched = 0
         for node in gm.graph.find_nodes(op="call_function", target=F.linear):
             name = weight_of(node.args[1])
             assert name is not None
-            if depends_on_rank(ctx.weights[name].expression) or ctx.tp_plan.get(name.removesuffix(".weight")) != ALONG_EXPERTS:
+            if depends_on_rank(ctx.weights[name].expression) or ctx.tp_plan.get(name.removesuffix(".weight")) != ALONG_DATA:
                 continue
-            ctx.replace_weight(node.args[1], "test_on_first_expert_rank")
+            ctx.replace_weight(node.args[1], "test_on_first_data_rank")
             with gm.graph.inserting_after(node):
-                total = ctx.call(gm, ALL_REDUCE, node, EXPERT, origin=node)
+                total = ctx.call(gm, ALL_REDUCE, node, DATA, origin=node)
             node.replace_all_uses_with(total, lambda user, total=total: user is not total)
             matched += 1
         return PassResult(matched=matched)
@@ -314,13 +314,13 @@ def test_weights_along_another_axis_are_left_to_its_pass() -> None:
     down = [f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS)]
 
     def plan(styles: dict[str, Any]) -> dict[str, Any]:
-        return dict.fromkeys(down, ALONG_EXPERTS) | {name: style for name, style in styles.items() if ".mlp." not in name}
+        return dict.fromkeys(down, ALONG_DATA) | {name: style for name, style in styles.items() if ".mlp." not in name}
 
-    passes = [TensorParallel(), SumOverExpertRanks()]
+    passes = [TensorParallel(), SumOverDataRanks()]
     before = [one for one in default_passes() if one.name in ("functionalize", "canonicalize", "drop_batch_axis", "eliminate_noops")]
-    _, _, records = run(2, passes=[*before, *passes], plan=plan, mesh=Mesh(pipe=3, expert=2, tensor=2))
+    _, _, records = run(2, passes=[*before, *passes], plan=plan, mesh=Mesh(pipe=3, data=2, tensor=2))
     assert result_of(records, "tensor_parallel").matched == SITES - 3 * LAYERS
-    assert result_of(records, "sum_over_expert_ranks").matched == LAYERS
+    assert result_of(records, "sum_over_data_ranks").matched == LAYERS
     for one in passes:
         assert len(check_verified(records, one.name).sites) == LAYERS + 1 + LAYERS
 

@@ -95,8 +95,8 @@ def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     assert reports[0]["distinct_pieces"] == 3
 
 
-MESH = Mesh(expert=2, tensor=2)
-GROUPS: dict[Axis, list[list[int]]] = {"tensor": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]]}
+MESH = Mesh(data=2, tensor=2, expert_parallel=True)
+GROUPS: dict[Axis, list[list[int]]] = {"tensor": [[0, 1], [2, 3]], "data": [[0, 2], [1, 3]], "expert": [[0, 1, 2, 3]]}
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 

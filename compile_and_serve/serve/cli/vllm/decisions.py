@@ -125,10 +125,8 @@ DECISIONS: Mapping[str, Decision] = {
     **_refused(_LOAD_BALANCING, "--data-parallel-hybrid-lb --data-parallel-external-lb"),
     **_refused("replicas are child processes", "--data-parallel-backend"),
     **_ignored(_LOAD_BALANCING, "--dp-sync-interval --disable-nccl-for-dp-synchronization"),
-    **_ignored(
-        _EXPERTS,
-        "--enable-expert-parallel --enable-ep-weight-filter --all2all-backend --enable-eplb --eplb-config --expert-placement-strategy",
-    ),
+    **_ignored("a rank reads its own experts alone", "--enable-ep-weight-filter"),
+    **_ignored(_EXPERTS, "--all2all-backend --enable-eplb --eplb-config --expert-placement-strategy"),
     **_refused("the number of ranks is fixed", "--enable-elastic-ep --elastic-ep-max-dp-size"),
     **_ignored(
         "steps are not divided into micro-batches", "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold"

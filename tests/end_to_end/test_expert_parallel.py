@@ -1,0 +1,55 @@
+"""Experts spread over ranks that are processes: the tokens are those of one rank, for every family with experts.
+
+Pieces are not compiled, for compiling is not the subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_and_serve.runtime.engine.core import EngineCore
+from tests.support.all_families import write_family
+from tests.support.engines import request, run_requests, tiny_config, tokens_of
+from tests.support.staged_engine import plugged_in, use_plain_pieces
+
+# A family with a shared expert, and one with latent attention and biases of the choice.
+QUICK = ("Qwen2MoeForCausalLM",)
+SHARDED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+ALL = (*QUICK, *SHARDED, "Llama4ForCausalLM", "GptOssForCausalLM")
+BACKEND = {"Deepseek": {"attention_backend": "torch"}}  # not in the interpreter
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        plugged_in(tmp_path_factory.mktemp("site"), patch)
+        use_plain_pieces(patch)
+        yield
+
+
+def run(folder: Path, **options: Any) -> list[Any]:
+    """Tokens of prompts in chunks beside decodes."""
+    lengths = (1, 15, 40)
+    requests = [
+        request(f"r{i}", [(i * 131 + at * at * 7 + at * 31) % 317 + 3 for at in range(length)], max_tokens=16, ignore_eos=True)
+        for i, length in enumerate(lengths)
+    ]
+    given: dict[str, Any] = {"load_format": "auto", "enforce_eager": False, "use_cache": False, "block_size": 16, "num_kv_blocks": 64}
+    core = EngineCore(tiny_config(folder, **given | {"max_model_len": 128, "max_num_batched_tokens": 32} | options))
+    try:
+        return tokens_of(run_requests(core, requests))
+    finally:
+        core.shutdown()
+
+
+@pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in QUICK)])
+def test_ranks_with_experts_of_their_own_say_what_one_rank_says(architecture: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    folder = write_family(tmp_path / "model", architecture)
+    options = next((one for name, one in BACKEND.items() if architecture.startswith(name)), {})
+    expected = run(folder, **options)
+    for size in (2, 4) if pytestconfig.getoption("--all-cases") else (2,):
+        assert run(folder, tensor_parallel_size=size, enable_expert_parallel=True, **options) == expected
