@@ -21,6 +21,7 @@ __all__ = [
     "current_raw_stream",
     "empty_symmetric",
     "int8_matmul",
+    "packed_attention",
     "rendezvous",
     "scaled_matmul",
 ]
@@ -39,6 +40,20 @@ def current_raw_stream(device_index: int) -> int:
 def int8_matmul(a_TI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
     """int8 [T, I] · int8 [I, O] → int32 [T, O]. On CUDA: T of at least 17, I and O multiples of 8."""
     return torch._int_mm(a_TI, b_IO)
+
+
+def packed_attention(
+    q_NHE: torch.Tensor, k_NKE: torch.Tensor, v_NKE: torch.Tensor, starts: torch.Tensor, longest: int, scale: float, window: int
+) -> torch.Tensor:
+    """Softmax attention both ways within packed segments on CUDA; float16 or bfloat16 [N, H, E] and [N, K, E] → [N, H, E].
+
+    starts: int32 [S + 1], where segments begin, and the last one's end. window: the largest distance that is attended to; 0: any.
+    `torch.nn.attention.varlen.varlen_attn` calls the same kernel and takes the host 0.1 ms more, a third of an encoder's layer.
+    """
+    return torch.ops.aten._flash_attention_forward.default(
+        q_NHE, k_NKE, v_NKE, starts, starts, longest, longest, 0.0, False, False,
+        scale=scale, window_size_left=window or None, window_size_right=window or None,
+    )[0]  # fmt: skip
 
 
 def scaled_matmul(

@@ -11,11 +11,11 @@ A token may stand for several rows (an image's patches, which the encoder merges
 from __future__ import annotations
 
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from compile_and_serve.custom_ops.compat import packed_attention
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.library import ROWS, OpKind, Sharding, define
 from compile_and_serve.custom_ops.platform import platform_of
@@ -45,7 +45,8 @@ def _encoder_attention(
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     platform = platform_of(q.device)
     if columns_F is None and q.dtype in _PACKED_DTYPES and platform.runs_cuda_kernels:
-        return _packed(q_NHE, k_NKE, v_NKE, scale, window, *_starts_on_device(ends_T, q.shape[0], max_segment, rows)).view(q.shape)
+        starts, longest = _starts_on_device(ends_T, q.shape[0], max_segment, rows)
+        return packed_attention(q_NHE, k_NKE, v_NKE, starts, longest, scale, window).view(q.shape)
     query_bias_NHR = None if key_places_RHE is None else _products(q_NHE, key_places_RHE, scale)
     key_bias_NHR = None if query_places_RHE is None else _products(k_NKE, query_places_RHE, scale)
     biases = (columns_F, distance_bias_HR, query_bias_NHR, key_bias_NHR)
@@ -92,20 +93,6 @@ def _starts_on_device(ends_T: torch.Tensor | None, num_tokens: int, max_segment:
     else:
         starts, longest = F.pad(_ends(ends_T, num_tokens).to(torch.int32), (1, 0)), max_segment
     return (starts if rows == 1 else starts * rows), longest * rows
-
-
-def _packed(
-    q_NHE: torch.Tensor, k_NKE: torch.Tensor, v_NKE: torch.Tensor, scale: float, window: int, starts: torch.Tensor, longest: int
-) -> torch.Tensor:
-    """By torch's kernel for packed sequences."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": (window, window)} if window else {}
-    if q_NHE.shape[1] != k_NKE.shape[1]:
-        options["enable_gqa"] = True
-    packed_NHE = varlen_attn(q_NHE, k_NKE, v_NKE, starts, starts, longest, longest, scale=scale, **options)
-    assert isinstance(packed_NHE, torch.Tensor)
-    return packed_NHE
 
 
 def _ends(ends_T: torch.Tensor, num_tokens: int) -> torch.Tensor:
