@@ -131,6 +131,7 @@ class CompileConfig:
     enable_expert_parallel: bool = _parallel_option(
         False, "Give each rank whole experts of its own, instead of a share of every expert.", flags=("--enable-expert-parallel", "-ep")
     )
+    data_parallel_attention_size: int = _parallel_option(1, None, checks=(at_least(1),))
     max_loras: int = _lora_option(0, "Adapters on the device at once, that one step may mix.", argument_default=4, checks=(at_least(1),))
     max_lora_rank: int = _lora_option(16, "The largest rank of an adapter. Every slot has room for it.", checks=(at_least(1),))
     lora_experts: bool = _lora_option(False, "Let adapters change experts, too. Every slot then has room for all experts of all layers.")
@@ -138,4 +139,9 @@ class CompileConfig:
     @property
     def mesh(self) -> Mesh:
         """The ranks that hold the model."""
-        return Mesh(pipe=self.pipeline_parallel_size, tensor=self.tensor_parallel_size, expert_parallel=self.enable_expert_parallel)
+        return Mesh(
+            data=self.data_parallel_attention_size,
+            pipe=self.pipeline_parallel_size,
+            tensor=self.tensor_parallel_size,
+            expert_parallel=self.enable_expert_parallel,
+        )

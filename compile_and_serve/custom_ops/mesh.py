@@ -76,8 +76,13 @@ class Mesh:
 
     @property
     def answering_rank(self) -> int:
-        """The rank that samples for all and answers: the first one of the last stage."""
+        """The rank that samples for all and answers: the first one of the last stage, of the first data group."""
         return self.rank_at({PIPE: self.pipe - 1})
+
+    @property
+    def answering_ranks(self) -> tuple[int, ...]:
+        """The rank of each data group that samples for the group and answers."""
+        return tuple([self.rank_at({DATA: group, PIPE: self.pipe - 1}) for group in range(self.data)])
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Where a rank lies along each axis."""

@@ -511,5 +511,5 @@ class Rank:
 
     @property
     def answers(self) -> bool:
-        """Whether the engine takes the steps' results from this rank."""
-        return self.index == self.mesh.answering_rank
+        """Whether the engine takes the steps' results of the rank's data group from this rank."""
+        return self.index in self.mesh.answering_ranks

@@ -66,6 +66,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     _check_stages(config)
     _check_hosts(config)
     _check_tiers(config)
+    _check_data_groups(config)
     path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir, with_code=config.model.trust_remote_code)
     max_loras = compile_config.max_loras if config.enable_lora else 0
     offload_dir = config.cache.offload_dir
@@ -112,6 +113,23 @@ def _check_stages(config: EngineConfig) -> None:
     wrong = [name for name, is_given in given.items() if is_given]
     if config.mesh.pipe > 1 and wrong:
         raise ValueError(f"pipeline_parallel_size is {config.mesh.pipe}, but {wrong[0]} needs a model in one piece: leave one of them out.")
+
+
+def _check_data_groups(config: EngineConfig) -> None:
+    """Raise `ValueError` for an option that data-parallel attention does not go with."""
+    cache, parallel, groups = config.cache, config.parallel, config.mesh.data
+    given = {
+        "pipeline_parallel_size": config.mesh.pipe > 1,
+        "nnodes": parallel.num_hosts > 1,
+        "speculative_config": config.speculative is not None,
+        "kv_offloading_size, kv_offload_dir or kv_connector": bool(cache.offloading_bytes or cache.offload_dir or cache.connector),
+        "verify_state": config.verify_state,
+        "expert_metrics": config.expert_metrics,
+        "runner 'pooling'": config.model.runner == "pooling",
+    }
+    wrong = [name for name, is_given in given.items() if is_given]
+    if groups > 1 and wrong:
+        raise ValueError(f"Data-parallel attention over {groups} groups of ranks does not go with {wrong[0]}: leave one of them out.")
 
 
 def _check_hosts(config: EngineConfig) -> None:

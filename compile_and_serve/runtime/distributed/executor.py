@@ -1,7 +1,7 @@
 """`Executor`: the protocol between the engine core and the ranks that run its steps.
 
-One rank holds the model, or the ranks of a mesh share it. Every rank gets every step's `SchedulerOutput`, in order. The mesh's
-answering rank sends the sampled tokens.
+One rank holds the model, or the ranks of a mesh share it. Every rank gets every step's `SchedulerOutput`, in order: that of its data
+group. The answering rank of each group sends the sampled tokens.
 
 A single rank lives in the engine's process. If there are several, each is a process of its own. The engine is then never
 inside a collective that waits for a dead rank, so it can always report a failure, and ranks on other hosts need no
@@ -56,7 +56,7 @@ class Executor(Protocol):
     info: WorkerInfo
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
-        """Start a step on every rank. Does not wait for it if the device is asynchronous."""
+        """Start a step on every rank, of `scheduled.groups` each data group's own. Does not wait for it if the device is asynchronous."""
         ...
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ import zmq
 from compile_and_serve.runtime.child_process import LINGER_MS
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.connector.gather import GatheredTransfers
+from compile_and_serve.runtime.distributed.data_groups import joined_outputs, joined_stats
 from compile_and_serve.runtime.distributed.executor import STUCK_SECONDS, RankFailedError, StepHandle, report_shared_stages
 from compile_and_serve.runtime.distributed.rank_messages import (
     AdapterRead,
@@ -105,6 +107,7 @@ class RankHost(Protocol):
 @dataclass(slots=True)
 class _Launched:
     step: int
+    parts: list[int] = field(default_factory=list)  # numbers of the data groups' own steps
 
 
 @dataclass(slots=True)
@@ -143,7 +146,8 @@ class DistributedExecutor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
-        self._stats = WorkerStats()
+        self._stats = [WorkerStats()] * self.mesh.data
+        self._done: list[deque[StepDone]] = [deque() for _ in range(self.mesh.data)]  # results of each data group that came early
         self._has_failed = False
         self._progress = [_RankProgress() for _ in range(self.mesh.size)]
         self._num_launched = 0
@@ -174,16 +178,28 @@ class DistributedExecutor:
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""
         self._num_launched += 1
-        self._broadcast(RunStep(scheduled))
-        return _Launched(scheduled.step)
+        if not scheduled.groups:
+            self._broadcast(RunStep(scheduled))
+            return _Launched(scheduled.step)
+        per_group = self.mesh.size // self.mesh.data
+        for group, part in enumerate(scheduled.groups):
+            self._broadcast(RunStep(part), self._commands[group * per_group : (group + 1) * per_group])
+        return _Launched(scheduled.step, [part.step for part in scheduled.groups])
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for the answering rank. Raises `RankFailedError` if a rank failed or is gone."""
-        done = self._receive(StepDone)
-        assert done.output.step == handle.step, (done.output.step, handle.step)
-        self._stats = done.stats
-        done.output.transfers = self._transfers.take()
-        return done.output
+        """Wait for the answering ranks. Raises `RankFailedError` if a rank failed or is gone."""
+        assert isinstance(handle, _Launched)
+        while not all(self._done):
+            done = self._receive(StepDone)
+            self._done[done.group].append(done)
+        answers = [results.popleft() for results in self._done]
+        self._stats = [done.stats for done in answers]
+        parts = [done.output for done in answers]
+        steps = handle.parts or [handle.step]
+        assert [part.step for part in parts] == steps, ([part.step for part in parts], steps)
+        output = joined_outputs(handle.step, parts) if handle.parts else parts[0]
+        output.transfers = self._transfers.take()
+        return output
 
     def compile_grammar(self, grammar: str, tenant: str = "") -> Future[Any]:
         """Compile a grammar of structured output here, to know whether it can be, and on every rank."""
@@ -221,7 +237,7 @@ class DistributedExecutor:
             return False
         self._broadcast(RunIdleTask(requests_wait))
         done = self._receive(IdleTaskDone)
-        self._stats = done.stats
+        self._stats[0] = done.stats
         if not requests_wait:  # otherwise other tasks may be left
             self._has_idle_tasks = done.did_work
         return done.did_work
@@ -241,15 +257,15 @@ class DistributedExecutor:
         for _ in range(self.mesh.size):
             changed = self._receive(SleepChanged)
             if changed.rank == self.mesh.answering_rank:
-                self._stats = changed.stats
+                self._stats[0] = changed.stats
 
     def profile(self, folder: str) -> None:
         """Let every rank begin a trace, or write it, and wait for that."""
         self._change_sleep(ProfileRank(folder))
 
     def stats(self) -> WorkerStats:
-        """The answering rank's counters, as of its last answer."""
-        return self._stats
+        """The answering ranks' counters, as of their last answers."""
+        return self._stats[0] if self.mesh.data == 1 else joined_stats(self._stats)
 
     def shutdown(self) -> None:
         """End the ranks. After a failure they are killed at once, since they may wait for each other forever."""
@@ -309,9 +325,9 @@ class DistributedExecutor:
         endpoint.bind(self._host.address(name))
         return endpoint, endpoint.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _broadcast(self, command: ToRank) -> None:
+    def _broadcast(self, command: ToRank, endpoints: Sequence[zmq.Socket[bytes]] | None = None) -> None:
         data = self._encoder.encode(command)
-        for endpoint in self._commands:
+        for endpoint in self._commands if endpoints is None else endpoints:
             self._send(endpoint, data)
 
     def _send(self, endpoint: zmq.Socket[bytes], data: bytes) -> None:

@@ -95,10 +95,11 @@ class RankReady(msgspec.Struct, tag="ready"):
 
 
 class StepDone(msgspec.Struct, tag="done"):
-    """The result of a step. Only the answering rank sends it: all ranks of the last stage sample the same tokens."""
+    """The result of a step. Only the answering rank of each data group sends it: all ranks of its last stage sample the same tokens."""
 
     output: ModelRunnerOutput
     stats: WorkerStats
+    group: int = 0
 
 
 class TransfersEnded(msgspec.Struct, tag="transfers"):

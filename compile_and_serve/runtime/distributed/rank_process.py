@@ -1,7 +1,8 @@
 """A rank as a process of its own: a `Worker` between two sockets that carry the messages of `rank_messages.py`.
 
-Every rank receives all commands and runs them in the same order. The mesh's answering rank answers for all. On the
-CPU a step has run when it is launched. On other devices a thread waits for its end, so that the next step can be launched meanwhile.
+Every rank receives all commands and runs them in the same order, of a step the part of its data group. The group's answering rank answers
+for it. On the CPU a step has run when it is launched. On other devices a thread waits for its end, so that the next step can be launched
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import msgspec
 import zmq
 
+from compile_and_serve.custom_ops.mesh import DATA
 from compile_and_serve.runtime.child_process import (
     EXIT_FAILURE,
     LINGER_MS,
@@ -100,7 +102,7 @@ class RankProcess:
 
     def __init__(self, bootstrap: RankBootstrap) -> None:
         self._bootstrap = bootstrap
-        self._rank, self._answers_for_all = bootstrap.rank.index, bootstrap.rank.answers
+        self._rank, self._answers_for_group = bootstrap.rank.index, bootstrap.rank.answers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
         self._answers = self._context.socket(zmq.PUSH)
@@ -184,7 +186,7 @@ class RankProcess:
             elif isinstance(command, RunIdleTask):
                 results.wait_for_all()  # no other thread may wait for the device while a graph is captured
                 did_work = worker.idle(requests_wait=command.requests_wait)
-                if self._answers_for_all:
+                if self._rank == self._bootstrap.rank.mesh.answering_rank:
                     self._send(IdleTaskDone(did_work, worker.stats()))
 
     def _receive(self) -> ToRank:
@@ -200,8 +202,8 @@ class RankProcess:
         if output.transfers is not None:
             self._send(TransfersEnded(self._rank, output.transfers))
             output.transfers = None
-        if self._answers_for_all:
-            self._send(StepDone(output, stats))
+        if self._answers_for_group:
+            self._send(StepDone(output, stats, self._bootstrap.rank.coordinates[DATA]))
 
     def _report_adapter(self, adapter_id: int, reading: Future[Any]) -> None:
         error = reading.exception()

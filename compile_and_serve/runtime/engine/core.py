@@ -18,13 +18,12 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.connector.configured import configured_connector
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
-from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.engine.adapters import Adapters
+from compile_and_serve.runtime.engine.data_groups import DataGroups
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
-from compile_and_serve.runtime.kv_events.publisher import EventPublisher
+from compile_and_serve.runtime.engine.schedulers import data_groups, make_schedulers, publish_events
 from compile_and_serve.runtime.ledger.records import Preparation
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
@@ -42,8 +41,6 @@ from compile_and_serve.runtime.messages import (
 from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.canary import Canary
-from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
-from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
@@ -79,35 +76,12 @@ class EngineCore:
             cache = replace(cache, enable_prefix_caching=False)
         if not found.groups:  # there is no cache
             cache = replace(cache, enable_prefix_caching=False)
-        speculative, speculator = self.config.speculative, None
-        if speculative is not None:
-            speculator = Speculator(speculative, self.config.max_drafted_rows, is_asynchronous=found.is_asynchronous)
-            if speculative.synthetic_acceptance_rate is not None:
-                logger.warning("synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless.")
-        connector = configured_connector(self.config)
-        encoder = None if found.encoder is None else EncoderCache(found.encoder)
-        transfers = None if connector is None else connector.scheduler_side(self.config, found.page_bytes)
-        self._scheduler = Scheduler(
-            options,
-            cache,
-            num_blocks=found.num_blocks,
-            max_model_len=found.max_model_len,
-            groups=found.groups,
-            num_adapter_slots=config.compile.max_loras,
-            speculator=speculator,
-            drafts_run_ahead=found.drafts_run_ahead and config.mesh.pipe == 1,
-            num_stages=config.mesh.pipe,
-            whole_prompts=found.whole_prompts,
-            length_regimes=found.length_regimes,
-            connector=transfers,
-            encoder=encoder,
+        schedulers = make_schedulers(self.config, cache, found)
+        self._pools = [one.manager.pool for one in schedulers]
+        self._scheduler: Scheduler | DataGroups = (
+            schedulers[0] if len(schedulers) == 1 else data_groups(schedulers, self.config, cache, found)
         )
-        self._events: EventPublisher | None = None
-        if config.kv_events is not None:
-            self._events = EventPublisher(config.kv_events, config.parallel.data_parallel_rank)
-            self._scheduler.manager.pool.events = recorder = EventRecorder(found.groups)
-            if transfers is not None:
-                transfers.events = recorder
+        self._events = publish_events(self.config, schedulers)
         self.adapters = Adapters(
             self.executor,
             found.adapter_targets,
@@ -125,8 +99,7 @@ class EngineCore:
         self._step_began: float | None = None
         self.canary: Canary | None = None
         if config.verify_state and found.groups:
-            scheduler = self._scheduler
-            self.canary = Canary(scheduler.manager.pool, found.groups, scheduler.requests, steps_in_flight=self._depth)
+            self.canary = Canary(self._pools[0], found.groups, schedulers[0].requests, steps_in_flight=self._depth)
         self._steps: StepLedger | None = None
         if options.request_ledger:
             weights = found.compile_report.get("loaded_bytes", 0)
@@ -140,14 +113,14 @@ class EngineCore:
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
             vocab_size=found.vocab_size,
-            num_kv_blocks=found.num_blocks,
+            num_kv_blocks=found.num_blocks * len(schedulers),
             block_size=config.cache.block_size,
             dtype=found.dtype,
             device=found.device,
             max_running=self._scheduler.max_num_seqs,
             max_sequence_len=self._scheduler.max_len,
             prefix_caching=cache.enable_prefix_caching,
-            max_in_flight=options.max_in_flight,
+            max_in_flight=None if options.max_in_flight is None else options.max_in_flight * len(schedulers),
             compile_report=found.compile_report,
             pooling=found.pooling,
             media=found.media,
@@ -288,7 +261,7 @@ class EngineCore:
         if self.canary is not None:
             self.canary.take(scheduled, result)
         if self._steps is not None:
-            self._steps.add(scheduled, result, seconds, scheduler.manager.pool)
+            self._steps.add(scheduled, result, seconds, sum(pool.num_blocks - pool.num_free for pool in self._pools))
         outputs = failed + scheduler.update(scheduled, result, seconds)
         if not scheduler.has_work():
             self._idle_since = self._step_began = None
@@ -304,9 +277,9 @@ class EngineCore:
 
     def _publish_events(self) -> None:
         """Tell those who listen what the prefix cache has got and lost."""
-        recorder = self._scheduler.manager.pool.events
-        if self._events is not None and recorder is not None and (batch := recorder.take()) is not None:
-            self._events.publish(batch)
+        for publisher, recorder in self._events:
+            if (batch := recorder.take()) is not None:
+                publisher.publish(batch)
 
     def _wait_for_others(self) -> None:
         """No step can run: wait a little for a grammar, an adapter or blocks."""
@@ -464,8 +437,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the executor. The core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
-        if self._events is not None:
-            self._events.close()
+        for publisher, _ in self._events:
+            publisher.close()
         self.executor.shutdown()
 
 

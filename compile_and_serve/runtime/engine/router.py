@@ -110,7 +110,15 @@ class Router:
             self._candidates(len(request_ids)),
             key=lambda r: (self.load(r) - AFFINITY * num_cached[r] / max(1, len(hashes)), self._replicas[r].num_routed),
         )
-        replica = self._replicas[chosen]
+        self._assign(request, chosen, hashes)
+        return chosen
+
+    def assign(self, request: EngineRequest, index: int) -> None:
+        """As `route`, where somebody else has chosen the replica."""
+        self._assign(request, index, self._hashes(request))
+
+    def _assign(self, request: EngineRequest, chosen: int, hashes: list[bytes]) -> None:
+        replica, request_ids = self._replicas[chosen], request.request_ids
         replica.num_routed += len(request_ids)
         share, rest = divmod(len(request.prompt_token_ids), len(request_ids))  # the sequences share their prompt
         for number, request_id in enumerate(request_ids):
@@ -118,7 +126,6 @@ class Router:
             replica.prompt_tokens += num_tokens
             self._replica_of[request_id] = chosen
         self._record_blocks(hashes, chosen)
-        return chosen
 
     def load(self, index: int) -> float:
         """The used share of a replica's capacity; may exceed 1."""

@@ -29,7 +29,8 @@ from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.stages import StageLink
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state, page_parts
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
-from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, SchedulerOutput, WorkerStats
+from compile_and_serve.runtime.runner.step_shapes import common_size, take_shape
+from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, SchedulerOutput, StepShape, WorkerStats
 
 
 class StepRunner(Protocol):
@@ -92,6 +93,9 @@ class BaseRunner(ABC):
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
         num_slots = config.scheduler.max_num_seqs
         self.max_num_tokens = max(config.scheduler.token_budget, num_slots)
+        padded_sizes = [one.max_padded_size for one in (steps, self.plain_steps, *other_steps)]
+        if config.mesh.data > 1:  # a step of decodes is padded to the longest one of any group
+            padded_sizes.append(self.max_num_tokens)
         self.layout = PageLayout.of(spec.paged_state, config.cache.block_size, dtype)
         self.state = allocate_state(spec.paged_state, self.layout, num_pages, device=device)
         if encoder is not None:
@@ -104,7 +108,7 @@ class BaseRunner(ABC):
             num_pages,
             num_slots=num_slots,
             max_num_tokens=self.max_num_tokens,
-            max_padded_size=max(one.max_padded_size for one in (steps, self.plain_steps, *other_steps)),
+            max_padded_size=max(padded_sizes),
             max_model_len=self.max_model_len,
             device=device,
             **batch_options,
@@ -113,7 +117,7 @@ class BaseRunner(ABC):
         self._last_step: Step | None = None
         self._last_result: tuple[GraphKind, str] = ("plain", "")
         self._padded_before = 0
-        self._last_key = (-1, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows
+        self._last_key = (-1, 0, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows, `max_query_len`
 
     @abstractmethod
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -158,18 +162,26 @@ class BaseRunner(ABC):
             rows = StepArray.of(row_numbers(one.page_ids, one.length), start=one.position)
             self.batch.add_array(one.request_id, ENCODER_ROW.name, rows)
 
-    def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True) -> StepResult:
-        """Run a step that `batch.prepare` laid out. with_sampling: see `CudaGraphRunner.run`."""
+    def _run(
+        self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True, shape: StepShape | None = None
+    ) -> StepResult:
+        """Run a step that `batch.prepare` laid out. with_sampling: see `CudaGraphRunner.run`. shape: of `SchedulerOutput`."""
         batch = self.batch
         num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
         if layout.uses_optional is None:  # the same for all steps of these sequences
             layout.uses_optional = buffers.uses_optional(tokens)
             self._steps_of_layout = self._steps_for(layout)
         steps = self._steps_of_layout
-        q = layout.query_len
-        size = steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
+        q, max_query_len = layout.query_len, layout.max_query_len
         seqs, rows = num_seqs, layout.num_logits
-        if layout.is_decode_only and rows == num_tokens and size <= batch.num_slots * q and size % q == 0:
+        if shape is None:
+            size = steps.padded_size(num_tokens, num_seqs, max_query_len) or num_tokens
+        else:
+            size, rows = common_size(steps, shape), shape.rows
+            max_query_len = max_query_len if shape.is_decode else max(2, max_query_len)  # or it might have a graph where others have none
+        if shape is not None and not shape.is_decode:
+            buffers.pad_slot_mapping(num_tokens, size)
+        elif layout.is_decode_only and layout.num_logits == num_tokens and size <= batch.num_slots * q and size % q == 0:
             seqs, rows = size // q, size
             if seqs > num_seqs:
                 buffers.pad_sequences(num_seqs, seqs, q, batch.num_slots)
@@ -180,7 +192,7 @@ class BaseRunner(ABC):
         buffers.upload()
         for table in batch.tables.values():
             table.commit()
-        key = (layout.version, size, rows)
+        key = (layout.version, size, rows, max_query_len)
         if self._last_step is not None and self._last_key == key:
             step = self._last_step  # the same sequences in the same memory: only their lengths are new
             buffers.update(step, layout.max_seq_len)
@@ -192,11 +204,13 @@ class BaseRunner(ABC):
                 rows,
                 num_tokens=num_tokens,
                 num_seqs=num_seqs,
-                max_query_len=layout.max_query_len,
+                max_query_len=max_query_len,
                 max_seq_len=layout.max_seq_len,
                 uses_optional=layout.uses_optional,
             )
             self._last_step, self._last_key = step, key
+        if shape is not None:
+            take_shape(step, shape)
         self._fill_from_device(step, layout, buffers)
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])

@@ -42,7 +42,7 @@ from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprob
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
+from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, StepShape, WorkerStats
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
 from compile_and_serve.runtime.structured.masks import GrammarSequence, MaskedRows, TokenMasks
 from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
@@ -133,6 +133,7 @@ class ModelRunner(BaseRunner):
         self._mask_seconds: dict[str, float] = {}  # of this step
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.mesh.size == 1
+        self._last_shape: StepShape | None = None
         self._shares_memory = platform.shares_host_memory
         if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.
@@ -143,8 +144,11 @@ class ModelRunner(BaseRunner):
             self._num_launched = 0
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
-        batch, sampler = self.batch, self.sampler
+        batch, sampler, shape = self.batch, self.sampler, scheduled.shape
         self._update_requests(scheduled)
+        if shape != self._last_shape:
+            self._last_shape = shape
+            batch.forget_advanced()  # the step may be padded to another size
         if self.stages is not None and self.drafter is not None and scheduled.drafts:
             self.stages.send_back(self.drafter.drafts)
         plan = self._plan
@@ -163,7 +167,8 @@ class ModelRunner(BaseRunner):
         else:
             for name, values in sampler.inputs(plan).items():
                 buffers.host[name][: len(values)] = values
-            result = self._run(layout, buffers, tokens, with_sampling=not structured)
+            is_apart = bool(structured) or (shape is not None and shape.is_apart)
+            result = self._run(layout, buffers, tokens, with_sampling=not is_apart, shape=shape)
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
@@ -201,6 +206,15 @@ class ModelRunner(BaseRunner):
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
             self._structured_step = pending
         return pending
+
+    def run_step(self, step: Step, *, with_sampling: bool) -> None:
+        """Run a step of no requests in the place of one of theirs."""
+        self._steps_of_layout = self.plain_steps
+        self._last_step, self._last_shape = None, None
+        self.batch.forget_advanced()
+        self.padded_tokens += step.padded_tokens
+        result = self._compute(step, with_sampling=with_sampling)
+        self.captures_due += result.is_capture_due
 
     def _new_drafter(self, setup: DraftSetup) -> DeviceDrafts:
         method = method_of(setup.config).device

@@ -150,6 +150,7 @@ def largest_step_size(runner: BaseRunner) -> tuple[int, int]:
 
 def run_dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> None:
     """Run each of the model's plans on `dummy_step(runner, num_tokens, num_seqs)` and sample nothing."""
+    assert num_tokens <= runner.max_num_tokens
     _run(runner, dummy_step(runner, num_tokens, num_seqs))
 
 
@@ -163,15 +164,15 @@ def run_mixed_step(runner: BaseRunner, num_tokens: int) -> None:
     _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, 2), (cached, half), (0, half)]))
 
 
-def dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int) -> Step:
+def dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int, *, num_rows: int | None = None) -> Step:
     """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
-    state, and is planned already.
+    state, and is planned already. num_rows: of output; None: one of each sequence.
     """
-    assert num_seqs <= num_tokens <= runner.max_num_tokens
+    assert num_seqs <= num_tokens
     num_seqs = max(num_seqs, -(-num_tokens // runner.max_model_len))  # a row of the block table has no more columns
     counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
     counts[num_seqs - num_tokens % num_seqs :] += 1
-    return _make_step(runner, [(0, int(count)) for count in counts])
+    return _make_step(runner, [(0, int(count)) for count in counts], num_rows)
 
 
 def graph_memory(graphs: GraphRunners) -> str:
@@ -185,7 +186,7 @@ def _run(runner: BaseRunner, step: Step) -> None:
     runner.platform.synchronize()
 
 
-def _make_step(runner: BaseRunner, sequences: Sequence[tuple[int, int]]) -> Step:
+def _make_step(runner: BaseRunner, sequences: Sequence[tuple[int, int]], num_rows: int | None = None) -> Step:
     """sequences: (cached tokens, new tokens) of each."""
     return make_step(
         runner.spec.inputs,
@@ -195,6 +196,7 @@ def _make_step(runner: BaseRunner, sequences: Sequence[tuple[int, int]]) -> Step
         tokens_per_page=runner.layout.tokens_per_page,
         backends=runner.backends,
         device=runner.device,
+        row_indices=None if num_rows is None else np.zeros(num_rows, dtype=np.int64),
         writes_state=False,
         num_columns={name: table.num_columns for name, table in runner.batch.tables.items()},
     )

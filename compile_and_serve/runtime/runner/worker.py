@@ -42,6 +42,7 @@ from compile_and_serve.runtime.runner.device import use_threads
 from compile_and_serve.runtime.runner.loaded_model import join_ranks, load_model
 from compile_and_serve.runtime.runner.memory import memory_for
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.runner.padding_steps import run_padding
 from compile_and_serve.runtime.runner.pending_step import PendingStep, StepWithoutTokens
 from compile_and_serve.runtime.runner.state_memory import GIB, KVCacheTooSmallError
 from compile_and_serve.runtime.runner.warm_up import WarmUp, graph_memory
@@ -136,7 +137,9 @@ class Worker:
             self.runner.page_memory().poison(scheduled.emptied_blocks)
         if connector is not None and scheduled.transfers is not None:
             connector.start(scheduled.transfers)
-        step = self._launch(scheduled) if scheduled.num_scheduled_tokens else StepWithoutTokens(scheduled.step)
+        step: PendingStep = StepWithoutTokens(scheduled.step)
+        if scheduled.num_scheduled_tokens or scheduled.shape is not None:
+            step = self._launch(scheduled)
         if checks is not None:
             step.checksums, step.wrong_tables = checksums, self.runner.batch.wrong_tables(checks.tables)
         if connector is not None:
@@ -152,7 +155,13 @@ class Worker:
         if load is not None:
             load.begin_step(scheduled.total_num_scheduled_tokens)
         with tuning_off(), self._counting():
-            step = self.runner.launch(scheduled)
+            if scheduled.num_scheduled_tokens:
+                step = self.runner.launch(scheduled)
+            else:
+                assert isinstance(self.runner, ModelRunner)
+                assert scheduled.shape is not None
+                run_padding(self.runner, scheduled.shape)
+                step = StepWithoutTokens(scheduled.step)
         step.ran = self.runner.take_ran()
         if load is not None:
             step.expert_tokens = load.read()

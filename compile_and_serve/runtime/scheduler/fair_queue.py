@@ -141,6 +141,11 @@ class FairQueue:
                     return ready[1]
         return None
 
+    def first_to_move(self) -> Request | None:
+        """The request that could start next if there were room, if another scheduler could as well start it; None where it should stay."""
+        first = self.first_ready() if self._num_waiting else None
+        return None if first is None or first.num_preemptions or first.share.account.clock.reason == "prefix" else first
+
     def add_to(self, stats: EngineStats) -> None:
         """Say what requests wait for, and what each key has, unless all requests are of none."""
         if self._num_waiting and self.keeps_ledgers:

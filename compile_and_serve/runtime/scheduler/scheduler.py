@@ -125,6 +125,7 @@ class Scheduler:
             transfers=self._transfers,
         )
         self._queue, self.misses = self._admission.waiting, self._admission.misses
+        self.waiting = self._queue
         self.encoder, self._whole_prompts, self._length_regimes = encoder, whole_prompts, length_regimes
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead, in_stages=num_stages > 1)
         self._micro_batches = MicroBatches(num_stages, runs_ahead=bool(config.async_scheduling) and speculator is None)
@@ -282,6 +283,7 @@ class Scheduler:
             return self._step_without_tokens(step, now)
         self._next_step += 1
         self._in_flight.append(step)
+        self.last_step = step
         forget_ids, self._forget_ids = self._forget_ids, []
         return SchedulerOutput(
             step=step.step,

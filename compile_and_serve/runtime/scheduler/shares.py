@@ -33,16 +33,16 @@ class UserShare(Share):
 
 class Account(Share):
     """A key's. users: those with unfinished requests. is_skipped: it starts no more requests in this step. clock: what its
-    requests wait for.
+    requests wait for. num_elsewhere: running requests in other data groups.
     """
 
-    __slots__ = ("clock", "is_skipped", "num_running", "num_waiting", "tenant", "users")
+    __slots__ = ("clock", "is_skipped", "num_elsewhere", "num_running", "num_waiting", "tenant", "users")
 
     def __init__(self, tenant: Tenant) -> None:
         super().__init__()
         self.tenant = tenant
         self.users: dict[str, UserShare] = {}
-        self.num_running = self.num_waiting = 0
+        self.num_running = self.num_waiting = self.num_elsewhere = 0
         self.is_skipped = False
         self.clock = WaitClock()
 
@@ -50,7 +50,7 @@ class Account(Share):
     def has_room(self) -> bool:
         """Whether the key's own limit lets it start one more request."""
         limit = self.tenant.max_running
-        return limit is None or self.num_running < limit
+        return limit is None or self.num_running + self.num_elsewhere < limit
 
     def user(self, name: str) -> UserShare:
         """The user's share, which is new unless the user has unfinished requests."""

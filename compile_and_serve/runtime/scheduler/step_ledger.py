@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from compile_and_serve.runtime.ledger.records import LastStep, StepTotals
 from compile_and_serve.runtime.messages import EngineStats
-from compile_and_serve.runtime.scheduler.block_pool import BlockPool
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput
 
 
@@ -20,8 +19,8 @@ class StepLedger:
         self._weight_bytes, self._page_bytes = weight_bytes, page_bytes
         self._last_end = 0.0
 
-    def add(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, pool: BlockPool) -> None:
-        """Count a step whose result is there. seconds: that it took."""
+    def add(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, num_used_blocks: int) -> None:
+        """Count a step whose result is there. seconds: that it took. num_used_blocks: of the KV cache."""
         num_seqs = len(scheduled.num_scheduled_tokens)
         if not num_seqs:
             return
@@ -35,7 +34,7 @@ class StepLedger:
             totals.prompt_seconds += seconds
         totals.tokens += num_tokens
         totals.padded_tokens += ran.padded
-        num_bytes = self._weight_bytes + (pool.num_blocks - pool.num_free) * self._page_bytes
+        num_bytes = self._weight_bytes + num_used_blocks * self._page_bytes
         totals.bytes += num_bytes
         totals.row_bytes += num_bytes / num_seqs
         for miss in (ran.miss and "graph." + ran.miss, scheduled.missed_drafts and "draft." + scheduled.missed_drafts):

@@ -139,6 +139,19 @@ class StateChecks(msgspec.Struct, kw_only=True):
     tables: dict[str, list[tuple[int, int, list[int]]]] = {}
 
 
+class StepShape(msgspec.Struct, array_like=True, frozen=True):
+    """What all data groups pad a step to, so that their ranks meet in the same collectives.
+
+    tokens, rows: the most that a group computes. is_decode: every group decodes one token of each of its sequences, or nothing. is_apart: a
+    group changes logits between the model and sampling, so that all sample outside of the model's graph.
+    """
+
+    tokens: int
+    rows: int
+    is_decode: bool
+    is_apart: bool = False
+
+
 class SchedulerOutput(msgspec.Struct, kw_only=True):
     """One step. `num_scheduled_tokens` has every request of the step, in batch order: decodes, then prefill chunks.
 
@@ -159,6 +172,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     num_decodes: requests of the step that decode. missed_drafts: of `MISSES["draft"]`, why none of them has drafts; "": some have, or never
         do.
     checks: of the canary, in a few steps.
+    shape: of all data groups' steps together; None: there is one group. groups: each group's own step; this one is their sum then.
     """
 
     step: int
@@ -179,6 +193,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     num_decodes: int = 0
     missed_drafts: str = ""
     checks: StateChecks | None = None
+    shape: StepShape | None = None
+    groups: list[SchedulerOutput] = []
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
@@ -211,6 +227,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     transfers: those that no rank works on any more. None: nothing new.
     mask_seconds: host time of the masks of structured output, of requests whose masks take long, where the step before took long, too.
     ran: how the device ran the step. checksums: of `StateChecks.pages`. wrong_tables: request → a sentence.
+    groups: the result of each data group; the other fields are empty then, but for `expert_tokens` and `ran`.
     """
 
     step: int
@@ -226,6 +243,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     ran: StepRan = StepRan()
     checksums: list[int] = []
     wrong_tables: dict[str, str] = {}
+    groups: list[ModelRunnerOutput] = []
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

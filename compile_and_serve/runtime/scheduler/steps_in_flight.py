@@ -88,6 +88,11 @@ class StepInFlight:
     is_last_poll: bool = False
     num_prompt_rows: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of output that it needs, at most."""
+        return len(self.decodes) + sum(chunk.samples for chunk in self.chunks) + self.num_prompt_rows
+
     def has_rows(self, request: Request) -> bool:
         """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""
         return self.prompt_rows_left > 0 or not request.wants_prompt_logprobs
