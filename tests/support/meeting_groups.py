@@ -1,6 +1,6 @@
-"""A pass that lets the ranks of all data groups meet in a collective before each linear: x → x + 0 · Σ over groups of x.
+"""A pass that lets the ranks of all data groups meet in a collective before each linear: x → x + 0 · (s = s), where s = Σ over groups of x.
 
-It changes no value. Groups whose steps have other numbers of tokens or rows cannot pass it.
+It changes no value, whatever lies in padding. Groups whose steps have other numbers of tokens or rows cannot pass it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ class MeetBeforeLinears(BasePass):
             x = node.args[0]
             with gm.graph.inserting_before(node):
                 total = ctx.call(gm, ALL_REDUCE, x, DATA, origin=node)
-                nothing = ctx.call(gm, torch.mul, total, 0.0, origin=node)
+                nothing = ctx.call(gm, torch.mul, ctx.call(gm, torch.eq, total, total, origin=node), 0.0, origin=node)
                 node.args = (ctx.call(gm, torch.add, x, nothing, origin=node), *node.args[1:])
         return PassResult(matched=len(linears))

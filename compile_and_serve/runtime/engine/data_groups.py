@@ -151,10 +151,12 @@ class DataGroups:
     def _move_waiting(self) -> None:
         """Let requests that could not start in their group wait in groups that have room for them in the next step."""
         for index, member in enumerate(self.members):
+            if member.waiting:
+                continue
             for donor in self.members:
-                while has_free_slot(member) and (first := donor.waiting.first_to_move()) is not None:
+                while len(member.requests) < member.max_num_seqs and (first := donor.waiting.first_to_move()) is not None:
                     request = self._movable.get(first.request_id)
-                    if request is None:
+                    if donor is member or request is None:
                         break
                     donor.abort([first.request_id])
                     self._router.finish(first.request_id)
@@ -192,11 +194,6 @@ class DataGroups:
     def stats(self) -> EngineStats:
         """The groups' stats together."""
         return joined_stats([member.stats() for member in self.members])
-
-
-def has_free_slot(scheduler: Scheduler) -> bool:
-    """Whether one more request could start, and none waits."""
-    return not scheduler.waiting and len(scheduler.requests) < scheduler.max_num_seqs
 
 
 class GroupAdapterSlots:

@@ -14,9 +14,7 @@ from compile_and_serve.runtime.messages import RequestOutput, Tenant
 from compile_and_serve.runtime.scheduler.request_checks import TenantLimitError
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
-# Few blocks, so that requests are preempted. The pass makes groups meet whose steps differ.
-SMALL = {"num_kv_blocks": 40, "max_model_len": 120, "max_num_seqs": 4}
-MEETING = {"enforce_eager": False, "user_passes": ["tests.support.meeting_groups:MeetBeforeLinears"]}
+SMALL = {"num_kv_blocks": 40, "max_model_len": 120, "max_num_seqs": 4}  # few blocks, so that requests are preempted
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +27,13 @@ def expected(model_dir: Path) -> dict[str, list[RequestOutput]]:
     return run_requests(EngineCore(tiny_config(model_dir, max_model_len=120)), mixed_requests())
 
 
-def start(model_dir: Path, cache_dir: Path, **options: Any) -> EngineCore:
-    given = {"data_parallel_attention_size": 2, "cache_dir": cache_dir} | SMALL | MEETING | options
-    return EngineCore(tiny_config(model_dir, **given))
+def start(model_dir: Path, **options: Any) -> EngineCore:
+    return EngineCore(tiny_config(model_dir, data_parallel_attention_size=2, **SMALL, **options))
 
 
 @pytest.fixture(scope="module")
-def core(model_dir: Path, shared_cache_dir: Path) -> Iterator[EngineCore]:
-    core = start(model_dir, shared_cache_dir)
+def core(model_dir: Path) -> Iterator[EngineCore]:
+    core = start(model_dir)
     yield core
     core.shutdown()
 
@@ -132,17 +129,25 @@ def test_waiting_requests_move_to_a_group_with_room(core: EngineCore) -> None:
 
 @pytest.mark.parametrize(
     ("options", "wrong"),
-    [({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"), ({"pipeline_parallel_size": 2}, "pipeline")],
-)  # fmt: skip
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
+)
 def test_what_does_not_go_with_groups(model_dir: Path, options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValueError, match=f"Data-parallel attention over 2 groups of ranks does not go with {wrong}"):
         tiny_config(model_dir, data_parallel_attention_size=2, enforce_eager=False, **options)
 
 
 @pytest.mark.slow
-def test_groups_of_two_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]]) -> None:
-    core = start(model_dir, shared_cache_dir, tensor_parallel_size=2)
+@pytest.mark.parametrize("size", [1, 2])
+def test_collectives_over_groups(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]], size: int) -> None:
+    """All groups run as many tokens and rows in each step, or their ranks could not meet."""
+    options = {"enforce_eager": False, "user_passes": ["tests.support.meeting_groups:MeetBeforeLinears"]}
+    core = start(model_dir, cache_dir=shared_cache_dir, tensor_parallel_size=size, **options)
     try:
         assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
+        one = mixed_requests()[2]
+        assert tokens_of(run_requests(core, [one])) == {one.request_id: tokens_of(expected)[one.request_id]}
     finally:
         core.shutdown()
