@@ -35,7 +35,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     drafting = parse_speculative_config(options.get("speculative_config"))
     events = parse_kv_events_config(options.get("kv_events_config"))
     parsed = {"speculative_config": drafting, "kv_events_config": events}
-    config = make_config(EngineConfig, options | parsed | {"model": model, "path": Path(model)})
+    config = _with_data_groups(make_config(EngineConfig, options | parsed | {"model": model, "path": Path(model)}))
     compile_config, mesh = config.compile, config.mesh
     require(
         compile_config.quantization_exclude is None or compile_config.quantization is not None,
@@ -82,12 +82,26 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     )
 
 
+def _with_data_groups(config: EngineConfig) -> EngineConfig:
+    """With experts spread over ranks, data_parallel_size is the number of groups of one engine, not of replicas."""
+    size = config.parallel.data_parallel_size
+    if not config.compile.enable_expert_parallel or size == 1:
+        return config
+    return replace(
+        config,
+        compile=replace(config.compile, data_parallel_attention_size=size * config.compile.data_parallel_attention_size),
+        parallel=replace(config.parallel, data_parallel_size=1),
+    )
+
+
 def _check_experts(config: EngineConfig) -> None:
     """Raise `ValueError` for an option that does not go with experts spread over ranks."""
     if not config.compile.enable_expert_parallel:
         return
     if config.compile.lora_experts:
         raise ValueError("lora_experts does not go with enable_expert_parallel, which spreads experts over ranks: leave one of them out.")
+    if config.compile.mode == "eager" and config.mesh.of_axis(EXPERT) > 1:
+        raise ValueError("enable_expert_parallel is a pass of the compiler: remove enforce_eager.")
     if config.mesh.of_axis(EXPERT) == 1:
         logger.info("enable_expert_parallel changes nothing: one rank has all experts.")
 
