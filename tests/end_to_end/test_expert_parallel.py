@@ -18,7 +18,6 @@ from tests.support.staged_engine import plugged_in, use_plain_pieces
 
 # A family with a shared expert, and one with latent attention and biases of the choice.
 QUICK = ("Qwen2MoeForCausalLM",)
-ALSO_QUICK_BY_GROUPS = ("DeepseekV2ForCausalLM",)
 SHARDED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 ALL = (*QUICK, *SHARDED, "Llama4ForCausalLM", "GptOssForCausalLM")
 BACKEND = {"Deepseek": {"attention_backend": "torch"}}  # not in the interpreter
@@ -52,18 +51,8 @@ def test_ranks_with_experts_of_their_own_say_what_one_rank_says(architecture: st
     folder = write_family(tmp_path / "model", architecture)
     options = next((one for name, one in BACKEND.items() if architecture.startswith(name)), {})
     expected = run(folder, **options)
-    for size in (2, 4) if pytestconfig.getoption("--all-cases") else (2,):
-        assert run(folder, tensor_parallel_size=size, enable_expert_parallel=True, **options) == expected
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [*(two := (*QUICK, *ALSO_QUICK_BY_GROUPS)), *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in two)],
-)
-def test_groups_with_requests_of_their_own(architecture: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Data-parallel attention: the experts of a token are on the ranks of another group."""
-    folder = write_family(tmp_path / "model", architecture)
-    options = next((one for name, one in BACKEND.items() if architecture.startswith(name)), {})
-    expected = run(folder, **options)
-    for size in (1, 2) if pytestconfig.getoption("--all-cases") else (1,):
-        assert run(folder, data_parallel_size=2, tensor_parallel_size=size, enable_expert_parallel=True, **options) == expected
+    meshes = [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}]  # of groups, the experts of a token are on the ranks of the other
+    if pytestconfig.getoption("--all-cases"):
+        meshes += [{"tensor_parallel_size": 4}, {"data_parallel_size": 2, "tensor_parallel_size": 2}]
+    for mesh in meshes:
+        assert run(folder, **mesh, enable_expert_parallel=True, **options) == expected, mesh

@@ -119,3 +119,10 @@ def test_an_unknown_option_is_refused(tiny_llama_dir: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'block_sizes'"):
         make_engine_config(str(tiny_llama_dir), block_sizes=4)
     assert "block_size: int = 16" in str(inspect.signature(make_engine_config))
+
+
+def test_replicas_are_groups_of_one_engine_where_experts_are_spread(tiny_llama_dir: Path) -> None:
+    config = make_engine_config(str(tiny_llama_dir), data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert (config.parallel.data_parallel_size, config.mesh.data, config.mesh.size, config.num_processes) == (1, 2, 4, 4)
+    with pytest.raises(ValueError, match="enable_expert_parallel is a pass of the compiler: remove enforce_eager"):
+        make_engine_config(str(tiny_llama_dir), data_parallel_size=2, enforce_eager=True, enable_expert_parallel=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.runtime.scheduler.step_messages import StepShape
 
-if TYPE_CHECKING:
-    from compile_and_serve.runtime.runner.base_runner import StepRunner
+
+class PadsSteps(Protocol):
+    """A `StepRunner`."""
+
+    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None: ...
 
 
-def common_size(steps: StepRunner, shape: StepShape) -> int:
+def common_size(steps: PadsSteps, shape: StepShape) -> int:
     """The number of tokens that every data group pads a step of this shape to: all have captured the same graphs."""
     tokens = shape.tokens
     return steps.padded_size(tokens, tokens if shape.is_decode else 1, 1 if shape.is_decode else max(2, tokens)) or tokens
