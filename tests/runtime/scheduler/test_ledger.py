@@ -317,7 +317,7 @@ def test_a_request_that_cannot_share(options: dict[str, Any], request_options: d
 
 def test_steps_are_added_up_by_kind_with_their_misses(clock: Clock) -> None:
     scheduler = make_scheduler()
-    ledger = StepLedger(weight_bytes=1000, page_bytes=10)
+    ledger, pool = StepLedger(weight_bytes=1000, page_bytes=10), scheduler.manager.pool
     scheduler.add_request(make_request("a", range(9), max_tokens=3, ignore_eos=True))
     for kind, miss, tokens in (("piecewise", "", 9), ("plain", "not_captured", 1), ("full", "", 1)):
         scheduled = scheduler.schedule()
@@ -326,7 +326,7 @@ def test_steps_are_added_up_by_kind_with_their_misses(clock: Clock) -> None:
         sampled = {"a": [5]}
         result = ModelRunnerOutput(step=scheduled.step, sampled_token_ids=sampled, logprobs={}, prompt_logprobs={}, errors={}, ran=ran)
         before = ledger.totals.copy()
-        ledger.add(scheduled, result, 0.25, scheduler.num_used_blocks)
+        ledger.add(scheduled, result, 0.25, pool.num_blocks - pool.num_free)
         scheduler.update(scheduled, result, 0.25)
         added = ledger.totals.since(before)
         assert (added.steps, added.seconds, added.tokens, added.padded_tokens) == ({kind: 1}, {kind: 0.25}, tokens, 3)
