@@ -31,12 +31,12 @@ def _count_or_auto(text: str) -> int | None:
 
 
 def read_media_limits(given: Mapping[str, Any] | str) -> dict[str, int]:
-    """The value of limit_mm_per_prompt. Raises `ValueError` for anything but counts of images and videos."""
+    """The value of limit_mm_per_prompt. Raises `ValueError` for anything but counts of images, videos and audio."""
     found = json_object("limit_mm_per_prompt")(given)
     found = {kind: count.get("count", count) if isinstance(count, Mapping) else count for kind, count in found.items()}  # as in vLLM
     for kind, count in found.items():
-        if kind not in ("image", "video") or not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(f"limit_mm_per_prompt takes numbers for image and video, got {kind!r:.50}: {count!r:.50}.")
+        if kind not in ("image", "video", "audio") or not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"limit_mm_per_prompt takes numbers for image, video and audio, got {kind!r:.50}: {count!r:.50}.")
     return found
 
 
@@ -65,7 +65,7 @@ def offloading_bytes(given: float | str | None) -> int | None:
 
 _model_option, _cache_option = partial(option, panel="Model"), partial(option, panel="KV cache and prefix cache")
 _scheduler_option, _lora_option = partial(option, panel="Scheduler"), partial(option, panel="LoRA")
-_media_option = partial(option, panel="Images and videos")
+_media_option = partial(option, panel="Images, videos and audio")
 _parallel_option, _device_option = partial(option, panel="Ranks and replicas"), partial(option, panel="Device")
 
 
@@ -133,7 +133,7 @@ class ModelConfig:
     )
     limit_mm_per_prompt: Mapping[str, Any] | None = _media_option(
         None,
-        'Most images and videos of a prompt, e.g. \'{"image": 4, "video": 1}\'. By default 64 and 8.',
+        'Most images, videos and audio of a prompt, e.g. \'{"image": 4, "video": 1, "audio": 2}\'. By default 64, 8 and 16.',
         metavar="JSON",
         argument_type=Mapping[str, Any] | str | None,
         flag_type=str,
@@ -141,8 +141,15 @@ class ModelConfig:
     )
     allowed_media_domains: tuple[str, ...] = _media_option(
         (),
-        "Host from which images and videos may be downloaded (repeatable), or '*' for all with public addresses. A private address must be "
-        "named itself. By default none: requests must hold the data.",
+        "Host from which images, videos and audio may be downloaded (repeatable), or '*' for all with public addresses. A private address "
+        "must be named itself. By default none: requests must hold the data.",
+    )
+    max_audio_seconds: float | None = _media_option(
+        None,
+        "Longest audio that a request may have, in seconds. By default 600 in prompts, and 3600 in transcriptions. What the model's "
+        "processor takes may be less.",
+        metavar="SECONDS",
+        checks=((lambda seconds: seconds is None or 0 < seconds < math.inf, "above 0"),),
     )
     load_format: Literal["auto", "dummy"] = _model_option("auto", "dummy: random weights; only the config is read.")
     merge_lora: Path | None = _lora_option(

@@ -50,9 +50,15 @@ from compile_and_serve.models.transformers.experts import (
     use_our_experts,
 )
 from compile_and_serve.models.transformers.llama4 import arranged_experts
+from compile_and_serve.models.transformers.media import (
+    Merging,
+    merging_module,
+    read_rows_in_embedding,
+    with_encoder,
+    without_feature_embedding,
+)
 from compile_and_serve.models.transformers.older import replace_attention
 from compile_and_serve.models.transformers.recurrent import Mixers, no_mixer_runs
-from compile_and_serve.models.transformers.vision import merging_module, read_rows_in_embedding, with_images
 from compile_and_serve.models.transformers.weights import split_weights, weight_names
 from compile_and_serve.models.vision.names import MEDIA_ROWS
 
@@ -126,11 +132,14 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | Non
     name = config["architectures"][0]
     model = _instantiate(name, config, code_folder, pools=pooled is not None)
     try:
+        merging = None if pooled is not None else _merging_module(name, model)
+        if merging is not None and not merging.decoder:
+            without_feature_embedding(model)
         spec = _spec(config, model, dtype, pooled)
-        if pooled is None and (merging := _merging_module(name, model)) is not None:
+        if merging is not None:
             read_rows_in_embedding(model, model.cas_running)
             other = _instantiate(name, config, code_folder, pools=False, attention="sdpa")
-            spec = with_images(spec, merging, other, partial(_buffer_values, rope_types={}, skip=frozenset()), dtype)
+            spec = with_encoder(spec, merging, other, partial(_buffer_values, rope_types={}, skip=frozenset()), dtype)
     except Unsupported as reason:
         raise unsupported(name, reason) from reason
     except ModelConfigError:
@@ -222,14 +231,13 @@ def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: Mak
     )
 
 
-def _merging_module(name: str, model: PreTrainedModel) -> str | None:
-    """Its name (`merging_module`); None for a class that reads only text here."""
+def _merging_module(name: str, model: PreTrainedModel) -> Merging | None:
+    """See `merging_module`; None for a class that reads only text here."""
     try:
-        found = merging_module(model)
+        return merging_module(model)
     except Unsupported as reason:
         log.warning("%s runs on text alone: %s.", name, reason)
         return None
-    return None if found is None else found[0]
 
 
 def _ignore(*_: Any) -> None: ...
@@ -432,8 +440,14 @@ def _remove_unused(model: Any, called: set[nn.Module]) -> dict[str, None]:
             continue  # a small part whose weight may be used without a call
         names |= dict.fromkeys(f"{name}.{inner}" for inner in module.state_dict(keep_vars=True))
         names |= dict.fromkeys(f"{name}.{inner}" for inner, _ in module.named_buffers())
-        setattr(modules[parent], leaf, nn.Module())
+        setattr(modules[parent], leaf, _Removed())
     return names
+
+
+class _Removed(nn.Module):
+    """Stands for a part that text does not pass through; some classes ask even then where it lies (Qwen2-Audio)."""
+
+    device = torch.device("cpu")
 
 
 def _prefixes(name: str) -> list[str]:
@@ -479,6 +493,6 @@ def _module_of(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Errors of a config's types name the field in the first line, and what is wrong in the second.
     return f"{type(error).__name__}: {' '.join(lines[: 2 if lines and lines[0].endswith(':') else 1])}"

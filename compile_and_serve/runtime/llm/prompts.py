@@ -1,4 +1,4 @@
-"""Prompts of `LLM`, and the images in them."""
+"""Prompts of `LLM`, and the images and audio in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from compile_and_serve.runtime.text.input_processor import InputProcessor
 
 
 class _WithMedia(TypedDict):
-    """multi_modal_data: "image" → one or a list of PIL images, uint8 arrays, files' bytes or URLs; in the order of the placeholders.
+    """multi_modal_data: "image" → one or a list of PIL images, uint8 arrays, files' bytes or URLs; "audio" → of arrays, (array, rate),
+    files' bytes or URLs; in the order of the placeholders.
 
     multi_modal_uuids: names of the content, as many, in place of a hash. mm_processor_kwargs: settings of the image processor.
     """
@@ -121,8 +122,8 @@ def _sources(prompt: Mapping[str, Any]) -> list[MediaSource]:
     sources: list[MediaSource] = []
     uuids = prompt.get("multi_modal_uuids") or {}
     for kind, given in (prompt.get("multi_modal_data") or {}).items():
-        if kind not in ("image", "video"):
-            raise ValueError(f"multi_modal_data takes image and video, got {kind!r:.100}.")
+        if kind not in ("image", "video", "audio"):
+            raise ValueError(f"multi_modal_data takes image, video and audio, got {kind!r:.100}.")
         several = given if isinstance(given, list) else [given]
         names = uuids.get(kind)
         names = names if isinstance(names, list) else [names] * len(several) if names is None else [names]

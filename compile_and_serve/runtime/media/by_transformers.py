@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.runtime.media.images import Image, pillow
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
-from compile_and_serve.runtime.media.videos import Frames
+from compile_and_serve.runtime.media.processor import NoMedia
+from compile_and_serve.runtime.media.transformers_files import first_line, load_processor, packed_arrays
 
 _NOT_OF_IMAGES = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 _PLAIN = {"do_rescale": False, "do_normalize": False}
 _CLOSE = 1e-4  # of normalized values
 
 
-class TransformersProcessor:
+class TransformersProcessor(NoMedia):
     """One item is the whole text of an image: placeholders, and the separators between and around its parts.
 
     config: the model's config.json, with `image_processor`. folder: of the checkpoint.
@@ -34,11 +32,11 @@ class TransformersProcessor:
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+        loaded = load_processor(folder)
         try:
-            loaded = _load(folder)
             self._config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for files that it cannot use
-            raise MediaError(f"transformers cannot load the processor of {folder.name}: {_line(error)}.") from None
+            raise MediaError(f"transformers cannot load the config of {folder.name}: {first_line(error)}.") from None
         if not hasattr(loaded, "image_processor") or getattr(loaded, "image_token", None) is None:
             raise MediaError(f"{type(loaded).__name__} of {folder.name} prepares no images that a prompt has placeholders for.")
         self.transformers_processor, self._torch = loaded, torch
@@ -73,18 +71,10 @@ class TransformersProcessor:
         is_byte = self._moments is not None
         tensors = {name: one.astype(np.uint8) if is_byte and _has_pixels(name, one) else one for name, one in made.items()}
         mean, std = self._moments or (None, None)
-        arrays = {"processed": _packed({"input_ids": ids, **tensors}, mean, std)}
+        arrays = {"processed": packed_arrays({"input_ids": ids, **tensors}, mean, std)}
         positions, advance = (None, None) if self._base is None else self._positions(ids, types, made)
         item = PreparedItem(offset=0, length=ids.shape[1], arrays=arrays, relative=positions, advance=advance)
         return PreparedMedia(kind="image", key=key, tokens=ids[0].tolist(), items=[item])
-
-    def sample(self, total: int, fps: float) -> np.ndarray:
-        """Raises `MediaError`."""
-        raise MediaError("This model reads no videos here.")
-
-    def frames(self, frames: Frames, key: bytes) -> PreparedMedia:
-        """Raises `MediaError`."""
-        raise MediaError("This model reads no videos here.")
 
     def _run(self, image: Image, *, is_plain: bool) -> dict[str, np.ndarray]:
         """The processor's tensors of one image and of its text. is_plain: pixels stay bytes."""
@@ -99,7 +89,7 @@ class TransformersProcessor:
                 **options,
             )
         except Exception as error:  # of images that the processor cannot take
-            raise MediaError(f"The model's processor cannot take the image: {_line(error)}.") from None
+            raise MediaError(f"The model's processor cannot take the image: {first_line(error)}.") from None
         tensors = {name: one for name, one in made.items() if isinstance(one, self._torch.Tensor)}
         if lost := sorted(made.keys() - tensors.keys() - set(_NOT_OF_IMAGES)):
             raise MediaError(f"The model's processor gives {lost[0]!r}, which is no tensor.")
@@ -142,38 +132,6 @@ class TransformersProcessor:
         return rows[:, 0].t().numpy().astype(np.int32), int(deltas.reshape(-1)[0]) + ids.shape[1]
 
 
-def _load(folder: Path) -> Any:
-    """The processor of a folder, without what processes videos: transformers needs torchvision for that."""
-    import transformers
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision, the package hides it
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    settings: dict[str, Any] = {}
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (folder / name).is_file():
-            settings = json.loads((folder / name).read_text(encoding="utf-8"))  # of the last one
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = settings.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(config.get("model_type"))
-    found: Any = getattr(transformers, str(name), None)
-    if found is None:
-        raise ValueError(f"it has no class {name!r:.100}")
-    parameters = inspect.signature(found.__init__).parameters
-    parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(folder, local_files_only=True),
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True),
-        **({"video_processor": None} if "video_processor" in parameters else {}),
-    }
-    without_videos = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: None})
-    own = {key: value for key, value in settings.items() if key in parameters and key not in parts and key != "chat_template"}
-    return without_videos(**parts, **own)
-
-
-def _packed(tensors: Mapping[str, np.ndarray], mean: np.ndarray | None, std: np.ndarray | None) -> StepArray:
-    from compile_and_serve.models.vision.whole_items import packed  # imports torch
-
-    return packed(tensors, mean=mean, std=std)
-
-
 def _has_pixels(name: str, tensor: np.ndarray) -> bool:
     return name.startswith("pixel") and (tensor.dtype.kind == "f" or tensor.dtype == np.uint8)
 
@@ -184,8 +142,3 @@ def _changed(image_processor: Any, settings: Mapping[str, Any]) -> dict[str, Any
     return {
         name: value for name, value in settings.items() if name in known and known[name] != value and isinstance(value, int | float | dict)
     }
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{lines[0]:.200}".rstrip(".")

@@ -122,7 +122,7 @@ def _get(parts: SplitResult, where: str, limits: FetchLimits, deadline: float) -
         if isinstance(connection.sock, ssl.SSLSocket):
             connection.sock.do_handshake()
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", path, headers={"User-Agent": "compile-and-serve", "Accept": "image/*, video/*"})
+        connection.request("GET", path, headers={"User-Agent": "compile-and-serve", "Accept": "image/*, video/*, audio/*"})
         response = connection.getresponse()
         if response.status != 200:
             return response.status, response.getheader("Location"), b""

@@ -7,7 +7,8 @@ import msgspec
 
 class MediaInfo(msgspec.Struct, kw_only=True, frozen=True):
     """config: the model's config.json, with `image_processor`, as JSON. folder: of the checkpoint. limits: kind → items of a prompt.
-    domains: from which media may be downloaded. by_transformers: the processor is the transformers package's.
+    domains: from which media may be downloaded. by_transformers: the processor is the transformers package's. max_audio_seconds: the
+    longest audio that is taken; None: as the processor has it.
     """
 
     config: bytes
@@ -15,3 +16,4 @@ class MediaInfo(msgspec.Struct, kw_only=True, frozen=True):
     limits: dict[str, int] = {}
     domains: list[str] = []
     by_transformers: bool = False
+    max_audio_seconds: float | None = None

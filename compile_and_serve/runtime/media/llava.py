@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.vision.names import GRID, PATCHES
 from compile_and_serve.models.vision.patch_config import TowerConfig
 from compile_and_serve.runtime.media.images import Image, resize
 from compile_and_serve.runtime.media.patches import blocks_of, grid_of
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
-from compile_and_serve.runtime.media.videos import Frames
+from compile_and_serve.runtime.media.processor import NoMedia
 
 
-class LlavaProcessor:
+class LlavaProcessor(NoMedia):
     """config: the model's config.json, with `image_processor`."""
-
-    three_rows = False
 
     def __init__(self, config: Mapping[str, Any], encode: Callable[[str], list[int]] | None = None) -> None:
         self._tower = TowerConfig.read(config)
@@ -47,11 +43,3 @@ class LlavaProcessor:
         arrays = {PATCHES: StepArray.of(patches), GRID: StepArray.of(grid_of(tower.rows, tower.columns, 1))}
         item = PreparedItem(offset=0, length=tower.num_patches, arrays=arrays)
         return PreparedMedia(kind="image", key=key, tokens=[self._token] * item.length, items=[item])
-
-    def sample(self, total: int, fps: float) -> np.ndarray:
-        """Raises `MediaError`."""
-        raise MediaError("This model reads no videos.")
-
-    def frames(self, frames: Frames, key: bytes) -> PreparedMedia:
-        """Raises `MediaError`."""
-        raise MediaError("This model reads no videos.")

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
+from compile_and_serve.runtime.media.audio import as_audio, decode_audio, samples_key
 from compile_and_serve.runtime.media.embedded import embedded_image
 from compile_and_serve.runtime.media.fetch import FetchLimits, fetch
 from compile_and_serve.runtime.media.images import as_image, decode_image, pillow, pixels_key
@@ -18,7 +20,7 @@ from compile_and_serve.runtime.media.registry import Encode, MediaProcessor, med
 from compile_and_serve.runtime.media.sources import MediaSource, data_of_url
 from compile_and_serve.runtime.media.videos import as_frames, decode_video, frames_key
 
-DEFAULT_LIMITS: Mapping[str, int] = {"image": 64, "video": 8}
+DEFAULT_LIMITS: Mapping[str, int] = {"image": 64, "video": 8, "audio": 16}
 _MAX_WORKERS = 8
 _DOWNLOADS = 16  # at once
 
@@ -51,7 +53,7 @@ class MediaPipeline:
             count, limit = sum(source.kind == kind for source in sources), self._limits[kind]
             if count > limit:
                 raise MediaError(f"The request has {count} {kind}s, but this server takes {limit} at most (--limit-mm-per-prompt).")
-        if sources:
+        if any(source.kind != "audio" for source in sources):
             pillow()
         processor = self.processor.with_options(options) if options else self.processor
         return [self._start(source, processor) for source in sources]
@@ -82,22 +84,31 @@ class MediaPipeline:
             if source.kind == "image" and (embedded := embedded_image(given)) is not None:
                 key = content_key("embedded", embedded.array.data, str(embedded.grid), settings)
                 return embedded.prepared(processor, key)
-            if source.kind == "image":
-                image = decode_image(given) if isinstance(given, bytes) else as_image(given)
-            else:
-                sample = processor.sample
-                frames = decode_video(given, sample) if isinstance(given, bytes) else as_frames(given, sample)
+            make, own_key = _decoded(source, given, processor, settings)
             if source.uuid is not None:
                 key = content_key("uuid", source.uuid, settings)
-            elif isinstance(given, bytes):
-                key = content_key("file", given, settings)
             else:
-                key = pixels_key(image, settings) if source.kind == "image" else frames_key(frames, settings)
+                key = content_key("file", given, settings) if isinstance(given, bytes) else own_key()
             decoded = time.monotonic()
             self._observe("decode", decoded - began)
-            prepared = processor.image(image, key) if source.kind == "image" else processor.frames(frames, key)
+            prepared = make(key)
         except MediaError as error:
             sentence = str(error)
             raise MediaError(sentence if sentence.startswith(source.where) else f"{source.where}: {sentence}") from None
         self._observe("preprocess", time.monotonic() - decoded)
         return prepared
+
+
+def _decoded(
+    source: MediaSource, given: Any, processor: MediaProcessor, settings: str
+) -> tuple[Callable[[bytes], PreparedMedia], Callable[[], bytes]]:
+    """What prepares a source's decoded content under a key, and the key of that content. Raises `MediaError`."""
+    is_file = isinstance(given, bytes)
+    if source.kind == "audio":
+        samples = decode_audio(given, processor.audio_limits) if is_file else as_audio(given, processor.audio_limits)
+        return partial(processor.audio, samples), lambda: samples_key(samples, settings)
+    if source.kind == "image":
+        image = decode_image(given) if is_file else as_image(given)
+        return partial(processor.image, image), lambda: pixels_key(image, settings)
+    frames = decode_video(given, processor.sample) if is_file else as_frames(given, processor.sample)
+    return partial(processor.frames, frames), lambda: frames_key(frames, settings)

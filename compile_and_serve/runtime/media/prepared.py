@@ -13,7 +13,7 @@ import numpy as np
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.models.vision.names import POSITION_ARRAY
 
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "audio"]
 
 
 class MediaError(ValueError):
@@ -105,7 +105,7 @@ def place_media(
             position += 1
             continue
         if not left.get(kind):
-            raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}.")
+            raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media, placeholders)}.")
         one = left[kind].pop()
         if one.around is not None and (ids[-1:], prompt[index + 1 : index + 2]) == ([one.around[0]], [one.around[1]]):
             del ids[-1]
@@ -126,15 +126,18 @@ def place_media(
             items.append(MediaItem(key=key, position=start, length=item.length, arrays=arrays))
         position += len(one.tokens) - done
     if any(left.values()):
-        raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media)}.")
+        raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media, placeholders)}.")
     return ids, items
 
 
 def _counts(prompt: Sequence[int], placeholders: Mapping[int, MediaKind]) -> str:
-    kinds = [placeholders[token] for token in prompt if token in placeholders]
-    return f"placeholders of {kinds.count('image')} images and {kinds.count('video')} videos"
+    return f"placeholders of {_numbers([placeholders[token] for token in prompt if token in placeholders], placeholders)}"
 
 
-def _given(media: Sequence[PreparedMedia]) -> str:
-    kinds = [one.kind for one in media]
-    return f"{kinds.count('image')} images and {kinds.count('video')} videos"
+def _given(media: Sequence[PreparedMedia], placeholders: Mapping[int, MediaKind]) -> str:
+    return _numbers([one.kind for one in media], placeholders)
+
+
+def _numbers(kinds: Sequence[MediaKind], placeholders: Mapping[int, MediaKind]) -> str:
+    known = sorted({*placeholders.values(), *kinds} | ({"video"} if "image" in placeholders.values() else set()))
+    return " and ".join(f"{kinds.count(kind)} {kind}s" for kind in known)

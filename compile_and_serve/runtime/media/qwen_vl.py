@@ -15,10 +15,11 @@ from compile_and_serve.models.vision.patch_config import PatchConfig, VideoConfi
 from compile_and_serve.runtime.media.images import Image, resize
 from compile_and_serve.runtime.media.patches import blocks_of, grid_of, resized, windows_of
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
+from compile_and_serve.runtime.media.processor import NoMedia
 from compile_and_serve.runtime.media.videos import Frames, spread_frames, stepped_frames
 
 
-class QwenVLProcessor:
+class QwenVLProcessor(NoMedia):
     """Resizes images as the model's image processor does, and cuts them into blocks of patches.
 
     config: the model's config.json, with `image_processor` and `video_processor`. encode: ids of a text; None: no videos. has_windows:

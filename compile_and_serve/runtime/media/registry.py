@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from compile_and_serve.runtime.media.audio import AudioLimits
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.llava import LlavaProcessor
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
+from compile_and_serve.runtime.media.speech import SpeechProcessor
+from compile_and_serve.runtime.media.transformers_files import prepares_audio
 from compile_and_serve.runtime.media.videos import Frames
 
 
@@ -50,6 +53,15 @@ class MediaProcessor(Protocol):
         """A video. Raises `MediaError`."""
         ...
 
+    @property
+    def audio_limits(self) -> AudioLimits:
+        """Of one audio. Raises `MediaError`."""
+        ...
+
+    def audio(self, samples: np.ndarray, key: bytes) -> PreparedMedia:
+        """samples: float32 [N], mono, at the rate of `audio_limits`. Raises `MediaError`."""
+        ...
+
 
 Encode = Callable[[str], list[int]]
 PROCESSORS: dict[str, Callable[[Mapping[str, Any], Encode | None], MediaProcessor]] = {
@@ -66,6 +78,7 @@ def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> Med
         return None
     config = json.loads(info.config)
     if info.by_transformers:
-        return TransformersProcessor(config, Path(info.folder))
+        folder = Path(info.folder)
+        return SpeechProcessor(config, folder, info.max_audio_seconds) if prepares_audio(folder) else TransformersProcessor(config, folder)
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
     return None if make is None else make(config, encode)

@@ -25,14 +25,17 @@ _KINDS: Mapping[str, MediaKind] = {
     "image_pil": "image",
     "video_url": "video",
     "video": "video",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "audio": "audio",
 }
 _DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w.+=-]+)*?(;base64)?,")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSource:
-    """where: its path in the request, for errors. given: a URL, a file's bytes, or what `as_image` and `as_frames` take. uuid: names the
-    content in place of a hash.
+    """where: its path in the request, for errors. given: a URL, a file's bytes, or what `as_image`, `as_frames` and `as_audio` take. uuid:
+    names the content in place of a hash.
     """
 
     kind: MediaKind
@@ -91,12 +94,14 @@ def _taken(value: Any, kinds: Collection[MediaKind], taken: TakenMedia, where: s
 
 
 def _source(part: Mapping[str, Any], where: str) -> MediaSource | None:
-    """The media of a part: OpenAI's image_url and input_image, Anthropic's image, vLLM's video_url and image_pil."""
+    """The media of a part: OpenAI's image_url, input_image and input_audio, Anthropic's image, vLLM's video_url and so on."""
     kind = _KINDS.get(part["type"])
     if kind is None:
         return None
     given = part.get(part["type"]) if part["type"] != "input_image" else part.get("image_url")
-    if isinstance(given, Mapping):
+    if part["type"] == "input_audio":
+        given = _input_audio(given, where)
+    elif isinstance(given, Mapping) and "array" not in given:
         given = given.get("url")
     source = part.get("source")
     if given is None and isinstance(source, Mapping):  # Anthropic's
@@ -108,6 +113,14 @@ def _source(part: Mapping[str, Any], where: str) -> MediaSource | None:
         raise MediaError(f"{where} cannot be read: {reason}.")
     uuid = part.get("uuid")
     return MediaSource(kind=kind, where=where, given=given, uuid=uuid if isinstance(uuid, str) else None)
+
+
+def _input_audio(given: Any, where: str) -> bytes:
+    """The file in {"data": base64, "format": …}. The content says itself which format it has."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("data"), str):
+        raise MediaError(f"{where}.input_audio must have data, a file in base64, and its format.")
+    data = given["data"]
+    return data_of_url(data, f"{where}.input_audio.data") or from_base64(data, f"{where}.input_audio.data")
 
 
 def _anthropic(source: Mapping[str, Any], where: str) -> Any:

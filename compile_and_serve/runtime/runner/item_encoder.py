@@ -19,7 +19,8 @@ from compile_and_serve.models.vision.whole_items import PROCESSED, unpacked
 from compile_and_serve.runtime.config import ModelConfig
 from compile_and_serve.runtime.media.images import pillow
 from compile_and_serve.runtime.media.prepared import MediaError, PreparedItem
-from compile_and_serve.runtime.media.registry import media_processor
+from compile_and_serve.runtime.media.registry import MediaProcessor, media_processor
+from compile_and_serve.runtime.media.speech import SpeechProcessor
 from compile_and_serve.runtime.runner.media_encoder import region_of, write_given_rows
 from compile_and_serve.runtime.runner.model_facts import media_info
 from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
@@ -41,14 +42,22 @@ def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, l
     try:
         processor = media_processor(media_info(model, spec))
         assert processor is not None
-        items = [processor.image(pillow().new("RGB", size), b"").items[0] for size in _SIZES]
+        if "audio" in processor.placeholders.values():
+            items = _speech_items(processor, spec.max_model_len)
+        else:
+            items = [processor.image(pillow().new("RGB", size), b"").items[0] for size in _SIZES]
     except MediaError as error:
-        log.warning("The model reads no images here: %s", error)
+        log.warning("The model reads text alone here: %s", error)
         rows = spec.row_group
         state = tuple(one for one in spec.state if one is not rows)
         return replace(spec, encoder=None, state=state, inputs=tuple(one for one in spec.inputs if one is not ENCODER_ROW)), []
     items.sort(key=lambda item: item.length)
     return replace(spec, encoder=replace(spec.encoder, max_model_len=items[-1].length)), [items[0], items[-1]]
+
+
+def _speech_items(processor: MediaProcessor, max_tokens: int) -> list[PreparedItem]:
+    assert isinstance(processor, SpeechProcessor)
+    return list(processor.shortest_and_longest(max_tokens))
 
 
 class ItemEncoder:

@@ -71,6 +71,7 @@ def media_info(model: ModelConfig, spec: ModelSpec) -> MediaInfo:
         folder=str(model.path),
         limits={str(kind): int(count) for kind, count in (model.limit_mm_per_prompt or {}).items()},
         domains=list(model.allowed_media_domains),
+        max_audio_seconds=model.max_audio_seconds,
         by_transformers=spec.encoder is not None and spec.encoder.eager_reason is not None,
     )
 

@@ -104,7 +104,7 @@ def test_wrong_prompts_get_a_sentence(llm: LLM) -> None:
         ({"prompt": TOKENS[1]}, None),
         ({"prompt": TOKENS[1], "multi_modal_data": {"image": PICTURE.astype(np.float32)}}, "must be uint8"),
         ({"prompt": TOKENS[1], "multi_modal_data": {"image": "https://example.com/a.png"}}, "does not download from"),
-        ({"prompt": TOKENS[1], "multi_modal_data": {"audio": PICTURE}}, "takes image and video"),
+        ({"prompt": TOKENS[1], "multi_modal_data": {"audio": PICTURE}}, "reads no audio"),
         ({"prompt": TOKENS[1], "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": {"x": 1}}, "knows min_pixels"),
         ({"prompt": TOKENS[1], "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": {"max_pixels": 1 << 40}}, "must be 1 to"),
     ):

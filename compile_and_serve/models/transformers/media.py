@@ -1,12 +1,15 @@
-"""Images for vision-language classes of the transformers package.
+"""Images and speech for classes of the transformers package.
 
-They share a seam. A module embeds the prompt, puts features of images in place of the placeholders' embeddings
-(`get_placeholder_mask`, or `inputs_merger`), and gives the result to its decoder. The encoder beside the model is that module with an
-embedding that knows no token, up to the call of its decoder. What it embeds is a row for each token of an image's text; a row of NaN stands
-for "the token's own embedding", which separators between an image's parts have. It runs as it is written, one image at a time. The decoder
-is the same class, whose embedding reads rows.
+They share a seam. A module embeds the prompt, puts features of images or audio in place of the placeholders' embeddings
+(`get_placeholder_mask`, `inputs_merger`, or a merge of its own), and gives the result to its decoder. The encoder beside the model is that
+module with an embedding that knows no token, up to the call of its decoder. What it embeds is a row for each token of an item's text; a row
+of NaN stands for "the token's own embedding", which separators between an image's parts have. It runs as it is written, one item at a time.
+The decoder is the same class, whose embedding reads rows. Phi-4's decoder embeds features itself, in a module of its own
+(`embed_tokens_extend`), which is then the encoder.
 
-Shape legend: T tokens of the step, or of an image's text in the encoder; D hidden size.
+A class that reads speech reads no images here, so that its encoder has no tower for them.
+
+Shape legend: T tokens of the step, or of an item's text in the encoder; D hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +41,12 @@ from compile_and_serve.models.vision.rope import positions_input
 from compile_and_serve.models.vision.whole_items import PROCESSED
 
 _DECODERS = ("language_model", "text_model")
-_REASON = "transformers' encoder reads sizes of images on the host"
+_AUDIO_MERGE = "_merge_input_ids_with_audio_features"  # Qwen2-Audio's
+_MERGES = ("get_placeholder_mask", "inputs_merger", _AUDIO_MERGE)
+_FEATURES = ("get_image_features", "get_audio_features")
+_FEATURE_EMBEDDING = "embed_tokens_extend"
+_IMAGE_PARTS = ("visual", "vision_tower", "image_embed")
+_REASON = "transformers' encoder reads sizes of images and audio on the host"
 _TO_DECODER = frozenset(
     "inputs_embeds attention_mask position_ids cache_position input_ids past_key_values use_cache logits_to_keep labels return_dict "
     "output_attentions output_hidden_states".split()
@@ -52,30 +60,64 @@ _INPUT = StepInput(
 )
 
 
-def merging_module(model: nn.Module) -> tuple[str, Any] | None:
-    """The name and the module that puts features of images among the embeddings; None: the class reads no images. Raises `Unsupported`."""
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and (hasattr(module, "get_placeholder_mask") or hasattr(module, "inputs_merger"))
-    ]
-    if not found or not hasattr(model, "get_image_features"):
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """Where features take the place of embeddings. name: of the module. decoder: its child that takes the embeddings; "": the module itself
+    gives them back.
+    """
+
+    name: str
+    decoder: str
+
+
+def merging_module(model: nn.Module) -> Merging | None:
+    """None: the class reads neither images nor speech. Raises `Unsupported`."""
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    for name, module in named:
+        if hasattr(module, _FEATURE_EMBEDDING):
+            return Merging(f"{name}.{_FEATURE_EMBEDDING}".removeprefix("."), "")
+    found = [(name, module) for name, module in named if any(hasattr(module, one) for one in _MERGES)]
+    if not found or not (any(hasattr(model, one) for one in _FEATURES) or hasattr(found[0][1], _AUDIO_MERGE)):
         return None
-    if len(found) > 1 or "." in found[0][0] or not any(hasattr(found[0][1], name) for name in _DECODERS):
-        raise Unsupported("its features of images are not put in place of embeddings before its decoder")
-    source = inspect.getsource(sys.modules[type(found[0][1]).__module__])
+    name, module = found[0]
+    decoder = _decoder_of(name, module)
+    if len(found) > 1 or "." in name or decoder is None:
+        raise Unsupported("its features are not put in place of embeddings before its decoder")
+    source = inspect.getsource(sys.modules[type(module).__module__])
     if "block_sequence_ids" in source:
         raise Unsupported("tokens of an image attend to later ones of the same image")
-    if others := sorted(_given_to_decoder(found[0][1]) - _TO_DECODER):
-        raise Unsupported(f"its decoder takes more of an image than embeddings: {', '.join(others)}")
-    return found[0]
+    if others := sorted(_given_to_decoder(module, decoder) - _TO_DECODER):
+        raise Unsupported(f"its decoder takes more of an item than embeddings: {', '.join(others)}")
+    return Merging(name, decoder)
 
 
-def _given_to_decoder(module: nn.Module) -> set[str]:
+def without_feature_embedding(model: nn.Module) -> None:
+    """Let a decoder that embeds features itself embed text alone, without the towers for them."""
+    for module in list(model.modules()):
+        if hasattr(module, _FEATURE_EMBEDDING):
+            setattr(module, _FEATURE_EMBEDDING, _TextAlone())
+
+
+class _TextAlone(nn.Module):
+    def forward(self, ids: torch.Tensor, embedded: torch.Tensor, **_: Any) -> torch.Tensor:
+        return embedded
+
+
+def _decoder_of(name: str, module: nn.Module) -> str | None:
+    found = next((one for one in _DECODERS if hasattr(module, one)), None)
+    is_whole = found is None and not name and isinstance(getattr(module, "model", None), PreTrainedModel)
+    return "model" if is_whole else found
+
+
+def _given_to_decoder(module: nn.Module, decoder: str) -> set[str]:
     """The names of what the module's forward gives its decoder."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward))))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
-    return {word.arg for call in calls if call.func.attr in _DECODERS for word in call.keywords if word.arg is not None}  # type: ignore[attr-defined]
+    return {word.arg for call in calls if call.func.attr == decoder for word in call.keywords if word.arg is not None}  # type: ignore[attr-defined]
+
+
+def _reads_audio(module: nn.Module) -> bool:
+    return hasattr(module, "get_audio_features") or hasattr(module, _AUDIO_MERGE) or hasattr(module, "audio_embed")
 
 
 def has_three_rows(module: nn.Module) -> bool:
@@ -145,30 +187,44 @@ class _DecoderCall(nn.Module):
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **given: Any) -> None:
         others = sorted(name for name, value in given.items() if name not in _TO_DECODER and isinstance(value, (torch.Tensor, list, tuple)))
         if args or others:
-            raise ModelConfigError(f"The decoder takes more of an image than embeddings: {', '.join(others)}.")
+            raise ModelConfigError(f"The decoder takes more of an item than embeddings: {', '.join(others)}.")
         raise _Embedded(inputs_embeds)
 
 
-class ImageEncoder(nn.Module):
-    """forward(tensors of the class's processor for one image) → rows [T, D]; NaN: the token's own embedding."""
+class ItemModule(nn.Module):
+    """forward(tensors of the class's processor for one item) → rows [T, D]; NaN: the token's own embedding."""
 
-    def __init__(self, name: str, module: Any, width: int) -> None:
+    def __init__(self, merging: Merging, model: Any, width: int) -> None:
         super().__init__()
+        module = model.get_submodule(merging.name)
         self._forward = module.forward
         self._parameters_of_forward = inspect.signature(module.forward).parameters
-        decoder = next(one for one in _DECODERS if hasattr(module, one))
-        config = getattr(module, decoder).config
-        embedding = _NoTokens(width, lambda: next(self.parameters()))
-        setattr(module, decoder, _DecoderCall(config, embedding))
-        module.get_input_embeddings = lambda: embedding
-        for child_name, child in {name: module}.items() if name else module.named_children():
-            self.add_module(child_name, child)
+        self._gives_back = not merging.decoder
+        self._embedding = [_NoTokens(width, lambda: next(self.parameters()))]  # in a list: it is none of the children
+        if _reads_audio(module):
+            for name in (one for one in _IMAGE_PARTS if hasattr(module, one)):
+                setattr(module, name, None)
+        if merging.decoder:
+            embedding = self._embedding[0]
+            setattr(module, merging.decoder, _DecoderCall(getattr(module, merging.decoder).config, embedding))
+            module.get_input_embeddings = lambda: embedding
+        head = model.get_output_embeddings()
+        *path, last = merging.name.split(".")
+        if len(path) == 1:  # inside of the base model, under its name
+            self.add_module(path[0], nn.ModuleDict({last: module}))
+            return
+        for child_name, child in {last: module}.items() if last else module.named_children():
+            if child is not head:
+                self.add_module(child_name, child)
 
     def forward(self, **tensors: torch.Tensor) -> torch.Tensor:
         dtype = next(self.parameters()).dtype
         known = {name: one for name, one in tensors.items() if name in self._parameters_of_forward}
         inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in known.items()}
         ids = inputs["input_ids"]
+        if self._gives_back:
+            rows_1TD: torch.Tensor = self._forward(inputs_embeds=self._embedding[0](ids), **inputs)
+            return rows_1TD[0]
         options: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if "position_ids" in self._parameters_of_forward else {}
         try:
             self._forward(**inputs, **options, use_cache=False)
@@ -177,20 +233,19 @@ class ImageEncoder(nn.Module):
         raise ModelConfigError("The class's forward did not come to its decoder.")
 
 
-def with_images(
-    text: ModelSpec, name: str, model: Any, values: Callable[[Any], Mapping[str, torch.Tensor]], dtype: torch.dtype
+def with_encoder(
+    text: ModelSpec, merging: Merging, model: Any, values: Callable[[Any], Mapping[str, torch.Tensor]], dtype: torch.dtype
 ) -> ModelSpec:
     """The spec with the encoder beside the decoder. text: of the decoder, which reads rows in its embedding.
 
-    name: of the merging module in `model`, which is another instance of the class. values: of the buffers that no checkpoint has.
+    merging: in `model`, which is another instance of the class. values: of the buffers that no checkpoint has.
     """
     names = weight_names(model)
     every = {one for one, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     width = int(model.config.get_text_config().hidden_size)
-    module = model.get_submodule(name)
-    three_rows = has_three_rows(module)
+    three_rows = has_three_rows(model.get_submodule(merging.name))
     of_text = {one for one, _ in (*text.module.named_parameters(remove_duplicate=False), *text.module.named_buffers())}
-    encoder = ImageEncoder(name, module, width).requires_grad_(False).eval()
+    encoder = ItemModule(merging, model, width).requires_grad_(False).eval()
     own = {one for one, _ in (*encoder.named_parameters(), *encoder.named_buffers())}
     persistent = encoder.state_dict().keys()
     for tensor_name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
@@ -212,7 +267,7 @@ def with_images(
             inputs=(_INPUT,),
             outputs=(StepOutput(name="rows", dims=(TOKENS, width)),),
             weight_map={one: names.get(one, one) if names.get(one, one) in own else None for one in {*names, *every, *text.parts} - own},
-            buffers={one: value for one, value in values(model).items() if one not in persistent},
+            buffers={one: value for one, value in values(model).items() if one in own and one not in persistent},
             quantized_weights={one: stored for one, stored in split_weights(model, dtype).items() if one in own},
             eager_reason=_REASON,
         ),
