@@ -26,7 +26,7 @@ def _groups() -> dict[str, list[Option]]:
     """By the name of a command's parameter, the options whose flags take its place. Panels appear in `--help` in this order."""
     panels = (
         "Model",
-        "Images and videos",
+        "Images, videos and audio",
         "KV cache and prefix cache",
         "Scheduler",
         COMPILER_PANEL,
