@@ -14,7 +14,7 @@ from compile_and_serve.custom_ops.recurrent.layer_state import StatePart
 from compile_and_serve.custom_ops.state.recurrent import SlotMetadata
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
-_TOKENS = 32  # of a program, in prompts
+_TOKENS = 16  # of a program, in prompts
 
 
 @triton.jit
@@ -42,22 +42,25 @@ def _sums_kernel(
         ok_C = channels_C < D
         safe_C = tl.where(ok_C, channels_C, 0)
         ring_C = inputs_ptr + _ring_offsets(columns_ptr, read_ptr + seq * read_stride, safe_C, page_stride, UNITS, RING, CHANNELS)
-        bias_C = tl.zeros((BLOCK_C,), tl.float32)
+        sum_NC = tl.zeros((TOKENS, BLOCK_C), tl.float32)
         if HAS_BIAS:
-            bias_C = tl.load(bias_ptr + channels_C, mask=ok_C, other=0.0).to(tl.float32)
-        for t in range(first, tl.minimum(num_new, first + TOKENS)):
-            sum_C = bias_C
-            for w in tl.static_range(W):
-                offset = t - (W - 1) + w  # of the input among the new tokens
-                offset_C = tl.zeros((BLOCK_C,), tl.int32) + offset
-                is_new_C = ok_C & (offset_C >= 0)
-                is_kept_C = ok_C & (offset_C < 0) & (computed + offset_C >= 0)
-                new_C = tl.load(x_ptr + (start + offset_C).to(tl.int64) * x_stride + channels_C, mask=is_new_C, other=0.0)
-                entry_C = tl.maximum(computed + offset_C, 0) % RING
-                kept_C = tl.load(ring_C + entry_C * CHANNELS, mask=is_kept_C, other=0.0)
-                weight_C = tl.load(weight_ptr + channels_C * W + w, mask=ok_C, other=0.0)
-                sum_C += weight_C.to(tl.float32) * (new_C.to(tl.float32) + kept_C.to(tl.float32))
-            tl.store(out_ptr + (start + t).to(tl.int64) * D + channels_C, sum_C.to(out_ptr.dtype.element_ty), mask=ok_C)
+            sum_NC += tl.load(bias_ptr + channels_C, mask=ok_C, other=0.0).to(tl.float32)[None, :]
+        token_N = first + tl.arange(0, TOKENS)
+        for w in tl.static_range(W):
+            offset_N = token_N - (W - 1) + w  # of the input among the new tokens
+            is_new_N = (offset_N >= 0) & (token_N < num_new)
+            rows_N = (start + offset_N).to(tl.int64)
+            weight_C = tl.load(weight_ptr + channels_C * W + w, mask=ok_C, other=0.0).to(tl.float32)
+            x_NC = tl.load(x_ptr + rows_N[:, None] * x_stride + channels_C[None, :], mask=is_new_N[:, None] & ok_C[None, :], other=0.0)
+            sum_NC += weight_C[None, :] * x_NC.to(tl.float32)
+            if first < W - 1:
+                is_kept_N = (offset_N < 0) & (computed + offset_N >= 0) & (token_N < num_new)
+                entry_N = tl.maximum(computed + offset_N, 0) % RING
+                kept_NC = tl.load(ring_C[None, :] + entry_N[:, None] * CHANNELS, mask=is_kept_N[:, None] & ok_C[None, :], other=0.0)
+                sum_NC += weight_C[None, :] * kept_NC.to(tl.float32)
+        rows_N = (start + token_N).to(tl.int64)
+        is_out_NC = (token_N < num_new)[:, None] & ok_C[None, :]
+        tl.store(out_ptr + rows_N[:, None] * D + channels_C[None, :], sum_NC.to(out_ptr.dtype.element_ty), mask=is_out_NC)
 
 
 @triton.jit
