@@ -132,6 +132,9 @@ class CompileConfig:
         False, "Give each rank whole experts of its own, instead of a share of every expert.", flags=("--enable-expert-parallel", "-ep")
     )
     data_parallel_attention_size: int = _parallel_option(1, None, checks=(at_least(1),))
+    num_redundant_experts: int = _parallel_option(
+        0, "With --enable-expert-parallel: slots of a layer beyond one for each expert, for copies of busy experts.", checks=(at_least(0),)
+    )
     max_loras: int = _lora_option(0, "Adapters on the device at once, that one step may mix.", argument_default=4, checks=(at_least(1),))
     max_lora_rank: int = _lora_option(16, "The largest rank of an adapter. Every slot has room for it.", checks=(at_least(1),))
     lora_experts: bool = _lora_option(False, "Let adapters change experts, too. Every slot then has room for all experts of all layers.")

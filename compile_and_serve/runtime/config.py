@@ -15,6 +15,7 @@ from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.custom_ops.device_names import is_device_name
 from compile_and_serve.custom_ops.mesh import SINGLE_RANK, Coordinates, Mesh
 from compile_and_serve.option_fields import at_least, json_object, option, parse_count, parse_size
+from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
@@ -469,6 +470,16 @@ class EngineConfig:
         flag_type=str,
     )
     expert_metrics: bool = _model_option(False, "Show the tokens of each expert of each layer under /metrics.")
+    enable_eplb: bool = _parallel_option(
+        False, "With --enable-expert-parallel: move and copy experts between ranks, so that all have about as many tokens."
+    )
+    expert_balance: ExpertBalanceConfig | None = _parallel_option(
+        None,
+        'When experts move, as JSON with vLLM\'s keys, such as {"step_interval": 3000, "num_redundant_experts": 16}.',
+        name="eplb_config",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+    )
 
     @property
     def max_drafted_rows(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from compile_and_serve.option_fields import make_config, options_of, require, si
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.config import parse_speculative_config
 from compile_and_serve.runtime.drafting.method import method_of
+from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig, parse_eplb_config
 from compile_and_serve.runtime.kv_events.config import parse_kv_events_config
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     options["quantization"] = None if names_a_format(quantization) else quantization
     drafting = parse_speculative_config(options.get("speculative_config"))
     events = parse_kv_events_config(options.get("kv_events_config"))
-    parsed = {"speculative_config": drafting, "kv_events_config": events}
+    parsed = {"speculative_config": drafting, "kv_events_config": events, **_expert_options(options)}
     config = _with_data_groups(make_config(EngineConfig, options | parsed | {"model": model, "path": Path(model)}))
     compile_config, mesh = config.compile, config.mesh
     require(
@@ -94,10 +96,25 @@ def _with_data_groups(config: EngineConfig) -> EngineConfig:
     )
 
 
+def _expert_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the balance of experts: without enable_eplb there is none, and eplb_config may say the number of redundant experts."""
+    balance = parse_eplb_config(options.get("eplb_config"))
+    if not options.get("enable_eplb"):
+        require(balance is None, "eplb_config", "given together with enable_eplb", options.get("eplb_config"))
+        return {}
+    balance = balance or ExpertBalanceConfig()
+    return {"eplb_config": balance, "num_redundant_experts": options.get("num_redundant_experts") or balance.num_redundant_experts}
+
+
 def _check_experts(config: EngineConfig) -> None:
     """Raise `ValueError` for an option that does not go with experts spread over ranks."""
     if not config.compile.enable_expert_parallel:
+        if config.enable_eplb or config.compile.num_redundant_experts:
+            what = "enable_eplb" if config.enable_eplb else "num_redundant_experts"
+            raise ValueError(f"{what} is about experts that are spread over ranks: give it together with enable_expert_parallel.")
         return
+    if config.enable_eplb and config.mesh.pipe > 1:
+        raise ValueError("enable_eplb does not go with pipeline_parallel_size: only a model in one piece counts the tokens of its experts.")
     if config.compile.lora_experts:
         raise ValueError("lora_experts does not go with enable_expert_parallel, which spreads experts over ranks: leave one of them out.")
     if config.compile.mode == "eager" and config.mesh.of_axis(EXPERT) > 1:
@@ -138,7 +155,6 @@ def _check_data_groups(config: EngineConfig) -> None:
         "speculative_config": config.speculative is not None,
         "kv_offloading_size, kv_offload_dir or kv_connector": bool(cache.offloading_bytes or cache.offload_dir or cache.connector),
         "verify_state": config.verify_state,
-        "expert_metrics": config.expert_metrics,
         "runner 'pooling'": config.model.runner == "pooling",
     }
     wrong = [name for name, is_given in given.items() if is_given]

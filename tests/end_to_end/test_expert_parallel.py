@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.expert_balance import measure, write_skewed
 from compile_and_serve.runtime.engine.core import EngineCore
 from tests.support.all_families import write_family
 from tests.support.engines import request, run_requests, tiny_config, tokens_of
@@ -44,6 +45,18 @@ def run(folder: Path, **options: Any) -> list[Any]:
         return tokens_of(run_requests(core, requests))
     finally:
         core.shutdown()
+
+
+@pytest.mark.slow
+def test_skewed_routing_is_balanced_beside_steps(tmp_path: Path) -> None:
+    """Half of the pairs go to 5 % of the experts. Weights move in pieces of a move; the tokens are those of one rank."""
+    model = write_skewed(tmp_path / "model", 64)
+    options: dict[str, Any] = {"use_cache": False, "block_size": 16, "num_kv_blocks": 64}
+    found = measure(model, ranks=2, redundant=8, sequences=8, steps=64, **options)
+    assert found["imbalance_before"] > 1.3
+    assert found["imbalance_after"] < 1.15
+    assert found["tokens_equal"]
+    assert found["moves"] >= found["steps_with_moves"] >= 4
 
 
 @pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in QUICK)])

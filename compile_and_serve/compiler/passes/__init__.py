@@ -58,7 +58,7 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
         DropBatchAxis(),
         EliminateNoops(),
         LiftNorms(),
-        *((ExpertParallel(),) if config.enable_expert_parallel else ()),
+        *((ExpertParallel(config.num_redundant_experts),) if config.enable_expert_parallel else ()),
         *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(),
         *((ApplyLora(config.max_loras, config.max_lora_rank, config.lora_experts),) if has_adapters else ()),

@@ -127,6 +127,24 @@ def start_receive(x: torch.Tensor, source: int, group: RankGroup) -> Transfer:
     return _transfer(dist.irecv(x, group=_process_group(group, source, group.rank), group_src=source), x)
 
 
+def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: RankGroup) -> None:
+    """Send and receive contiguous tensors, each to or from a rank of the group. Those between two ranks are in the same order on both.
+
+    On CUDA what follows on the stream comes after it; on the CPU this waits.
+    """
+    global _num_entered
+    _num_entered += 1
+    to = [dist.P2POp(dist.isend, _bytes(x), group=group.process_group, group_peer=rank) for x, rank in sends]
+    came = [dist.P2POp(dist.irecv, _bytes(x), group=group.process_group, group_peer=rank) for x, rank in receives]
+    for work in dist.batch_isend_irecv([*to, *came]) if to or came else ():
+        work.wait()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_contiguous()
+    return x.view(torch.uint8)
+
+
 def _process_group(group: RankGroup, source: int, to: int) -> dist.ProcessGroup:
     return group.process_group if source < to or group.reverse is None else group.reverse
 

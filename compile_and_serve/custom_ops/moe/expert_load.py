@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
@@ -56,11 +57,14 @@ class LayerLoad:
 class ExpertLoad:
     """The tokens of each expert of each layer since the start, without padding and synthetic steps. The host never waits for them.
 
-    Every layer must run once outside graph captures before it runs in one.
+    num_groups: of data-parallel attention, whose tokens lie behind one another in a call.
+
+    Every layer must run once outside graph captures before it runs in one. read_steps: steps after which they are read, whatever the time.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._num_tokens = torch.zeros((), dtype=torch.int32, device=device)  # that count
+    def __init__(self, device: torch.device, read_steps: int | None = None, num_groups: int = 1) -> None:
+        self._read_steps, self._steps_since_read = read_steps, 0
+        self._num_tokens = torch.zeros(num_groups, dtype=torch.int32, device=device)  # that count
         self._layers: list[torch.Tensor] = []  # int64 [X] each, in the order in which the layers first ran
         self._index: dict[int, int] = {}  # address of a layer's weights → place in `_layers`
         self._platform = platform_of(device)
@@ -72,9 +76,13 @@ class ExpertLoad:
         """Layers with experts that have run."""
         return len(self._layers)
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Count the first num_tokens tokens of the next calls of each layer: 0 for synthetic steps."""
-        self._num_tokens.fill_(num_tokens)
+    def begin_step(self, *num_tokens: int) -> None:
+        """Count the first num_tokens tokens of each group in the next calls of each layer: 0 for synthetic steps."""
+        self._steps_since_read += any(num_tokens)
+        if len(set(num_tokens)) == 1:
+            self._num_tokens.fill_(num_tokens[0])
+        else:
+            self._num_tokens.copy_(self._platform.upload(np.array(num_tokens, dtype=np.int32)))
 
     def forget_addresses(self) -> None:
         """The weights move. The layers run in the same order as before."""
@@ -89,13 +97,19 @@ class ExpertLoad:
                 self._layers.append(torch.zeros(down.shape[0], dtype=torch.int64, device=ids_TK.device))
         positions_T = torch.arange(len(ids_TK), dtype=torch.int32, device=ids_TK.device)
         counts_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
-        torch.lt(positions_T[:, None].expand_as(ids_TK), self._num_tokens, out=counts_TK)
+        limits = self._num_tokens
+        if len(limits) > 1:  # the tokens of all groups, each with as many rows
+            rows = len(ids_TK) // len(limits)
+            positions_T, limits = positions_T % rows, limits.repeat_interleave(rows, output_size=len(ids_TK))[:, None]
+        torch.lt(positions_T[:, None].expand_as(ids_TK), limits, out=counts_TK)
         self._layers[self._index[address]].index_add_(0, ids_TK.reshape(-1), counts_TK.view(-1))
 
     def read(self) -> list[list[int]]:
-        """Tokens of each expert of each layer, as they were at one of the last steps; empty if `READ_SECONDS` are not over since."""
-        if self._read is None and self._layers and time.monotonic() - self._started_at >= READ_SECONDS:
-            self._started_at = time.monotonic()
+        """Tokens of each expert of each layer, as they were at one of the last steps; empty if it is too early to read them again."""
+        is_due = time.monotonic() - self._started_at >= READ_SECONDS
+        is_due |= self._read_steps is not None and self._steps_since_read >= self._read_steps
+        if self._read is None and self._layers and is_due:
+            self._started_at, self._steps_since_read = time.monotonic(), 0
             counts = self._platform.download(torch.cat(self._layers)).split([len(layer) for layer in self._layers])
             self._read = counts, self._platform.record_timed_event()
         if self._read is None or not self._read[1].query():

@@ -22,6 +22,7 @@ from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.engine.adapters import Adapters
 from compile_and_serve.runtime.engine.data_groups import DataGroups
+from compile_and_serve.runtime.engine.expert_balance import ExpertBalancer
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
 from compile_and_serve.runtime.engine.schedulers import data_groups, make_schedulers, publish_events
 from compile_and_serve.runtime.ledger.records import Preparation
@@ -100,6 +101,9 @@ class EngineCore:
         self.canary: Canary | None = None
         if config.verify_state and found.groups:
             self.canary = Canary(self._pools[0], found.groups, schedulers[0].requests, steps_in_flight=self._depth)
+        self.experts: ExpertBalancer | None = None
+        if config.expert_balance is not None and found.spread is not None:
+            self.experts = ExpertBalancer(config.expert_balance, found.spread)
         self._steps: StepLedger | None = None
         if options.request_ledger:
             weights = found.compile_report.get("loaded_bytes", 0)
@@ -234,6 +238,8 @@ class EngineCore:
                     break
                 if self.canary is not None:
                     self.canary.plan(scheduled)
+                if self.experts is not None:
+                    self.experts.begin(scheduled)
                 if not in_flight and self._idle_since is not None:
                     self._host_gap += time.perf_counter() - self._idle_since
                 if self._step_began is None:
@@ -270,7 +276,10 @@ class EngineCore:
         self._publish_events()
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
-        stats.expert_tokens = result.expert_tokens
+        if self.experts is not None:
+            self.experts.take(result.expert_tokens)
+        if self.config.expert_metrics:
+            stats.expert_tokens = result.expert_tokens
         if self._steps is not None:
             self._steps.add_to(stats, scheduler.misses)
         return StepOutputs(outputs=outputs, stats=stats)
@@ -364,6 +373,8 @@ class EngineCore:
         self._publish_events()
         self._asleep = set(SLEEP_TAGS)
         self.executor.sleep(level)
+        if self.experts is not None and level == 2:
+            self.experts.reset()
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Bring back what `sleep` freed, or only the parts in `tags`: "weights", "kv_cache". Requests run once both are back.

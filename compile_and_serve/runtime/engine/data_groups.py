@@ -136,6 +136,7 @@ class DataGroups:
             rows=max(1, *rows),
             is_decode=all(len(part.num_scheduled_tokens) == part.num_decodes == part.total_num_scheduled_tokens for part in found),
             is_apart=bool(self._structured),
+            group_tokens=tuple([0 if part is None else part.total_num_scheduled_tokens for part in parts]),
         )
         for index, part in enumerate(parts):
             parts[index] = part = step_without_tokens(NO_STEP, None) if part is None else part

@@ -22,10 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.trace import start_trace, stop_trace
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.custom_ops.jit.background_thread import num_running
 from compile_and_serve.custom_ops.jit.cpu_kernels import build_cpu_kernels
+from compile_and_serve.custom_ops.mesh import DATA, EXPERT
 from compile_and_serve.custom_ops.moe.expert_load import ExpertLoad
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name
@@ -44,6 +46,7 @@ from compile_and_serve.runtime.runner.memory import memory_for
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.padding_steps import run_padding
 from compile_and_serve.runtime.runner.pending_step import PendingStep, StepWithoutTokens
+from compile_and_serve.runtime.runner.spread_experts import SpreadExperts
 from compile_and_serve.runtime.runner.state_memory import GIB, KVCacheTooSmallError
 from compile_and_serve.runtime.runner.warm_up import WarmUp, graph_memory
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
@@ -74,7 +77,15 @@ class Worker:
         self._started: WarmUp | None = None  # the runner with its cache and what remains of its warm-up; None while the worker sleeps
         self._is_asleep = False
         self._stats_before_sleep = WorkerStats()
-        self._expert_load = ExpertLoad(device) if config.expert_metrics and rank.answers else None  # all ranks route alike
+        balance = config.expert_balance
+        self._expert_load: ExpertLoad | None = None
+        # All ranks have the tokens of all groups, and route alike.
+        if (config.expert_metrics or balance is not None) and rank.answers and not rank.coordinates[DATA]:
+            read_steps = None if balance is None else max(1, balance.step_interval // 4)
+            self._expert_load = ExpertLoad(device, read_steps, num_groups=rank.mesh.data)
+        self._spread: SpreadExperts | None = None
+        if balance is not None and isinstance(loaded.model, CompiledModel) and rank.mesh.of_axis(EXPERT) > 1:
+            self._spread = SpreadExperts(loaded.model, device)
         weights = platform.used_bytes()
         if platform.runs_triton_kernels:
             start = time.perf_counter()
@@ -95,6 +106,8 @@ class Worker:
             loaded.facts |= {f"memory.{name}": count for name, count in asdict(plan).items()}
         loaded.facts["memory_bandwidth"] = platform.memory_bandwidth
         self.info = loaded.info(num_pages, self._graphs)
+        if self._spread is not None:
+            self.info.spread = self._spread.info()
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
@@ -113,7 +126,7 @@ class Worker:
                 start = time.perf_counter()
                 self._stage("capture all", start, self._finish_warm_up())
         if self._expert_load is not None and not self._expert_load.num_layers:
-            logger.warning("The model has no mixture of experts: --expert-metrics counts nothing.")
+            logger.warning("The model has no mixture of experts: nothing is counted.")
 
         if options.dump_dir is not None:
             facts = {
@@ -130,6 +143,8 @@ class Worker:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
+        if scheduled.expert_moves is not None and self._spread is not None:
+            self._spread.apply(scheduled.expert_moves)
         connector = self._connector
         checks = scheduled.checks
         checksums = [] if checks is None else self.runner.page_memory().checksums(checks.pages)
@@ -153,7 +168,8 @@ class Worker:
             self.adapters.place(slot, adapter_id)
         load = self._expert_load
         if load is not None:
-            load.begin_step(scheduled.total_num_scheduled_tokens)
+            shape = scheduled.shape
+            load.begin_step(*((scheduled.total_num_scheduled_tokens,) if shape is None else shape.group_tokens))
         with tuning_off(), self._counting():
             if scheduled.num_scheduled_tokens:
                 step = self.runner.launch(scheduled)
@@ -216,6 +232,8 @@ class Worker:
         self._is_asleep = True
         self._started = self._graphs = None
         self.loaded.weights.release(keep=level == 1)
+        if self._spread is not None and level == 2:
+            self._spread.reset()
         unfreeze_heap()
         gc.collect()  # the runner and its graphs refer to each other
         platform.release_cached()

@@ -143,13 +143,33 @@ class StepShape(msgspec.Struct, array_like=True, frozen=True):
     """What all data groups pad a step to, so that their ranks meet in the same collectives.
 
     tokens, rows: the most that a group computes. is_decode: every group decodes one token of each of its sequences, or nothing. is_apart: a
-    group changes logits between the model and sampling, so that all sample outside of the model's graph.
+    group changes logits between the model and sampling, so that all sample outside of the model's graph. group_tokens: tokens of each group.
     """
 
     tokens: int
     rows: int
     is_decode: bool
     is_apart: bool = False
+    group_tokens: tuple[int, ...] = ()
+
+
+class ExpertMoves(msgspec.Struct, array_like=True):
+    """Experts to be moved between slots before a step (`runner/spread_experts.py`).
+
+    copies: (layer, slot, slot whose expert it gets), all at once. turns: of a layer, the slot of each turn of experts with several slots.
+    The others of a layer that is named here take turns evenly.
+    """
+
+    copies: list[tuple[int, int, int]] = []
+    turns: list[tuple[int, dict[int, list[int]]]] = []
+
+
+class SpreadInfo(msgspec.Struct, kw_only=True):
+    """Experts that are spread over ranks. placements: of each layer, the expert of each slot of all ranks."""
+
+    num_ranks: int
+    placements: list[list[int]]
+    bytes_of_expert: int
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True):
@@ -173,6 +193,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         do.
     checks: of the canary, in a few steps.
     shape: of all data groups' steps together; None: there is one group. groups: each group's own step; this one is their sum then.
+    expert_moves: to be done before the step.
     """
 
     step: int
@@ -195,6 +216,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     checks: StateChecks | None = None
     shape: StepShape | None = None
     groups: list[SchedulerOutput] = []
+    expert_moves: ExpertMoves | None = None
 
 
 def step_without_tokens(step: int, transfers: StepTransfers | None) -> SchedulerOutput:
@@ -255,7 +277,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
     compute steps with `SchedulerOutput.is_ahead` without waiting, once their graphs are captured. whole_prompts, length_regimes: of
     `ModelSpec`.
-    arrays: that requests may bring. encoder: None: there is none.
+    arrays: that requests may bring. encoder: None: there is none. spread: experts that may move between ranks.
     """
 
     num_blocks: int
@@ -277,6 +299,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     arrays: list[ArrayInfo] = []
     encoder: EncoderInfo | None = None
     media: MediaInfo | None = None
+    spread: SpreadInfo | None = None
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):

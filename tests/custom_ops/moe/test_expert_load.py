@@ -66,3 +66,17 @@ def test_a_read_does_not_wait(load: ExpertLoad, monkeypatch: pytest.MonkeyPatch)
     assert load.read() == [[1, 1, 2, 2]]  # as it was when the read began
     monkeypatch.setattr(expert_load, "READ_SECONDS", 1e9)
     assert load.read() == []
+
+
+def test_groups_count_their_own_tokens() -> None:
+    """The tokens of two groups lie behind one another, padded to as many rows."""
+    load = ExpertLoad(torch.device("cpu"), read_steps=1, num_groups=2)
+    ids, down = torch.tensor([[0], [1], [2], [3], [3], [3]], dtype=torch.int32), torch.empty(4, 1)
+    load.begin_step(1, 2)
+    load.add(ids, down)
+    load.begin_step(0, 0)
+    load.add(ids, down)
+    assert load.read() == [[1, 0, 0, 2]]
+    load.begin_step(3, 0)
+    load.add(ids, down)
+    assert load.read() == [[2, 1, 1, 2]]

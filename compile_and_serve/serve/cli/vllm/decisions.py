@@ -63,7 +63,6 @@ _OFFLOAD = "weights stay on the device"
 _PLUGIN = "a parser of your own is an entry point's name or module:Class, given with --tool-call-parser or --reasoning-parser"
 _SAFETENSORS = "weights are streamed from memory-mapped files"
 _LOAD_BALANCING = "the server spreads requests over its replicas itself"
-_EXPERTS = "the experts of a layer are sharded by --tensor-parallel-size, which needs no balancing"
 
 DECISIONS: Mapping[str, Decision] = {
     # The model
@@ -126,7 +125,8 @@ DECISIONS: Mapping[str, Decision] = {
     **_refused("replicas are child processes", "--data-parallel-backend"),
     **_ignored(_LOAD_BALANCING, "--dp-sync-interval --disable-nccl-for-dp-synchronization"),
     **_ignored("a rank reads its own experts alone", "--enable-ep-weight-filter"),
-    **_ignored(_EXPERTS, "--all2all-backend --enable-eplb --eplb-config --expert-placement-strategy"),
+    **_ignored("tokens of data-parallel groups are gathered", "--all2all-backend"),
+    **_ignored("experts are placed in order, and --enable-eplb moves them", "--expert-placement-strategy"),
     **_refused("the number of ranks is fixed", "--enable-elastic-ep --elastic-ep-max-dp-size"),
     **_ignored(
         "steps are not divided into micro-batches", "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold"
