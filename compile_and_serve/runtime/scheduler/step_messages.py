@@ -143,7 +143,7 @@ class StepShape(msgspec.Struct, array_like=True, frozen=True):
     """What all data groups pad a step to, so that their ranks meet in the same collectives.
 
     tokens, rows: the most that a group computes. is_decode: every group decodes one token of each of its sequences, or nothing. is_apart: a
-    group changes logits between the model and sampling, so that all sample outside of the model's graph. group_tokens: tokens of each group.
+    group changes logits between the model and sampling, so that all sample outside of its graph. group_tokens: of each group.
     """
 
     tokens: int
