@@ -54,10 +54,6 @@ class HybridConfig:
 
 
 class HybridModel(nn.Module):
-    """taps: as in `LlamaModel`."""
-
-    taps: tuple[int, ...] = ()
-
     def __init__(self, config: HybridConfig, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.config = config
@@ -73,24 +69,18 @@ class HybridModel(nn.Module):
         kv_caches: Sequence[torch.Tensor],
         states: Sequence[Any],
         logits_indices_L: torch.Tensor,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """→ normed rows [L, D], and what `taps` asks for, each [T, D]."""
+    ) -> torch.Tensor:
+        """→ normed rows [L, D]"""
         config = self.config
         x_TD = self.embed_tokens(input_ids_T)
         if config.embedding_scale != 1.0:
             x_TD = x_TD * config.embedding_scale
         cos_TE, sin_TE = (None, None) if self.rotary_emb is None else self.rotary_emb(positions_T, x_TD.dtype)
         caches, recurrent = iter(kv_caches), iter(states)
-        tapped = []
-        for number, (layer, kind) in enumerate(zip(self.layers, config.kinds, strict=True)):
-            if number in self.taps:
-                tapped.append(x_TD)
+        for layer, kind in zip(self.layers, config.kinds, strict=True):
             x_TD = layer(x_TD, cos_TE, sin_TE, *_kept(kind, caches, recurrent))
-        norm = getattr(self, config.norm_name)
-        if len(self.layers) in self.taps:
-            x_TD = norm(x_TD)
-            return x_TD[logits_indices_L], [*tapped, x_TD]
-        return norm(x_TD[logits_indices_L]), tapped
+        norm: nn.Module = getattr(self, config.norm_name)
+        return norm(x_TD[logits_indices_L])
 
 
 def _kept(kind: LayerKind, caches: Iterator[torch.Tensor], states: Iterator[Any]) -> list[Any]:
@@ -101,7 +91,7 @@ def _kept(kind: LayerKind, caches: Iterator[torch.Tensor], states: Iterator[Any]
 class HybridForCausalLM(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [L], KV caches, recurrent states) → logits [L, V].
 
-    A model without attention, or without recurrent layers, gets no argument for them. With `model.taps` also hidden states [T, D · taps].
+    A model without attention, or without recurrent layers, gets no argument for them.
     """
 
     def __init__(self, config: HybridConfig, make_layer: Callable[[int], nn.Module]) -> None:
@@ -119,11 +109,10 @@ class HybridForCausalLM(nn.Module):
         logits_indices: torch.Tensor,
         kv_caches: Sequence[torch.Tensor] = (),
         recurrent_states: Sequence[Any] = (),
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        rows_LD, tapped = self.model(input_ids, positions, kv_caches, recurrent_states, logits_indices)
+    ) -> torch.Tensor:
+        logits_LV = self.lm_head(self.model(input_ids, positions, kv_caches, recurrent_states, logits_indices))
         scale = self.model.config.logits_scale
-        logits_LV = self.lm_head(rows_LD) if scale == 1.0 else self.lm_head(rows_LD) * scale
-        return (logits_LV, torch.cat(tapped, dim=-1)) if tapped else logits_LV
+        return logits_LV if scale == 1.0 else logits_LV * scale
 
 
 class HybridAttention(ShardedModule):

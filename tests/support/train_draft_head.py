@@ -127,6 +127,11 @@ def write(args: argparse.Namespace, target: Target) -> None:
         "hidden_act": "silu", "rms_norm_eps": target.eps, "max_position_embeddings": 8192, "tie_word_embeddings": False,
         "rope_theta": target.theta, "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": list(target.taps),
     }  # fmt: skip
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
     (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     print(f"{(args.out / 'model.safetensors').stat().st_size / 1e6:.2f} MB in {args.out}", flush=True)
     found = load_file(args.out / "conversations.safetensors")

@@ -21,17 +21,8 @@ from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepOutput
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
 from compile_and_serve.models.decoder_spec import DECODER_TP_PLAN, decoder_spec
-from compile_and_serve.models.drafters.drafter_spec import (
-    EMBEDDING,
-    HEAD,
-    DrafterSpec,
-    check_vocabulary,
-    checked_target,
-    hidden_input,
-    hidden_size_of,
-    num_layers_of,
-    with_hidden_states,
-)
+from compile_and_serve.models.drafters.drafter_spec import EMBEDDING, HEAD, DrafterSpec, check_vocabulary, checked_target, hidden_input
+from compile_and_serve.models.drafters.hidden_states import embedding_names, head_names, hidden_size_of, num_layers_of, with_hidden_states
 from compile_and_serve.models.families.qwen3 import Qwen3ForCausalLM
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
@@ -127,7 +118,7 @@ def dflash(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
         ),
         target=target,
         max_tokens=positive_int(config, "block_size") - 1,
-        borrowed_weights={EMBEDDING: (EMBEDDING,), HEAD: (HEAD, EMBEDDING)},
+        borrowed_weights={EMBEDDING: embedding_names(target), HEAD: head_names(target)},
         mask_token=mask_token,
     )
 

@@ -23,13 +23,12 @@ from compile_and_serve.models.drafters.drafter_spec import (
     DrafterSpec,
     check_vocabulary,
     checked_target,
-    hidden_size_of,
-    num_layers_of,
     reads_hidden_states,
-    with_hidden_states,
 )
+from compile_and_serve.models.drafters.hidden_states import embedding_names, head_names, hidden_size_of, num_layers_of, with_hidden_states
 from compile_and_serve.models.families.llama import LlamaAttention, LlamaDecoderLayer
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding
+from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.spec import ModelSpec, ShardStyle
 
 
@@ -132,10 +131,10 @@ def eagle(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tu
     model = partial(EagleModel, decoder, has_bias)
     spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, decoder.vocab_size), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
-        spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
+        spec=with_stored_weights(reads_hidden_states(spec, decoder.hidden_size, dtype)),
         target=with_hidden_states(checked_target(target), (num_layers_of(target),)),
         hidden_size=decoder.hidden_size,
-        borrowed_weights={EMBEDDING: (EMBEDDING,), HEAD: (HEAD, EMBEDDING)},
+        borrowed_weights={EMBEDDING: embedding_names(target), HEAD: head_names(target)},
     )
 
 
@@ -162,12 +161,12 @@ def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, t
     model = partial(Eagle3Model, decoder, norm_before_residual)
     spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, draft_vocab_size), decoder, config, dtype, tp_plan=plan)
     return DrafterSpec(
-        spec=reads_hidden_states(spec, decoder.hidden_size, dtype),
+        spec=with_stored_weights(reads_hidden_states(spec, decoder.hidden_size, dtype)),
         target=with_hidden_states(checked_target(target), _eagle3_taps(config, num_layers)),
         hidden_size=decoder.hidden_size,
         combine=True,
         maps_tokens=draft_vocab_size != decoder.vocab_size or "d2t" in tensors,
-        borrowed_weights={EMBEDDING: (EMBEDDING,)},
+        borrowed_weights={EMBEDDING: embedding_names(target), HEAD: head_names(target)},
     )
 
 

@@ -15,14 +15,8 @@ from torch import nn
 from compile_and_serve.custom_ops.step import TOKENS, StepOutput
 from compile_and_serve.models.config import ModelConfigError, positive_int
 from compile_and_serve.models.decoder_spec import on_meta
-from compile_and_serve.models.drafters.drafter_spec import (
-    DrafterSpec,
-    checked_target,
-    hidden_input,
-    hidden_size_of,
-    num_layers_of,
-    with_hidden_states,
-)
+from compile_and_serve.models.drafters.drafter_spec import DrafterSpec, checked_target, hidden_input
+from compile_and_serve.models.drafters.hidden_states import hidden_size_of, num_layers_of, with_hidden_states
 from compile_and_serve.models.spec import ModelSpec
 
 DRAFT_TOKENS = "draft_tokens"  # the output of Medusa heads

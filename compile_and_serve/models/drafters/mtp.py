@@ -11,16 +11,8 @@ import torch
 
 from compile_and_serve.custom_ops.step import ROWS, TOKENS
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.drafters.drafter_spec import (
-    EMBEDDING,
-    HEAD,
-    DrafterSpec,
-    checked_target,
-    hidden_size_of,
-    num_layers_of,
-    reads_hidden_states,
-    with_hidden_states,
-)
+from compile_and_serve.models.drafters.drafter_spec import DrafterSpec, checked_target, reads_hidden_states
+from compile_and_serve.models.drafters.hidden_states import embedding_names, head_names, hidden_size_of, num_layers_of, with_hidden_states
 from compile_and_serve.models.families import known_families
 from compile_and_serve.models.quantization.stored_weights import with_stored_weights
 from compile_and_serve.models.spec import ModelSpec
@@ -53,7 +45,7 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype, num_tokens: int) -> DrafterSpe
                 spec=reads_hidden_states(spec, size, dtype, gives=ROWS if is_only else TOKENS),
                 target=target,
                 hidden_size=size,
-                borrowed_weights={embedding: (EMBEDDING,), head: (HEAD, EMBEDDING)},
+                borrowed_weights={embedding: embedding_names(target), head: head_names(target)},
                 prefix=embedding.removesuffix("embed_tokens.weight"),
             )
         )

@@ -69,10 +69,6 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """taps: numbers of the layers whose inputs `forward` also returns; the number of layers stands for the last norm's output."""
-
-    taps: tuple[int, ...] = ()
-
     def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module] | None = None) -> None:
         super().__init__()
         if layers is None:
@@ -84,25 +80,19 @@ class LlamaModel(nn.Module):
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices_S: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """→ normed rows [S, D], and what `taps` asks for, each [T, D]."""
+    ) -> torch.Tensor:
+        """→ normed rows [S, D]"""
         x_TD = self.embed_tokens(input_ids_T)
         cos_TE, sin_TE = self.rotary_emb(positions_T, x_TD.dtype)
-        tapped = []
-        for number, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
-            if number in self.taps:
-                tapped.append(x_TD)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x_TD = layer(x_TD, cos_TE, sin_TE, kv_cache)
-        if len(self.layers) in self.taps:
-            x_TD = self.norm(x_TD)
-            return x_TD[logits_indices_S], [*tapped, x_TD]
-        return self.norm(x_TD[logits_indices_S]), tapped
+        return self.norm(x_TD[logits_indices_S])
 
 
 class LlamaForCausalLM(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V].
 
-    With `model.taps` also hidden states [T, D · taps], side by side. layers: of a related family, with the same `forward` as
+    layers: of a related family, with the same `forward` as
     `LlamaDecoderLayer`; None: Llama's.
     """
 
@@ -115,10 +105,8 @@ class LlamaForCausalLM(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        rows_SD, tapped = self.model(input_ids, positions, kv_caches, logits_indices)
-        logits_SV = self.lm_head(rows_SD)
-        return (logits_SV, torch.cat(tapped, dim=-1)) if tapped else logits_SV
+    ) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids, positions, kv_caches, logits_indices))
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:

@@ -47,7 +47,7 @@ class WindowedForCausalLM(LlamaForCausalLM):
         logits_indices: torch.Tensor,
         kv_caches: Sequence[torch.Tensor] = (),
         window_caches: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         by_group = {KV_CACHES: iter(kv_caches), WINDOW_CACHES: iter(window_caches)}
         return super().forward(input_ids, positions, [next(by_group[group]) for group in self.groups], logits_indices)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import HIDDEN_STATES
-from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
+from compile_and_serve.models.drafters.drafter_spec import HEAD, DrafterSpec
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
@@ -23,6 +24,8 @@ from compile_and_serve.runtime.side_model import SideModel
 from compile_and_serve.runtime.weights import WeightError, open_checkpoint
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint
 from compile_and_serve.runtime.weights.joined import JoinedCheckpoint, open_drafter
+
+log = logging.getLogger(__name__)
 
 
 def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec | None:
@@ -55,6 +58,8 @@ def compile_drafter(compiler: SideModelCompiler, drafter: DrafterSpec) -> Compil
 
     def compile_part(part: DrafterSpec, title: str, backends: Mapping[str, AttentionBackend] | None = None) -> SideModel:
         checkpoint = None if own is None else partial(_joined, own, part, config)
+        spec = replace(part.spec, state=tuple(_in_window(group, part.target) for group in part.spec.state))
+        part = replace(part, spec=spec)
         borrowed = {group.name: _borrowed(group, part.target) for group in part.spec.state}
         return compiler.compile(part.spec, title, path, checkpoint=checkpoint, borrowed=borrowed, backends=backends)
 
@@ -72,8 +77,7 @@ def compile_drafter(compiler: SideModelCompiler, drafter: DrafterSpec) -> Compil
             for name, tensor in extras.items():
                 tensor.zero_() if name == "d2t" else tensor.fill_(1.0 / tensor.shape[-1])
         else:
-            for name, tensor in own.stream(set(extras)):
-                extras[name].copy_(tensor)
+            _read_extras(own, extras)
             _check_token_map(extras, drafter.target.vocab_size, path)
         for one in compiled.others:
             one.load()
@@ -89,7 +93,11 @@ def _joined(own: Checkpoint, drafter: DrafterSpec, config: EngineConfig) -> Join
     weight_map = drafter.spec.weight_map
     present = {weight_map.get(name, name) for name in own.shapes}
     lacking = {name: held for name, held in drafter.borrowed_weights.items() if name not in present}
-    return JoinedCheckpoint(own, lambda: open_checkpoint(config.model.path), lambda name: name.startswith(drafter.prefix), lacking)
+    rows = {}
+    if drafter.maps_tokens and HEAD in lacking and "d2t" in own.shapes:
+        for _, offsets in own.stream({"d2t"}):
+            rows[HEAD] = offsets.long() + torch.arange(len(offsets))
+    return JoinedCheckpoint(own, lambda: open_checkpoint(config.model.path), lambda name: name.startswith(drafter.prefix), lacking, rows)
 
 
 def _extras(
@@ -111,12 +119,35 @@ def _extras(
     return {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in expected.items()}
 
 
+def _read_extras(own: Checkpoint, extras: Mapping[str, torch.Tensor]) -> None:
+    """Fill them. A checkpoint may hold a matrix in 8 bits, with a scale for each row or one for all."""
+    scales = {f"{name}_scale" for name in extras} & own.shapes.keys()
+    read = dict(own.stream(set(extras) | scales))
+    for name, tensor in extras.items():
+        if name in read:
+            scale = read.get(f"{name}_scale")
+            tensor.copy_(read[name] if scale is None else read[name].float() * scale.float())
+
+
 def _check_token_map(extras: Mapping[str, torch.Tensor], vocab_size: int, path: Path) -> None:
     if "d2t" not in extras:
         return
     ids = extras["d2t"].cpu() + torch.arange(len(extras["d2t"]))
     if not bool(((ids >= 0) & (ids < vocab_size)).all()):
         raise WeightError(f"d2t in {path} maps tokens to ids outside of the model's {vocab_size}: use a drafter of this model.")
+
+
+def _in_window(group: StateGroup, target: ModelSpec) -> StateGroup:
+    """The group. Where the target keeps no more than the last tokens of a sequence, the drafter reads no others either."""
+    kinds = [one.kind for one in target.state if one.is_attention]
+    if not kinds or any(kind.covers(group.kind) for kind in kinds):
+        return group
+    windows = [kind for kind in kinds if kind.unit == "tokens" and kind.window is not None]
+    if not windows or group.kind.window is not None:
+        return group
+    widest = max(windows, key=lambda kind: kind.window or 0)
+    log.info("The drafter reads the last %s tokens of a sequence, since the model keeps no others", widest.window)
+    return replace(group, kind=widest)
 
 
 def _borrowed(group: StateGroup, target: ModelSpec) -> str:
@@ -128,6 +159,6 @@ def _borrowed(group: StateGroup, target: ModelSpec) -> str:
         raise ValueError("The model keeps no tokens, in whose pages the drafter would keep its own: use the method ngram or suffix.")
     windows = ", ".join(str(one.kind.window) for one in target.state if one.kind.window is not None)
     raise ValueError(
-        f"The model keeps only the last tokens of a sequence (its window is {windows}), but the drafter reads "
-        f"{'all' if group.kind.window is None else group.kind.window} of them: remove speculative_config."
+        f"The model keeps only the last tokens of a sequence (its window is {windows}), but the drafter reads {group.kind.window} of them: "
+        "remove speculative_config."
     )

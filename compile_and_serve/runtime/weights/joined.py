@@ -39,12 +39,18 @@ class JoinedCheckpoint:
     """A drafter's tensors, and those that it borrows from its target.
 
     is_own: whether one of the drafter's tensors is meant. borrowed: name → names of the target's tensor, the first that there is.
+    rows: name → the rows that are borrowed, int64; all of a tensor that is not named.
     """
 
     def __init__(
-        self, own: Checkpoint, target: Callable[[], Checkpoint], is_own: Callable[[str], bool], borrowed: Mapping[str, Sequence[str]]
+        self,
+        own: Checkpoint,
+        target: Callable[[], Checkpoint],
+        is_own: Callable[[str], bool],
+        borrowed: Mapping[str, Sequence[str]],
+        rows: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._own = own
+        self._own, self._rows = own, rows or {}
         self.shapes = {name: shape for name, shape in own.shapes.items() if is_own(name)}
         self._target = target() if borrowed else None
         self._borrowed: dict[str, list[str]] = {}  # target's name → names here
@@ -53,7 +59,8 @@ class JoinedCheckpoint:
             found = next((one for one in candidates if one in self._target.shapes), None)
             if found is not None:
                 self._borrowed.setdefault(found, []).append(name)
-                self.shapes[name] = tuple(self._target.shapes[found])
+                shape = tuple(self._target.shapes[found])
+                self.shapes[name] = (len(self._rows[name]), *shape[1:]) if name in self._rows else shape
 
     def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         borrowed = {name for held in self._borrowed.values() for name in held}
@@ -61,4 +68,6 @@ class JoinedCheckpoint:
         if self._target is not None:
             wanted = {source for source, held in self._borrowed.items() if names & set(held)}
             for source, tensor in self._target.stream(wanted):
-                yield from ((name, tensor) for name in self._borrowed[source] if name in names)
+                for name in self._borrowed[source]:
+                    if name in names:
+                        yield name, tensor[self._rows[name].to(tensor.device)] if name in self._rows else tensor
