@@ -393,6 +393,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     disable_by_batch_size: int | None = None
     synthetic_acceptance_rate: float | None = None
+    draft_sample_method: str = "probabilistic"
 
     @property
     def ngram_lengths(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from compile_and_serve.runtime.drafting.model_drafts import ModelDrafts
 
 
 class ChainedDrafts(ModelDrafts):
-    """One pass of the model for each draft token."""
+    """One pass of the model for each draft token. tokens_ahead: what it computes at position p is about token p + tokens_ahead."""
+
+    tokens_ahead: ClassVar[int]
 
     def _pass_model(self, slots_S: torch.Tensor) -> Callable[[int, Step], dict[str, torch.Tensor]]:
         """What makes the drafts of a chain, one after another: the number of the draft and a step of one token of each sequence → outputs.
@@ -84,6 +87,7 @@ class ChainedDrafts(ModelDrafts):
             step = self._build_step(lengths, of_pass, inputs, num_rows=num_seqs, plans=host is not None)
             with counting_no_experts():
                 given = model(num_known + i, step)
-            tokens_S, hidden_SD = self._likeliest(given[LOGITS]), given.get(HIDDEN_STATES)
+            hidden_SD = given.get(HIDDEN_STATES)
+            tokens_S = self._choose(given[LOGITS], asked["slots"][:num_seqs], positions[i, :num_seqs] + self.tokens_ahead)
             drafts.append(tokens_S)
         return torch.stack(drafts, dim=1)

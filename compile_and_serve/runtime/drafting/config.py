@@ -53,6 +53,8 @@ def _check(config: SpeculativeConfig) -> None:
     _require(shortest <= longest, "prompt_lookup_min", f"at most prompt_lookup_max={longest}", config.prompt_lookup_min)
     _number("suffix_decoding_max_spec_factor", config.suffix_decoding_max_spec_factor, 0.0, MAX_DRAFT_TOKENS)
     _number("suffix_decoding_min_token_prob", config.suffix_decoding_min_token_prob, 0.0, 1.0)
+    sample_methods = ("greedy", "probabilistic")
+    _require(config.draft_sample_method in sample_methods, "draft_sample_method", " or ".join(sample_methods), config.draft_sample_method)
     if config.synthetic_acceptance_rate is not None:
         _number("synthetic_acceptance_rate", config.synthetic_acceptance_rate, 0.0, 1.0)
 

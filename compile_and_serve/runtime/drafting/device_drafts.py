@@ -23,6 +23,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, SpeculativeConfig
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.sampling.decode_step import DecodeStep
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.side_model import SideModel
 
 StepOf = Callable[[int], DecodeStep]
@@ -120,8 +121,8 @@ class DeviceDrafts(ABC):
         fields = ("slots", "positions", "counts", "last_tokens", "is_ahead")
         self._asked = StagedArrays({name: (np.int64, aligned(batch.num_slots)) for name in fields}, device)
 
-    def add(self, slot: int, token_ids: np.ndarray) -> None:  # noqa: B027 (most drafters need not know)
-        """A request has begun in a batch slot, with these tokens (int64)."""
+    def add(self, slot: int, token_ids: np.ndarray, params: SamplingParams, num_prompt: int) -> None:  # noqa: B027 (some need not know)
+        """A request has begun in a batch slot, with these tokens (int64), the first `num_prompt` of which are its prompt."""
 
     def page_parts(self) -> dict[str, list[torch.Tensor]]:
         """What the drafter keeps under the pages of the target's groups, by their names: see `PageMemory`."""

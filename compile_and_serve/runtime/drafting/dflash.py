@@ -70,7 +70,7 @@ class DFlash(ModelDrafts):
         self._context(replace(step, inputs=inputs, state=self._state, metadata={self._group: metadata}))
 
     def _new_drafts(self, num_seqs: int, num_drafts: int, host: Mapping[str, np.ndarray] | None) -> torch.Tensor:
-        """The likeliest tokens. A block ends behind the drafts that its sequence was asked for."""
+        """A block ends behind the drafts that its sequence was asked for."""
         slots_S, counts_S = (self._asked.device[name][:num_seqs] for name in ("slots", "counts"))
         known_S, tokens_S = self._known_positions()[:num_seqs], self._last_tokens(num_seqs)
         block = 1 + num_drafts
@@ -108,11 +108,12 @@ class DFlash(ModelDrafts):
             rows = (torch.arange(num_seqs, device=slots_S.device)[:, None] * block + offsets_B[1:]).flatten()
         else:  # only of drafts that were asked for, so that there are no more logits than a step of the target has
             is_wanted_SB = (np.arange(block) > 0) & (np.arange(block) <= counts[:, None])
-            rows = self._platform.upload(np.flatnonzero(is_wanted_SB), through_pinned=True)
+            rows = self._upload(np.flatnonzero(is_wanted_SB), through_pinned=True)
         inputs = self._inputs(tokens_SB.flatten(), positions_SB.flatten(), rows)
         step = self._build_step(lengths, pages, inputs, num_rows=len(rows), plans=host is not None)
         with counting_no_experts():
-            drafts = self._likeliest(self._model(step)[LOGITS])
+            logits = self._model(step)[LOGITS]
+        drafts = self._choose(logits, slots_S[rows // block], positions_SB.flatten()[rows])
         if host is None:
             return drafts.view(num_seqs, num_drafts)
         return drafts.new_full((num_seqs, num_drafts), -1).masked_scatter_(is_asked_SB[:, 1:], drafts)

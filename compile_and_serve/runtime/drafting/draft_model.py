@@ -23,6 +23,7 @@ class DraftModel(ChainedDrafts):
     """It needs nothing of the target but its tokens."""
 
     reads_hidden = False
+    tokens_ahead = 1
 
     @classmethod
     def build_model(cls, config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec:

@@ -34,6 +34,8 @@ class SequenceRows:
 class HiddenDrafts(ChainedDrafts):
     """The drafts of an EAGLE head, or of one layer for multi-token prediction."""
 
+    tokens_ahead = 2  # at the position of a hidden state, whose next token is known
+
     def __init__(self, setup: DraftSetup) -> None:
         super().__init__(setup)
         # By batch slot, then a row for padding sequences: the first draft token and the hidden state to go on from.
@@ -95,7 +97,8 @@ class HiddenDrafts(ChainedDrafts):
         given = self._run(step, keeps_state_only=keeps_state_only)
         self._keep_hidden(step, given, slots, sequences)
         if slots is not None:
-            self._tokens.index_copy_(0, slots, self._likeliest(given[LOGITS]))
+            places = step.inputs[POSITIONS.name][rows] + self.tokens_ahead
+            self._tokens.index_copy_(0, slots, self._choose(given[LOGITS], slots, places))
 
     def _keep_hidden(
         self, step: Step, given: Mapping[str, torch.Tensor], slots: torch.Tensor | None, sequences: SequenceRows | None

@@ -22,7 +22,9 @@ from compile_and_serve.runtime.weights.joined import drafter_config
 
 
 class Medusa(HiddenDrafts):
-    """The heads keep nothing of the tokens before: following the target is keeping its hidden states."""
+    """The heads keep nothing of the tokens before: following the target is keeping its hidden states. They give tokens, no distribution."""
+
+    draws = False
 
     @classmethod
     def build_model(cls, config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec:

@@ -30,8 +30,10 @@ from compile_and_serve.custom_ops.state.metadata import AttentionMetadata, StepL
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, INPUT_IDS, LOGITS_INDICES, POSITIONS, Step
 from compile_and_serve.custom_ops.step_builder import build_step
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, StepOf, TargetLayout, TargetStep
+from compile_and_serve.runtime.drafting.draft_sampling import DraftSampling
 from compile_and_serve.runtime.sampling.decode_step import DecodeStep
 from compile_and_serve.runtime.sampling.ops import argmax_rows
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 _PROPOSE = "propose"
 
@@ -39,10 +41,12 @@ _PROPOSE = "propose"
 class ModelDrafts(DeviceDrafts):
     """A subclass says how the model follows the target, and how it drafts.
 
-    reads_hidden: whether it reads the target's hidden states and sampled tokens.
+    reads_hidden: whether it reads the target's hidden states and sampled tokens. draws: whether drafts may be drawn from the drafter's
+    distribution; else they are its likeliest tokens.
     """
 
     reads_hidden: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
 
     def __init__(self, setup: DraftSetup) -> None:
         super().__init__(setup)
@@ -52,6 +56,9 @@ class ModelDrafts(DeviceDrafts):
         self._groups = compiled.drafter.spec.state
         self._graphs = setup.graphs
         self._state = setup.allocate_state(compiled)
+        self._sampling: DraftSampling | None = None
+        if self.draws and setup.config.draft_sample_method == "probabilistic":
+            self._sampling = DraftSampling(batch.num_slots, compiled.drafter.target.vocab_size, device)
         # What a captured `follow` reads of the step.
         num_rows = 0 if setup.graphs is None else batch.max_sampled
         self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -177,10 +184,23 @@ class ModelDrafts(DeviceDrafts):
             if one.row_seq_lens is not None:
                 one.fill_rows(step.max_query_len)
 
-    def _likeliest(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        """int64 [S]: the target's ids of the likeliest tokens."""
+    def _choose(self, logits_SV: torch.Tensor, slots_S: torch.Tensor, places_S: torch.Tensor) -> torch.Tensor:
+        """int64 [S]: drafts, as the target's ids. slots_S, places_S: int64, batch slot and number of the draft in its sequence."""
+        if self._sampling is not None:
+            return self._sampling.draw(logits_SV, slots_S, places_S, self._token_ids)
         tokens_S, _ = argmax_rows(logits_SV)
-        return tokens_S + self._extras["d2t"][tokens_S] if "d2t" in self._extras else tokens_S
+        return tokens_S if self._token_ids is None else self._token_ids[tokens_S]
+
+    @cached_property
+    def _token_ids(self) -> torch.Tensor | None:
+        """int64: the target's id of each draft token; None: they are the same."""
+        offsets = self._extras.get("d2t")
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def add(self, slot: int, token_ids: np.ndarray, params: SamplingParams, num_prompt: int) -> None:
+        """See `DeviceDrafts.add`."""
+        if self._sampling is not None:
+            self._sampling.add(slot, params, num_prompt)
 
     def _plan(self, metadata: Mapping[str, AttentionMetadata]) -> None:
         for name, backend in self._compiled.backends.items():

@@ -17,6 +17,7 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.device_drafts import DraftSetup, TargetLayout
 from compile_and_serve.runtime.drafting.hidden_drafts import HiddenDrafts, SequenceRows
 from compile_and_serve.runtime.drafting.later_layers import LaterLayers
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 
 class Mtp(HiddenDrafts):
@@ -41,8 +42,9 @@ class Mtp(HiddenDrafts):
     def _can_skip_outputs(self) -> bool:
         return self._later_layers is None
 
-    def add(self, slot: int, token_ids: np.ndarray) -> None:
+    def add(self, slot: int, token_ids: np.ndarray, params: SamplingParams, num_prompt: int) -> None:
         """See `DeviceDrafts.add`."""
+        super().add(slot, token_ids, params, num_prompt)
         if self._later_layers is not None:
             self._later_layers.add(slot)
 

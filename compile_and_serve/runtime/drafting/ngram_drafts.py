@@ -11,6 +11,7 @@ import torch
 from compile_and_serve.custom_ops.sampling.ngram_drafts import append_tokens, find_drafts
 from compile_and_serve.custom_ops.step import LOGITS_INDICES
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, TargetStep
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 
 class NgramDrafts(DeviceDrafts):
@@ -27,7 +28,7 @@ class NgramDrafts(DeviceDrafts):
         # Of each sampled row of the layout with this version: its batch slot, and its sequence's place in the step. int64 [2, L]
         self._rows = torch.zeros(2, 1, dtype=torch.int64, device=device)
 
-    def add(self, slot: int, token_ids: np.ndarray) -> None:
+    def add(self, slot: int, token_ids: np.ndarray, params: SamplingParams, num_prompt: int) -> None:
         """See `DeviceDrafts.add`."""
         self._history_RW[slot, : len(token_ids)] = self._upload(token_ids.astype(np.int32), through_pinned=True)
 

@@ -332,7 +332,7 @@ class ModelRunner(BaseRunner):
         for data in scheduled.new_requests:
             request = batch.add(data)
             if self.drafter is not None:
-                self.drafter.add(request.slot, request.token_ids)
+                self.drafter.add(request.slot, request.token_ids, request.params, data.num_prompt_tokens)
             tokens, num_prompt = request.token_ids, data.num_prompt_tokens
             params, structured = request.params, request.params.structured_outputs
             try:
