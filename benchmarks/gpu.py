@@ -81,7 +81,7 @@ class Bench:
             dtype="bfloat16",
             device=args.device,
             max_model_len=args.max_model_len,
-            max_num_seqs=256 * args.pp,  # as many in each stage's step
+            max_num_seqs=max(256, max(args.batches) // args.dp) * args.pp,  # as many in each stage's step
             max_num_batched_tokens=args.max_num_batched_tokens,
             gpu_memory_utilization=0.85,
             enable_prefix_caching=False,
@@ -93,6 +93,7 @@ class Bench:
             kv_cache_dtype=args.kv_cache_dtype,
             tensor_parallel_size=args.tp,
             enable_expert_parallel=args.ep,
+            data_parallel_size=args.dp,
             pipeline_parallel_size=args.pp,
             disable_custom_all_reduce=args.disable_custom_all_reduce,
             num_kv_blocks=args.num_kv_blocks,
@@ -363,6 +364,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto, fp8 or int8")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")
     parser.add_argument("--ep", action="store_true", help="whole experts on each rank, instead of a share of every expert")
+    parser.add_argument("--dp", type=int, default=1, help="with --ep: groups of --tp GPUs with requests of their own, all with all experts")
     parser.add_argument("--pp", type=int, default=1, help="stages, each on --tp GPUs")
     parser.add_argument("--requests", type=int, default=512, help="of mixed")
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")

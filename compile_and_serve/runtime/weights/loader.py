@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.compiler.weights.transforms import WeightTransform, select, source_of
+from compile_and_serve.custom_ops.library import EXPERT_SLOTS
 from compile_and_serve.custom_ops.mesh import ORIGIN, Coordinates
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.stored_weight import StoredTensor
@@ -24,6 +25,7 @@ from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkp
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
 from compile_and_serve.runtime.weights.errors import WeightError
 from compile_and_serve.runtime.weights.merged import MergedCheckpoint
+from compile_and_serve.runtime.weights.own_experts import own_experts
 from compile_and_serve.runtime.weights.renamed import with_model_names
 
 logger = logging.getLogger(__name__)
@@ -90,18 +92,21 @@ def load_weights(
     # Buffers of the compiled model are sources like parameters, but no checkpoint contains them.
     buffers = [name for name in compiled.source_specs if name in spec.buffers]
     sources = {name: tensor for name, tensor in compiled.source_specs.items() if name not in spec.buffers}
+    experts: dict[str, list[int]] = {}
     if load_format == "dummy":
         std = float(spec.config.get("initializer_range", 0.02))
         tensors = dummy_tensors(sources, device=device, seed=seed, std=std, stored=spec.quantized_weights)
     else:
-        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint, fold_cache_scales, merge_lora)
-        tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
+        in_parts = {part.parameter for part in spec.parts.values()}
+        experts = {name: own for name, own in own_experts(compiled.transforms, sources, coordinates).items() if name in in_parts}
+        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint, fold_cache_scales, merge_lora, experts)
+        tensors = _joined(tensors, sources, spec, experts, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
         # A float32 parameter beside others (a router's bias) keeps its values.
         stored = _stored_tensors(spec)
         dtypes = {n: one.dtype for n, one in sources.items() if n in stored or one.dtype == torch.float32}
-        sink = _Transforms(compiled, coordinates=coordinates, device=device, dtype=dtype, dtypes=dtypes)
+        sink = _Transforms(compiled, coordinates=coordinates, device=device, dtype=dtype, dtypes=dtypes, experts=experts)
         for name, tensor in tensors:
             num_tensors += 1
             sink.add(name, tensor)
@@ -127,6 +132,7 @@ def _checked_stream(
     checkpoint: Checkpoint | None,
     fold_cache_scales: bool,
     merge_lora: Path | None,
+    experts: Mapping[str, Sequence[int]],
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
     """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
     of unexpected tensors.
@@ -182,8 +188,13 @@ def _checked_stream(
     if others:
         logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
+    def is_read(name: str) -> bool:
+        """Not an expert of other ranks."""
+        part = spec.parts.get(name)
+        return part is None or part.parameter not in experts or part.index in experts[part.parameter]
+
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in checkpoint.stream(set(wanted)):
+        for name, tensor in checkpoint.stream(set(filter(is_read, wanted))):
             is_part = name in spec.parts and wanted[name] == name
             expected = specs[spec.parts[name].parameter if is_part else wanted[name]]
             if tensor.dtype != expected.dtype and (tensor.dtype in LARGEST or expected.dtype in LARGEST):
@@ -249,14 +260,18 @@ def _joined(
     tensors: Iterator[tuple[str, torch.Tensor]],
     specs: Mapping[str, TensorSpec],
     spec: ModelSpec,
+    experts: Mapping[str, Sequence[int]],
     *,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream with parts joined into their parameters, on `device` in `dtype`. A parameter is yielded when its last part arrives."""
+    """The stream with parts joined into their parameters, on `device` in `dtype`. A parameter is yielded when its last part arrives.
+
+    experts: see `own_experts`; such a parameter has the rank's slots only.
+    """
     joining: dict[str, torch.Tensor] = {}
     stored = _stored_tensors(spec)
-    left = Counter(part.parameter for part in spec.parts.values())
+    left = Counter(part.parameter for part in spec.parts.values() if part.parameter not in experts or part.index in experts[part.parameter])
     for name, tensor in tensors:
         part = spec.parts.get(name)
         if part is None:
@@ -266,9 +281,13 @@ def _joined(
         if parameter not in joining:
             own = specs[parameter].dtype
             kept = own if parameter in stored or own == torch.float32 else dtype
-            joining[parameter] = torch.empty(specs[parameter].shape, dtype=kept, device=device)
-        rows = joining[parameter][part.index, part.first_row : part.first_row + part.num_rows]
-        rows.copy_(tensor.view(rows.shape))
+            shape = specs[parameter].shape
+            length = len(experts[parameter]) if parameter in experts else shape[0]
+            joining[parameter] = torch.empty((length, *shape[1:]), dtype=kept, device=device)
+        places = [i for i, one in enumerate(experts[parameter]) if one == part.index] if parameter in experts else [part.index]
+        for place in places:
+            rows = joining[parameter][place, part.first_row : part.first_row + part.num_rows]
+            rows.copy_(tensor.view(rows.shape))
         left[parameter] -= 1
         if left[parameter] == 0:
             yield parameter, joining.pop(parameter)
@@ -310,10 +329,11 @@ class _Transforms:
         device: torch.device,
         dtype: torch.dtype,
         dtypes: Mapping[str, torch.dtype],
+        experts: Mapping[str, Sequence[int]],
     ) -> None:
         self.num_bytes = self.max_waiting_bytes = 0
         self._waiting_bytes: dict[Expression, int] = {}
-        self._compiled = compiled
+        self._compiled, self._experts = compiled, experts
         self._coordinates, self._device, self._dtype, self._dtypes = coordinates, device, dtype, dtypes
         self._inputs_of: dict[str, list[Expression]] = {}  # source → the parts that transforms use
         self._users: dict[Expression, set[int]] = {}  # input → transforms that have yet to run
@@ -333,7 +353,8 @@ class _Transforms:
             self._compiled.assign(name, self._on_device(tensor, dtype))
             return
         for part in self._inputs_of[name]:
-            taken = select(part, tensor, coordinates=self._coordinates)
+            is_taken = name in self._experts and isinstance(part, tuple) and part[0] == EXPERT_SLOTS
+            taken = tensor if is_taken else select(part, tensor, coordinates=self._coordinates)
             self.num_bytes += taken.nbytes
             self._held[part] = self._on_device(taken, dtype)
         for part in self._inputs_of[name]:
