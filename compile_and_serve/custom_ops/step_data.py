@@ -12,6 +12,7 @@ import numpy as np
 
 StepDatum = int | float | str | bool  # a value in a request's step data
 ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
+CROSS_ROWS_DATUM = "cross_rows"  # in step data: rows of the items beside a request, which its tokens read by cross-attention
 SECOND_TEXT = "second_text"  # in step data: the first token of the second text, of a prompt that is a pair of texts
 
 ROPE_LENGTH_DATUM = "rope_length"  # in step data: the length that all tokens of a sequence are computed as of; 0: their own
@@ -66,7 +67,8 @@ RequestArrays = Mapping[str, Sequence[StepArray]]  # of one request, by name, in
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Something in a prompt that is no text: an image, say. It stands at the tokens `position` … `position` + `length` - 1.
+    """Something in a prompt that is no text: an image, say. It stands at the tokens `position` … `position` + `length` - 1. Or it stands
+    beside the prompt (`is_beside`): layers read its `length` rows by cross-attention, and it counts for the prefix from `position` on.
 
     key: names its content, and how it was processed: items of equal keys behind equal prompts must have equal arrays, and the encoder's
     arrays of items of equal keys must be equal wherever they stand.
@@ -77,6 +79,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     length: int
     arrays: dict[str, StepArray] = {}
+    is_beside: bool = False
 
 
 class LengthRegimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,8 +137,13 @@ class PromptContents:
 
     def check(self, num_tokens: int, known: Iterable[ArrayInfo]) -> None:
         """Raise `ValueError` with one sentence if they do not fit a prompt of `num_tokens` tokens, or the arrays of the model's inputs."""
-        end = 0
         for item in self.media:
+            if item.is_beside and not (item.length >= 1 and 0 <= item.position < num_tokens):
+                raise ValueError(
+                    f"A media item is read from token {item.position} of a prompt of {num_tokens} on: that must be one of them."
+                )
+        end = 0
+        for item in (one for one in self.media if not one.is_beside):
             if item.length < 1 or item.position < end or item.position + item.length > num_tokens:
                 raise ValueError(
                     f"A media item stands at tokens {item.position} to {item.position + item.length - 1} of a prompt of {num_tokens}: "
@@ -146,6 +154,7 @@ class PromptContents:
                 if not item.position <= array.start <= array.end <= end + 1:
                     raise ValueError(f"The array {name!r:.100} of a media item has values for other tokens than the item's.")
         infos = {info.name: info for info in known}
+        beside = {name for item in self.media if item.is_beside for name in item.arrays}
         for name, several in self.all_arrays().items():
             if name not in infos:
                 known_names = ", ".join(infos) or "none"
@@ -154,6 +163,8 @@ class PromptContents:
             for array in several:
                 _check_array(array, infos[name])
                 # A piece may have a row for the first token behind it, where the next piece may begin.
+                if name in beside:
+                    continue
                 if array.start < end - 1 or array.end > num_tokens + 1 or array.start == array.end:
                     raise ValueError(
                         f"The array {name!r} has values for tokens {array.start} to {array.end - 1} of a prompt of {num_tokens}: arrays "

@@ -76,7 +76,8 @@ class ModelSpec:
     quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized or in another order.
     length_regimes: None: a token's keys and values follow from those before it alone, however long the sequence is.
     encoder: the model beside this one that computes the rows of media items: its first output is ("tokens", D), a row for each token of
-        an item, and fills this model's state group of the kind `ENCODER_ROWS`. This model reads it by the input `ENCODER_ROW`. The encoder
+        an item, and fills this model's state group of the kind `ENCODER_ROWS`. This model reads it by the input `ENCODER_ROW`. Or it fills
+        a group of the kind `CrossAttention`: a row then has the keys and values of each layer, one layer behind the other. The encoder
         keeps no state; its inputs read arrays of media items; it has no tokens (`input_ids` are 0). max_model_len: tokens of the longest
         item. Both read one checkpoint, in which each knows the other's tensors (`weight_map`: None).
     eager_reason: of an encoder that runs as it is written, on one item at a time: why, as a clause. It takes tensors by name, which
@@ -105,6 +106,11 @@ class ModelSpec:
     def paged_state(self) -> tuple[StateGroup, ...]:
         """The groups whose state lies in pages of the pool."""
         return tuple(group for group in self.state if group.kind.unit != "rows")
+
+    @property
+    def cross_group(self) -> StateGroup | None:
+        """The group that the encoder fills, where layers read it by cross-attention."""
+        return next((group for group in self.state if group.kind.unit == "items"), None)
 
     @property
     def row_group(self) -> StateGroup:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from compile_and_serve.runtime.speech_rules import SpeechRules
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: the form that the output must have, e.g. a JSON schema.
     repetition_detection: ends an output that repeats itself, with the finish reason "repetition".
     speculate: False keeps the request out of speculative decoding, which changes no token.
+    speech_rules: of a transcript; set by the engine's own clients.
     """
 
     n: int = 1
@@ -90,6 +92,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     speculate: bool = True
+    speech_rules: SpeechRules | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -100,8 +103,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def changes_logits(self) -> bool:
         """Whether logits are changed before a token is chosen, for some tokens of the output at least."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        objects = (self.structured_outputs, self.speech_rules)
         lists = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids)
-        return penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0 or any(lists) or self.structured_outputs is not None
+        return (
+            penalties != (1.0, 0.0, 0.0)
+            or self.min_tokens > 0
+            or any(lists)
+            or self.structured_outputs is not None
+            or self.speech_rules is not None
+        )
 
     def verify(self) -> None:
         """Raise `SamplingParamsError`, a `ValueError`, that names the first parameter out of range, its limits and its value."""

@@ -43,9 +43,12 @@ struct Plan {
 
 // The first token that the token at `position` attends to.
 inline int64_t first_visible(const CasAttention& a, int64_t position) {
-    if (a.window == 0) return 0;
+    if (a.window <= 0) return 0;
     return a.chunked ? position / a.window * a.window : std::max<int64_t>(0, position - a.window + 1);
 }
+
+// Whether a token reads all of its sequence, not only the tokens before it.
+inline bool reads_all(const CasAttention& a) { return a.window < 0; }
 
 int64_t tokens_per_tile(const CasAttention& a) { return std::max<int64_t>(1, kTileRows / (a.num_heads / a.num_kv_heads)); }
 
@@ -57,7 +60,8 @@ Plan make_plan(const CasAttention& a) {
         const int32_t begin = a.query_start_loc[s], end = a.query_start_loc[s + 1];
         for (int32_t token = begin; token < end; token += int32_t(tile_tokens)) {
             const int32_t tile_end = std::min<int32_t>(end, token + int32_t(tile_tokens));
-            const int32_t keys = a.seq_lens[s] - (end - tile_end);
+            const int32_t keys = reads_all(a) ? a.seq_lens[s] : a.seq_lens[s] - (end - tile_end);
+            if (keys <= 0) continue;  // `attention` writes zeros
             const int32_t first = int32_t(first_visible(a, a.seq_lens[s] - (end - token)));
             plan.items.push_back({int32_t(s), token, tile_end, first, keys, 0, 1, -1});
             all_keys += keys - first;
@@ -290,7 +294,8 @@ void run_item(
     }
 
     // Position of the tile's first token within its sequence.
-    const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
+    const int64_t first_position =
+        a.seq_lens[item.seq] - (reads_all(a) ? 0 : a.query_start_loc[item.seq + 1] - item.token_begin);
     KeyRows<C> now, next = key_rows<C>(a, item, kv_head, item.key_begin, padding);
     for (int64_t key = item.key_begin; key < item.key_end; key += kKeys) {
         now = next;
@@ -349,6 +354,12 @@ void attention(const CasAttention& a) {
     partials.maxima = partials.sums + slots * a.head_dim;
     partials.denominators = partials.maxima + slots;
     const int64_t real_tokens = a.num_seqs > 0 ? a.query_start_loc[a.num_seqs] : 0;
+    for (int64_t s = 0; s < a.num_seqs; ++s) {
+        const int64_t begin = a.query_start_loc[s], end = a.query_start_loc[s + 1];
+        if (a.seq_lens[s] > 0) continue;
+        for (int64_t token = begin; token < end; ++token)
+            std::memset(static_cast<T*>(a.out) + token * a.out_stride, 0, a.num_heads * a.head_dim * sizeof(T));
+    }
 
 #pragma omp parallel num_threads(a.num_threads)
     {

@@ -141,7 +141,7 @@ struct CasAttention {
     const void *q_norm_weight, *k_norm_weight;
     void* kv_cache;
     int64_t block_stride;             // elements
-    int64_t window;                   // 0: all earlier tokens
+    int64_t window;                   // 0: all earlier tokens; -1: all of the sequence's
     int32_t chunked;                  // `window` is the length of chunks
     float soft_cap;                   // 0: none
     const float *sinks, *alibi_slopes;  // one a query head; null: none

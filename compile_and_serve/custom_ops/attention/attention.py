@@ -49,13 +49,15 @@ class AttentionBackend(Protocol):
 
     decode_capturable: decodes read all lengths from the device, and take nothing from `plan` or the metadata's integers, so that a CUDA
     graph of them serves any lengths. drafts_capturable: so do steps with draft tokens, through `AttentionMetadata.row_seq_lens`.
-    fuses_rope: `rope_forward` runs kernels, which beat head norms and RoPE in compiled pieces.
+    fuses_rope: `rope_forward` runs kernels, which beat head norms and RoPE in compiled pieces. masks_nothing: sequences of several tokens
+    may each read all of their cached tokens (`StepLengths.is_causal`); if not, only sequences of one token.
     """
 
     name: str
     decode_capturable: bool
     drafts_capturable: bool
     fuses_rope: bool
+    masks_nothing: bool = False
 
     @property
     def pending_workspace_bytes(self) -> int:

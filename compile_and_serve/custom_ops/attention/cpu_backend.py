@@ -27,6 +27,7 @@ class CpuAttention(AttentionBackend):
     decode_capturable = False
     drafts_capturable = False
     fuses_rope = True
+    masks_nothing = True
 
     def unsupported_reason(
         self,
@@ -84,7 +85,7 @@ class CpuAttention(AttentionBackend):
             metadata.block_table,
             metadata.slot_mapping,
             metadata.num_seqs,
-            metadata.window or 0,
+            metadata.window or (0 if metadata.is_causal else -1),
             metadata.chunked,
             scores.soft_cap,
             scores.sinks_H,
@@ -123,7 +124,7 @@ class CpuAttention(AttentionBackend):
             metadata.block_table,
             metadata.slot_mapping,
             metadata.num_seqs,
-            metadata.window or 0,
+            metadata.window or (0 if metadata.is_causal else -1),
             metadata.chunked,
             scores.soft_cap,
             scores.sinks_H,

@@ -53,6 +53,7 @@ class TorchAttention(AttentionBackend):
     decode_capturable = False
     drafts_capturable = False
     fuses_rope = False
+    masks_nothing = True
 
     def unsupported_reason(
         self,
@@ -98,7 +99,7 @@ class TorchAttention(AttentionBackend):
         starts = metadata.query_start_loc.tolist()
         for s, seq_len in enumerate(metadata.seq_lens[: metadata.num_seqs].tolist()):
             begin, end = starts[s], starts[s + 1]
-            if end == begin:
+            if end == begin or seq_len == 0:
                 continue
             blocks = metadata.block_table[s, : (seq_len + block_size - 1) // block_size].long()
             # [blocks, 2, K, P, E] → [2, K, C, E]
@@ -107,6 +108,8 @@ class TorchAttention(AttentionBackend):
             q_KGLE = q_THE[begin:end].to(math_dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores_KGLC = torch.einsum("kgle,kce->kglc", q_KGLE, k_KCE) * scale
             query_position_L = torch.arange(seq_len - (end - begin), seq_len, device=q_THE.device)
+            if not metadata.is_causal:
+                query_position_L = torch.full_like(query_position_L, seq_len - 1)
             hidden_LC = _hidden(query_position_L, seq_len, metadata.window, metadata.chunked)
             probs_KGLC = _probabilities(scores_KGLC, hidden_LC, query_position_L, scores)
             # Blocks outside of the window may hold anything, NaN too.

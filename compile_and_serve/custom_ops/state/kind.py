@@ -21,7 +21,7 @@ EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS, EXAMPLE_SEQS = 8, 16, 2
 COLUMNS = ".columns"  # behind a tensor's name: which pages of a slot hold it
 
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
-AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks", "latent"]
+AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks", "latent", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class GroupLayout:
     """What lies where in a group's pages.
 
     tensors: by name, their share of a page. page_bytes: that a page must have. tokens_per_page: 0 where a page holds no tokens. Of slots:
-    columns: which of its `pages_per_slot` pages hold a tensor.
+    columns: which of its `pages_per_slot` pages hold a tensor. rows_per_page: of an encoder, where a page holds such.
     """
 
     tensors: Mapping[str, PlacedTensor]
@@ -75,6 +75,7 @@ class GroupLayout:
     tokens_per_page: int = 0
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pages_per_slot: int = 0
+    rows_per_page: int = 0
 
     @property
     def num_example_pages(self) -> int:
@@ -109,13 +110,14 @@ def one_behind_the_other(tensors: Mapping[str, StateTensor], tokens_per_page: in
 class StateKind(Protocol):
     """How the layers of a group keep state from step to step.
 
-    unit: what the memory pool gives out: pages of tokens, or a slot for each sequence. window: only the last `window` tokens are read;
+    unit: what the memory pool gives out: pages of tokens, a slot for each sequence, or pages of a request's items; "rows" lie
+    beside it. window: only the last `window` tokens are read;
     None: any may be. is_shareable: other requests can take the state up where they have the same tokens before it.
     features: what it needs of an attention backend. Of slots: snapshots, rollback_tokens: as in `Recurrent`.
     """
 
     @property
-    def unit(self) -> Literal["tokens", "slot", "rows"]: ...
+    def unit(self) -> Literal["tokens", "slot", "rows", "items"]: ...
 
     @property
     def window(self) -> int | None: ...

@@ -26,7 +26,8 @@ class StepLengths:
     num_tokens: int  # without padding; T may be larger. Outputs of padding are unspecified but finite
     max_query_len: int
     max_seq_len: int
-    # False: each sequence has one query token, anywhere among its tokens, which reads all of them.
+    # False: a query token reads all tokens of its sequence in the cache, also those behind it. Mostly a sequence has one then
+    # (`AttentionBackend.masks_nothing`).
     is_causal: bool = True
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]

@@ -42,7 +42,8 @@ def array_input(name: str, dtype: torch.dtype, row_shape: tuple[int, ...]) -> St
     def fill(batch: TokenBatch) -> np.ndarray:
         return batch.with_rows_of(name, np.zeros((len(batch.token_ids), *row_shape), dtype=numpy_type))
 
-    return StepInput(name=name, dtype=dtype, dims=(TOKENS, *row_shape), fill=fill, arrays=(ArrayInfo(name=name, row_shape=row_shape),))
+    array = ArrayInfo(name=name, row_shape=row_shape, is_floating=dtype.is_floating_point)
+    return StepInput(name=name, dtype=dtype, dims=(TOKENS, *row_shape), fill=fill, arrays=(array,))
 
 
 class PatchEmbedding(nn.Module):

@@ -154,11 +154,11 @@ class EngineCore:
         if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
-        contents = request.contents()
+        contents, encoder = request.contents(), self._scheduler.encoder
         if contents is not None:
             contents.check(len(prompt), self.executor.info.arrays)
-            if self._scheduler.encoder is not None:
-                self._scheduler.encoder.check(contents)
+        if encoder is not None:
+            encoder.check(contents)
         if params.seed is None and not params.is_greedy:
             # Drawn once, here: all ranks must draw the same tokens, and a preempted request must continue its stream.
             draw = self._seeds.getrandbits

@@ -12,6 +12,7 @@ from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.kv_events.publisher import EventPublisher
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
+from compile_and_serve.runtime.scheduler.item_queue import ItemQueue
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import WorkerInfo
 
@@ -30,6 +31,9 @@ def _make_scheduler(config: EngineConfig, cache: CacheConfig, found: WorkerInfo)
         if speculative.synthetic_acceptance_rate is not None:
             logger.warning("synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless.")
     connector = configured_connector(config)
+    encoder = None if found.encoder is None else (ItemQueue if found.encoder.fills_items else EncoderCache)(found.encoder)
+    if isinstance(encoder, ItemQueue) and (connector is not None or config.kv_events is not None):
+        raise ValueError("What a model's encoder computed cannot be stored elsewhere: remove the connector and the KV events.")
     transfers = None if connector is None else connector.scheduler_side(config, found.page_bytes)
     scheduler = Scheduler(
         config.scheduler,
@@ -44,7 +48,7 @@ def _make_scheduler(config: EngineConfig, cache: CacheConfig, found: WorkerInfo)
         whole_prompts=found.whole_prompts,
         length_regimes=found.length_regimes,
         connector=transfers,
-        encoder=None if found.encoder is None else EncoderCache(found.encoder),
+        encoder=encoder,
     )
     if config.kv_events is not None:
         scheduler.manager.pool.events = recorder = EventRecorder(found.groups)

@@ -122,7 +122,8 @@ class BaseBatch(ABC):
             name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device) for name, size in self.tokens_per_page.items()
         }
         self._slot_tables = {name: SlotTables(num_slots, count, device, padding=num_pages) for name, count in pages.pages_per_slot.items()}
-        tables = self.token_tables | self._slot_tables
+        of_items = {name: BlockTables(num_slots, count, device) for name, count in pages.columns_of_items(groups).items()}
+        tables = self.token_tables | self._slot_tables | of_items
         self.tables = {group.name: tables[group.name] for group in groups}
         self.layout = BatchLayout()
         self._make_buffers = lambda max_tokens: StepBuffers(

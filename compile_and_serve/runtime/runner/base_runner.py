@@ -99,7 +99,7 @@ class BaseRunner(ABC):
         self.layout = PageLayout.of(spec.paged_state, config.cache.block_size, dtype)
         self.state = allocate_state(spec.paged_state, self.layout, num_pages, device=device)
         if encoder is not None:
-            self.state |= encoder.state
+            encoder.share(self.state)
         self.padded_tokens = 0
         self.batch = self.batch_type(
             spec.inputs,
@@ -158,7 +158,7 @@ class BaseRunner(ABC):
         new = [one for one in items if one.arrays]
         if new:
             self.encoder.encode(new)
-        for one in items:
+        for one in items if self.encoder.has_region else ():
             rows = StepArray.of(row_numbers(one.page_ids, one.length), start=one.position)
             self.batch.add_array(one.request_id, ENCODER_ROW.name, rows)
 

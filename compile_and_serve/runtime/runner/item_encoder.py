@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +63,8 @@ def _speech_items(processor: MediaProcessor, max_tokens: int) -> list[PreparedIt
 class ItemEncoder:
     """A `RowEncoder`."""
 
+    has_region = True
+
     def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, items: Sequence[PreparedItem], device: torch.device) -> None:
         """spec: of the engine's model. items: from a short one to one of the greatest length."""
         self._model: Model = side.model
@@ -70,7 +72,11 @@ class ItemEncoder:
         self._items, self._device, self._platform = items, device, platform_of(device)
         self.max_tokens = info.max_tokens
         name, self._rows_RD = region_of(spec, info, device)
-        self.state: Mapping[str, torch.Tensor] = {name: self._rows_RD}
+        self._name = name
+
+    def share(self, state: dict[str, torch.Tensor]) -> None:
+        """See `RowEncoder`."""
+        state[self._name] = self._rows_RD
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute the rows of items, one after another."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +18,7 @@ from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quanti
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.collectives.collectives import join_groups
-from compile_and_serve.custom_ops.mesh import PIPE
+from compile_and_serve.custom_ops.mesh import PIPE, TENSOR
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
@@ -36,6 +37,7 @@ from compile_and_serve.runtime.runner.attention_backends import backends_of_mode
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
 from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec, sleeping_weights
+from compile_and_serve.runtime.runner.cross_encoder import CrossEncoder
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
 from compile_and_serve.runtime.runner.item_encoder import ItemEncoder, with_longest_item
@@ -96,6 +98,7 @@ class LoadedModel:
     weights: SleepingWeights
     facts: dict[str, int | float | str]
     stages: StageLink | None
+    tensor_rank: int
 
     @property
     def pages(self) -> PageLayout:
@@ -123,7 +126,7 @@ class LoadedModel:
     @property
     def row_bytes(self) -> int:
         """What the region for the encoder's rows takes."""
-        return 0 if self.encoder_info is None else row_bytes(self.spec, self.encoder_info)
+        return 0 if self.encoder_info is None or self.encoder_info.fills_items else row_bytes(self.spec, self.encoder_info)
 
     def graph_runners(self, *, logs: bool) -> GraphRunners | None:
         """As `make_graph_runners`."""
@@ -149,7 +152,12 @@ class LoadedModel:
                 limits["encoder"] = ItemEncoder(self.encoder, self.spec, self.encoder_info, self.sample_items, self.device)
             else:
                 steps = of_encoder or PlainRunner(self.encoder.model)
-                limits["encoder"] = MediaEncoder(self.encoder, steps, self.spec, self.encoder_info, self.device)
+                parts = self.encoder, steps, self.spec, self.encoder_info, self.device
+                if self.encoder_info.fills_items:
+                    size = self.config.mesh.tensor
+                    limits["encoder"] = CrossEncoder(*parts, tensor_rank=self.tensor_rank, tensor_size=size)
+                else:
+                    limits["encoder"] = MediaEncoder(*parts)
         runner: BaseRunner
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
@@ -245,12 +253,13 @@ class LoadedModel:
             vocab_size=spec.vocab_size,
             groups=[
                 StateGroupInfo(
-                    "slot" if group.kind.unit == "slot" else "tokens",
-                    block_size=layout.tokens_per_page or self.config.cache.block_size,
+                    _GROUP_KINDS[group.kind.unit],
+                    block_size=layout.tokens_per_page or layout.rows_per_page or self.config.cache.block_size,
                     window=group.kind.window,
                     pages_per_slot=layout.pages_per_slot,
                     snapshots=group.kind.snapshots,
                     rollback_tokens=group.kind.rollback_tokens,
+                    max_items_pages=self.pages.columns_of_items([group]).get(group.name, 0),
                 )
                 for group, layout in ((group, self.pages.groups[group.name]) for group in spec.paged_state)
             ],
@@ -261,10 +270,16 @@ class LoadedModel:
             pooling=pooling_info(self.config, spec),
             whole_prompts=spec.whole_prompts,
             length_regimes=spec.length_regimes,
-            arrays=[*(array for one in inputs for array in one.arrays), *([] if self.encoder_info is None else [embedded_info(spec)])],
+            arrays=[
+                *(array for one in inputs for array in one.arrays),
+                *([] if self.encoder_info is None or self.encoder_info.fills_items else [embedded_info(spec)]),
+            ],
             encoder=self.encoder_info,
             media=None if spec.encoder is None else media_info(self.config.model, spec),
         )
+
+
+_GROUP_KINDS: Mapping[str, Literal["tokens", "slot", "items"]] = {"tokens": "tokens", "slot": "slot", "items": "items"}
 
 
 def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> LoadedModel:
@@ -365,6 +380,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         adapters=_device_adapters(config, model, whole, rank, device, dtype) if config.compile.max_loras else None,
         weights=sleeping_weights(model, load_all, compiled_drafter, encoder),
         stages=stages,
+        tensor_rank=rank.coordinates.get(TENSOR, 0),
         facts=facts | {"kv_cache_dtype": dtype_name(cache_dtype), "loaded_bytes": loaded.num_bytes},
     )
 

@@ -5,6 +5,8 @@ Shape legend: T tokens of the items in a step, R rows, D width of a row.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -14,6 +16,7 @@ import torch
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
 from compile_and_serve.custom_ops.platform import Platform, platform_of
+from compile_and_serve.custom_ops.state.cross import CrossAttention
 from compile_and_serve.custom_ops.step import TOKENS, Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 from compile_and_serve.models.spec import ModelSpec
@@ -34,8 +37,12 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         return None
     if spec.whole_prompts or spec.pooling is not None or config.mesh.pipe > 1:
         raise ValueError("A model with an encoder must generate tokens, from prompts that may be cut, in one stage: see ModelSpec.encoder.")
-    width = spec.row_group.layout(1, torch.float32).tensors
-    dims = [encoder.outputs[0].dims, *((TOKENS, *one.shape) for one in width.values())]
+    cross = spec.cross_group
+    if cross is None:
+        dims = [encoder.outputs[0].dims, *((TOKENS, *one.shape) for one in spec.row_group.layout(1, torch.float32).tensors.values())]
+    else:
+        width = sum(math.prod(one.shape) for one in cross.layout(1, torch.float32).tensors.values())
+        dims = [encoder.outputs[0].dims, (TOKENS, width)]
     if encoder.state or len(dims) != 2 or dims[0] != dims[1]:
         raise ValueError(
             f"The encoder must keep no state and give rows of the model's one tensor of rows, got {dims}: see ModelSpec.encoder."
@@ -47,12 +54,14 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         raise ValueError(f"max_encoder_tokens is {budget}, but one item may have {longest} tokens: raise --max-encoder-tokens.")
     return EncoderInfo(
         arrays=[array.name for one in encoder.inputs for array in one.arrays],
-        embedded=EMBEDDED,
+        embedded="" if cross else EMBEDDED,
         whole_arrays=[array.name for one in encoder.inputs for array in one.arrays if array.is_whole],
         max_tokens=budget,
         max_item_tokens=longest,
-        num_pages=-(-STEPS_OF_ROWS * budget // ROWS_PER_PAGE),
+        num_pages=0 if cross else -(-STEPS_OF_ROWS * budget // ROWS_PER_PAGE),
         rows_per_page=ROWS_PER_PAGE,
+        fills_items=cross is not None,
+        is_required=isinstance(kind := None if cross is None else cross.kind, CrossAttention) and kind.is_required,
     )
 
 
@@ -62,10 +71,14 @@ def row_bytes(spec: ModelSpec, info: EncoderInfo) -> int:
 
 
 class RowEncoder(Protocol):
-    """What computes the rows of media items. state: the region [R, D] by name. max_tokens: of a step."""
+    """What computes the rows of media items. has_region: the model's tokens read rows of a region by number. max_tokens: of a step."""
 
-    state: Mapping[str, torch.Tensor]
+    has_region: bool
     max_tokens: int
+
+    def share(self, state: dict[str, torch.Tensor]) -> None:
+        """Add the region [R, D] to the tensors of the model's state, or keep those that the rows fill."""
+        ...
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute the rows of items, without waiting for the device."""
@@ -110,8 +123,10 @@ def region_of(spec: ModelSpec, info: EncoderInfo, device: torch.device) -> tuple
     return name, torch.zeros(num_rows_of(info.num_pages), *placed.shape, dtype=placed.dtype, device=device)
 
 
-class MediaEncoder:
+class PackedEncoder(ABC):
     """A `RowEncoder` whose steps hold many items."""
+
+    has_region = True
 
     def __init__(
         self, side: SideModel, steps: PlainRunner | CudaGraphRunner, spec: ModelSpec, info: EncoderInfo, device: torch.device
@@ -121,20 +136,17 @@ class MediaEncoder:
         self.max_tokens = info.max_tokens
         self._platform = platform_of(device)
         self._output = side.spec.outputs[0].name
-        name, self._rows_RD = region_of(spec, info, device)
-        self.state: Mapping[str, torch.Tensor] = {name: self._rows_RD}
         limit = info.max_tokens
         self._buffers = StepBuffers(side.spec.inputs, (), max_tokens=limit, max_seqs=limit, max_sampled=1, max_rows=limit, device=device)
 
+    @abstractmethod
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute the rows of items, without waiting for the device."""
-        items = write_given_rows(self._rows_RD, items, self._platform)
-        if not items:
-            return
-        rows_T = np.concatenate([row_numbers(one.page_ids, one.length) for one in items])
+
+    def _rows_of(self, items: Sequence[EncodeItem]) -> torch.Tensor:
+        """The encoder's output for items: [T, D]."""
         step = self._step([one.length for one in items], [{name: [array] for name, array in one.arrays.items()} for one in items])
-        outputs_TD = self._steps.run(step).outputs[self._output][: len(rows_T)]  # without padding
-        self._rows_RD.index_copy_(0, self._platform.upload(rows_T, through_pinned=True), outputs_TD.to(self._rows_RD.dtype))
+        return self._steps.run(step).outputs[self._output][: step.num_tokens]  # without padding
 
     def run_largest(self) -> None:
         """`run_dummy` of the largest step that there can be."""
@@ -190,3 +202,23 @@ class MediaEncoder:
             max_seq_len=longest,
             uses_optional=True,
         )
+
+
+class MediaEncoder(PackedEncoder):
+    """Its rows lie in a region of their own."""
+
+    def __init__(
+        self, side: SideModel, steps: PlainRunner | CudaGraphRunner, spec: ModelSpec, info: EncoderInfo, device: torch.device
+    ) -> None:
+        super().__init__(side, steps, spec, info, device)
+        self._name, self._rows_RD = region_of(spec, info, device)
+
+    def share(self, state: dict[str, torch.Tensor]) -> None:
+        state[self._name] = self._rows_RD
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        items = write_given_rows(self._rows_RD, items, self._platform)
+        if items:
+            rows_T = np.concatenate([row_numbers(one.page_ids, one.length) for one in items])
+            outputs_TD = self._rows_of(items).to(self._rows_RD.dtype)
+            self._rows_RD.index_copy_(0, self._platform.upload(rows_T, through_pinned=True), outputs_TD)

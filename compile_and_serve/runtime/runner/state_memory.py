@@ -88,6 +88,10 @@ class PageLayout:
         """By name, of the groups of slots."""
         return {name: one.pages_per_slot for name, one in self.groups.items() if one.pages_per_slot}
 
+    def columns_of_items(self, groups: Sequence[StateGroup]) -> dict[str, int]:
+        """By name, the block-table columns of the groups that keep items of requests."""
+        return {group.name: group.kind.pages_of_request(self.groups[group.name], 0, 0) for group in groups if group.kind.unit == "items"}
+
     @property
     def num_padding_pages(self) -> int:
         """Pages behind the pool's, which padding reads and writes."""

@@ -18,7 +18,9 @@ import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.runtime.sampling.penalties import PenaltyPlan, PenaltyState
+from compile_and_serve.runtime.sampling.speech_state import SpeechRows, SpeechState
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.speech_rules import SpeechRules
 
 FOREVER = 1 << 62
 
@@ -43,6 +45,7 @@ class _SlotOptions:
     bad_words: dict[int, _BadWords]  # words of two tokens or more, by W
     penalty_row: int | None
     penalties: tuple[float, float, float]  # repetition, presence, frequency
+    speech: SpeechRules | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +74,7 @@ class LogitsPlan:
     allowed_index: torch.Tensor | None = None
     bad_sequences: _BadSequences | None = None
     penalties: PenaltyPlan | None = None
+    speech: list[SpeechRows] | None = None
     valid_steps: int = FOREVER
 
 
@@ -86,6 +90,7 @@ class LogitsProcessors:
         self.device, self._platform = device, platform_of(device)
         self._options: dict[int, _SlotOptions] = {}
         self._penalties = PenaltyState(vocab_size, num_slots, device)
+        self._speech = SpeechState(num_slots, device)
         # int64, the last tokens of the output, newest last, padded with -1. H is the largest W of the current requests.
         self._history_SH: torch.Tensor | None = None
 
@@ -98,7 +103,7 @@ class LogitsProcessors:
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         has_penalties = penalties != (1.0, 0.0, 0.0)
         allowed = params.allowed_token_ids
-        if not (bias or sequences or has_penalties or allowed or params.min_tokens > len(output)):
+        if not (bias or sequences or has_penalties or allowed or params.min_tokens > len(output) or params.speech_rules is not None):
             return
         self._options[slot] = _SlotOptions(
             bias_ids=np.array(list(bias), dtype=np.int64),
@@ -109,7 +114,10 @@ class LogitsProcessors:
             bad_words=_by_width(sequences),
             penalty_row=self._penalties.add(prompt, output) if has_penalties else None,
             penalties=penalties,
+            speech=params.speech_rules,
         )
+        if params.speech_rules is not None:
+            self._speech.add(slot, params.speech_rules, output)
         if sequences:
             self._fit_history()
             self._start_history(slot, output)
@@ -160,10 +168,15 @@ class LogitsProcessors:
         if with_penalties:
             batch_rows, state_rows, penalties = zip(*with_penalties, strict=True)
             plan.penalties = self._penalties.plan(list(batch_rows), list(state_rows), list(penalties), before)
+        with_speech = [(row, slot, options.speech) for row, slot, options in rows if options.speech is not None]
+        if with_speech:
+            plan.speech = self._speech.plan(with_speech, self.vocab_size)
         return plan
 
     def apply(self, plan: LogitsPlan, logits_SV: torch.Tensor) -> None:
-        """Change the logits (float32) in place: allowed ids, bad words, min_tokens and bias, then penalties."""
+        """Change the logits (float32) in place: allowed ids, bad words, min_tokens and bias, then penalties and the rules of
+        transcripts.
+        """
         flat = logits_SV.view(-1)
         if plan.allowed_rows is not None:
             assert plan.allowed_index is not None
@@ -182,11 +195,15 @@ class LogitsProcessors:
             flat.index_add_(0, plan.bias_index, plan.bias)
         if plan.penalties is not None:
             self._penalties.apply(plan.penalties, logits_SV)
+        if plan.speech is not None:
+            self._speech.apply(plan.speech, logits_SV)
 
     def observe(self, plan: LogitsPlan, tokens_S: torch.Tensor) -> None:
         """Add the step's tokens (int64 [S], on the device) to penalty counts and histories."""
         if plan.penalties is not None:
             self._penalties.observe(plan.penalties, tokens_S)
+        if plan.speech is not None:
+            self._speech.observe(plan.speech, tokens_S)
         bad = plan.bad_sequences
         if bad is not None:
             assert self._history_SH is not None
@@ -199,6 +216,8 @@ class LogitsProcessors:
         with_penalties = {options.penalty_row: tokens_of[slot] for slot, options in options_of.items() if options.penalty_row is not None}
         if with_penalties:
             self._penalties.extend(with_penalties)
+        if rules := {slot: options.speech for slot, options in options_of.items() if options.speech is not None}:
+            self._speech.extend(rules, tokens_of)
         slots = [slot for slot, options in options_of.items() if options.bad_words]
         if not slots:
             return

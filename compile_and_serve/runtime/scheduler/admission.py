@@ -23,13 +23,14 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
 
-from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
+from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT, CROSS_ROWS_DATUM
 from compile_and_serve.runtime.config import SchedulerConfig
 from compile_and_serve.runtime.ledger.records import WaitReason
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.fair_queue import FairQueue
 from compile_and_serve.runtime.scheduler.fairness import Fairness, Part
 from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
+from compile_and_serve.runtime.scheduler.item_queue import ItemQueue
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.prefix_misses import PrefixMisses
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
@@ -255,6 +256,8 @@ class Admission:
         step_data = request.step_data
         if request.adapter is not None:
             step_data = step_data | {ADAPTER_SLOT: 1 + self._adapter_slots.acquire(request.adapter)}
+        if isinstance(step.encoder, ItemQueue):
+            step_data = step_data | {CROSS_ROWS_DATUM: step.encoder.num_rows(request)}
         return NewRequestData(
             request_id=request.request_id,
             token_ids=token_ids,

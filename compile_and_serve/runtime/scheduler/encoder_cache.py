@@ -42,13 +42,18 @@ class EncoderCache:
         self._passed: list[list[int]] = []  # pages whose last reader is in this step
         self._items: list[EncodeItem] = []  # of this step
 
-    def check(self, contents: PromptContents) -> None:
+    def check(self, contents: PromptContents | None) -> None:
         """Raise `ValueError` with one sentence for media that cannot be encoded."""
+        if contents is None:
+            return
         for name in contents.arrays:
             if name in self.arrays:
                 raise ValueError(f"The array {name!r} must come with a media item: the model's encoder reads it.")
         for item in contents.media:
             given = self.arrays & item.arrays.keys()
+            if given and item.is_beside != self.info.fills_items:
+                where = "beside the prompt" if self.info.fills_items else "at tokens of the prompt"
+                raise ValueError(f"The media item at token {item.position} must stand {where}: so this model reads it.")
             if not given:
                 continue
             if given == {self.info.embedded}:

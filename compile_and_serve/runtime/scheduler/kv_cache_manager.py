@@ -24,6 +24,7 @@ from math import gcd, lcm
 
 from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.scheduler.block_pool import COMPUTED, BlockPool
+from compile_and_serve.runtime.scheduler.item_blocks import ItemBlocks
 from compile_and_serve.runtime.scheduler.key_chains import KeyChains
 from compile_and_serve.runtime.scheduler.kv_groups import FullBlocks, GroupBlocks, Prefix, SlotBlocks, WindowBlocks
 from compile_and_serve.runtime.scheduler.request import Request
@@ -50,7 +51,7 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         max_draft_tokens: int = 0,
     ) -> None:
-        sizes = [group.block_size for group in groups]
+        sizes = [group.block_size for group in groups if group.kind != "items"]
         if min(sizes, default=1) < 1:
             raise ValueError(f"Every group of layers needs a block_size of at least 1, got {sizes}.")
         if groups and num_blocks < 1:
@@ -72,16 +73,19 @@ class KVCacheManager:
                     *common, snapshots=self.enable_prefix_caching, alignment=self.alignment, max_draft_tokens=max_draft_tokens
                 )
                 self._groups.append(slots)
+            elif group.kind == "items":
+                self._groups.append(ItemBlocks(*common))
             elif group.window is None:
                 self._groups.append(FullBlocks(*common))
             else:
                 self._groups.append(WindowBlocks(*common, max_step_tokens))
-        kinds: list[type[GroupBlocks]] = [FullBlocks, WindowBlocks, SlotBlocks]
+        kinds: list[type[GroupBlocks]] = [FullBlocks, WindowBlocks, SlotBlocks, ItemBlocks]
         # What is cheap to find comes first, what is dear to lose is freed last.
         self._by_kind = sorted(self._groups, key=lambda group: kinds.index(type(group)))
         self._windows = [group for group in self._groups if isinstance(group, WindowBlocks)]
         self._slots = [group for group in self._groups if isinstance(group, SlotBlocks)]
-        self._pages = [group for group in self._by_kind if not isinstance(group, SlotBlocks)]
+        self._pages = [group for group in self._by_kind if not isinstance(group, SlotBlocks | ItemBlocks)]
+        self.items = next((group for group in self._groups if isinstance(group, ItemBlocks)), None)
         # More than one step of a request can need: with as many free blocks, nobody counts.
         self._ample = sum(group.pages_per_slot or max_step_tokens // group.block_size + 2 for group in groups)
         self._seen: dict[bytes, None] = {}  # keys of prompts, where no group keeps tokens, the oldest first

@@ -3,6 +3,7 @@
 - `FullBlocks`: pages of tokens, all of which later tokens read.
 - `WindowBlocks`: pages of tokens, of which later tokens read those in their window.
 - `SlotBlocks`: a sequence's state has a fixed size, and each step replaces it.
+- `ItemBlocks` (item_blocks.py): what an encoder made of a request's items, which no step changes.
 
 A request has one chain of keys, each of which names a whole prefix of its tokens (prefix_keys.py). The chain has a key for every g
 tokens, where g is the greatest common divisor of the groups' block sizes. What a group keeps of a prefix has the chain's key at its
@@ -58,7 +59,7 @@ class GroupBlocks(ABC):
         self.block_size = info.block_size
         self._pool = pool
         self._chains = chains
-        self._keys_per_block = info.block_size // chains.tokens_per_key
+        self._keys_per_block = max(1, info.block_size // chains.tokens_per_key)
         self._suffix = b"" if index == 0 else index.to_bytes(2)
 
     blocks_per_key = 1

@@ -45,6 +45,7 @@ from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.failed_steps import failed_output, forget_failed, kept_from_running, untrusted_chunks
+from compile_and_serve.runtime.scheduler.item_queue import ItemQueue
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
 from compile_and_serve.runtime.scheduler.micro_batches import MicroBatches
@@ -126,6 +127,8 @@ class Scheduler:
         )
         self._queue, self.misses = self._admission.waiting, self._admission.misses
         self.waiting = self._queue
+        if isinstance(encoder, ItemQueue):
+            encoder.blocks = self.manager.items
         self.encoder, self._whole_prompts, self._length_regimes = encoder, whole_prompts, length_regimes
         self._drafting = None if speculator is None else Drafting(speculator, runs_ahead=drafts_run_ahead, in_stages=num_stages > 1)
         self._micro_batches = MicroBatches(num_stages, runs_ahead=bool(config.async_scheduling) and speculator is None)

@@ -53,25 +53,28 @@ def is_users_mistake(error: str) -> bool:
 class StateGroupInfo(msgspec.Struct, frozen=True):
     """What the scheduler must know of a state group.
 
-    kind: "tokens": a page holds the keys and values of `block_size` tokens. "slot": a sequence's state has a fixed size.
+    kind: "tokens": a page holds the keys and values of `block_size` tokens. "slot": a sequence's state has a fixed size. "items": a page
+        holds what an encoder made of `block_size` rows of a request's items.
     block_size: of a slot, the tokens between two places where a snapshot may lie.
     window: a token reads itself and the `window` - 1 tokens before it; None: all tokens before it.
     pages_per_slot: pages of the pool that one slot takes. snapshots: other requests may take up a state that was kept.
-    rollback_tokens: the state after n tokens can be taken up at any m ≥ n - rollback_tokens.
+    rollback_tokens: the state after n tokens can be taken up at any m ≥ n - rollback_tokens. max_items_pages: of the items of a request.
     """
 
-    kind: Literal["tokens", "slot"]
+    kind: Literal["tokens", "slot", "items"]
     block_size: int
     window: int | None = None
     pages_per_slot: int = 0
     snapshots: bool = False
     rollback_tokens: int = 0
+    max_items_pages: int = 0
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The encoder beside the model. arrays: of media items, which it reads. max_tokens: that it reads in one step. max_item_tokens: of one
     item. num_pages: of the region for its rows. rows_per_page: of that. whole_arrays: those that have one row for a whole item.
-    embedded: the array of an item that comes with its rows, in place of the others.
+    embedded: the array of an item that comes with its rows, in place of the others. fills_items: the rows go to the state group of items,
+    and there is no region. is_required: a request must bring an item.
     """
 
     arrays: list[str]
@@ -81,6 +84,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_item_tokens: int
     num_pages: int
     rows_per_page: int
+    fills_items: bool = False
+    is_required: bool = False
 
 
 class EncodeItem(msgspec.Struct, kw_only=True):

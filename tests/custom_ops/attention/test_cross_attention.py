@@ -1,0 +1,72 @@
+"""`cross_attention` on each backend, against torch's attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
+from compile_and_serve.custom_ops.attention.cross_attention import cross_attention
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.state.cross import CROSS_CACHES, CrossAttention
+from compile_and_serve.custom_ops.state.metadata import StepLengths
+from compile_and_serve.custom_ops.step import running
+from compile_and_serve.runtime.runner.cross_encoder import write_rows
+
+HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 16, 4
+
+
+def _backend(name: str) -> AttentionBackend:
+    if name == "triton":
+        triton = pytest.importorskip("triton")
+        from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+
+        if not triton.knobs.runtime.interpret:
+            pytest.skip("Triton's interpreter is off")
+        return TritonAttention()
+    return CpuAttention() if name == "cpu" else TorchAttention()
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 1, 2]])
+def test_tokens_read_the_rows_of_their_request(name: str, query_lens: list[int]) -> None:
+    """Rows that are no multiple of a page, a request without rows, and padding."""
+    backend = _backend(name)
+    rows = [9, 0, 6]
+    num_padding = 0 if max(query_lens) == 1 else 2
+    num_tokens = sum(query_lens) + num_padding
+    q_THE = torch.randn(num_tokens, HEADS, SIZE)
+    cache = torch.full((8, 2, KV_HEADS, PAGE, SIZE), torch.nan)
+    table = torch.tensor([[5, 2, 7], [0, 0, 0], [1, 6, 0]], dtype=torch.int32)
+    keys = [torch.randn(count, KV_HEADS, SIZE) for count in rows]
+    values = [torch.randn(count, KV_HEADS, SIZE) for count in rows]
+    for sequence, count in enumerate(rows):
+        places = torch.arange(count)
+        write_rows(keys[sequence], values[sequence], cache, table[sequence, places // PAGE].long() * PAGE + places % PAGE)
+    cache = cache.nan_to_num(0.0) if name == "triton" else cache  # whose kernels multiply what they mask by zero
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    lengths = StepLengths(
+        query_start_loc=starts,
+        seq_lens=torch.tensor([20, 21, 22], dtype=torch.int32),
+        num_seqs=3,
+        num_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=22,
+    )
+    metadata = CrossAttention(max_rows=12).metadata(lengths, (table,), backend)
+    rows_T = torch.tensor([count for count, length in zip(rows, query_lens, strict=True) for _ in range(length)] + [0] * num_padding)
+    before = cache.clone()
+    with running({CROSS_CACHES: metadata}):
+        out_THE = cross_attention(q_THE, cache, rows_T.int(), SIZE**-0.5)
+    assert torch.equal(before.nan_to_num(), cache.nan_to_num())
+    for sequence, count in enumerate(rows):
+        begin, end = int(starts[sequence]), int(starts[sequence + 1])
+        if count == 0:
+            assert not out_THE[begin:end].any()
+            continue
+        q, k, v = (one.transpose(0, 1)[None] for one in (q_THE[begin:end], keys[sequence], values[sequence]))
+        wanted = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(out_THE[begin:end], wanted, atol=2e-5, rtol=1e-4)
+    assert not out_THE[sum(query_lens) :].any()
