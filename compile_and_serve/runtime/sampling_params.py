@@ -105,13 +105,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         objects = (self.structured_outputs, self.speech_rules)
         lists = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids)
-        return (
-            penalties != (1.0, 0.0, 0.0)
-            or self.min_tokens > 0
-            or any(lists)
-            or self.structured_outputs is not None
-            or self.speech_rules is not None
-        )
+        changed = penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0
+        return changed or any(lists) or any(one is not None for one in objects)
 
     def verify(self) -> None:
         """Raise `SamplingParamsError`, a `ValueError`, that names the first parameter out of range, its limits and its value."""

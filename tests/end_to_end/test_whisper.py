@@ -9,7 +9,7 @@ import pytest
 
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
-from tests.support.engines import run_requests, tiny_config, tokens_of
+from tests.support.engines import request, run_requests, tiny_config, tokens_of
 from tests.support.whisper_models import greedy, item_of, speech_request, write_whisper
 
 OPTIONS: dict[str, Any] = {"load_format": "auto", "skip_tokenizer_init": True}
@@ -46,9 +46,7 @@ def test_tokens_are_those_of_transformers_and_equal_items_are_encoded_once(model
         name: (len(prompt) - 1) // 4 * 4 for name, (prompt, _) in PROMPTS.items()
     }
     with pytest.raises(ValueError, match="must bring what the encoder reads"):
-        core.add_request(
-            speech_request("none", [3], 0).__class__(request_id="x", prompt_token_ids=[3], sampling_params=requests()[0].sampling_params)
-        )
+        core.add_request(request("none", [3]))
     core.shutdown()
 
 

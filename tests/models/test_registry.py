@@ -17,7 +17,12 @@ from compile_and_serve.models.transformers.model import TransformersModel
 from tests.support.recurrent_models import FAMILIES as RECURRENT_FAMILIES
 from tests.support.vision_models import QWEN
 
-OTHERS = {*RECURRENT_FAMILIES, "LlavaForConditionalGeneration", *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values())}
+OTHERS = {
+    *RECURRENT_FAMILIES,
+    "LlavaForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values()),
+}
 # Those that come with the package, whose sizes and checkpoints' names are alike.
 FAMILIES = [name for name, one in ALL_FAMILIES.items() if name not in OTHERS and one.build.__module__.startswith("compile_and_serve.")]
 SIZES = {
