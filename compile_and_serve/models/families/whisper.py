@@ -225,7 +225,7 @@ class WhisperEncoder(nn.Module):
 
     def forward(self, mel: torch.Tensor, positions: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         x_TD = self.encoder(mel, positions, beside)
-        return torch.cat([linear(x_TD) for layer in self.cross for linear in (layer.k_proj, layer.v_proj)], dim=1)  # type: ignore[operator, union-attr]
+        return torch.cat([linear(x_TD) for layer in self.cross for linear in (layer.k_proj, layer.v_proj)], dim=1)  # type: ignore[operator]
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
