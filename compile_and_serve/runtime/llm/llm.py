@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
+from compile_and_serve.runtime.audio.transcriber import Decode, Decoded
 from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
 from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
 from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
 from compile_and_serve.runtime.llm.prompts import Message, Prompt, PromptReader
 from compile_and_serve.runtime.llm.tools import ChatTools
+from compile_and_serve.runtime.llm.transcription import TranscriptionMethods
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs, ignore_stage
 from compile_and_serve.runtime.options import make_engine_config
@@ -96,7 +98,7 @@ class InvalidRequestError(ValueError, RuntimeError):
     """A request that turned out to be wrong only while it was prepared or ran, such as one with an adapter that cannot be used."""
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, TranscriptionMethods):
     """A model in this process, or replicas of it in processes of their own (`data_parallel_size`). `shutdown`, or leaving a `with` block,
     frees its memory.
 
@@ -307,6 +309,16 @@ class LLM(PoolingMethods):
     def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
         self._num_requests += 1
         return _Job(str(self._num_requests - 1), None, token_ids, params, pooling)
+
+    def _decode(self, jobs: Sequence[Decode]) -> list[Decoded]:
+        asked = []
+        for one in jobs:
+            ids, params = self._inputs.prepare(one.prompt_token_ids, one.params)
+            asked.append(self._new_job(ids, params))
+            asked[-1].media = one.media
+        count = len(asked)
+        self._run(asked, [0] * count, [{}] * count, [None] * count, show_progress=False)
+        return [Decoded.of(job.completions[0]) for job in asked]
 
     def _pool(self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
         jobs = [self._new_job(prompt.token_ids, prompt.sampling, prompt.pooling) for prompt in prompts]
