@@ -43,8 +43,8 @@ class TranscriptionMethods(ABC):
     ) -> Transcription | list[Transcription]:
         """The text of recordings; windows of different ones are computed together.
 
-        recordings: float32 [N], one channel, 16 kHz, from -1 to 1; one or many. Raises `TranscriptionError`, a `ValueError`, for an option or
-        a recording that the model cannot take, and one for a model that transcribes nothing.
+        recordings: float32 [N], one channel, 16 kHz, from -1 to 1; one or many. Raises `TranscriptionError`, a `ValueError`, for an
+        option or a recording that the model cannot take, and one for a model that transcribes nothing.
         """
         transcriber = Transcriber.of(self.info.media, self.tokenizer)
         if transcriber is None:
