@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
 from compile_and_serve import __version__
+from compile_and_serve.runtime.audio.transcriber import Transcriber
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.routers import adapters as adapter_routes
 from compile_and_serve.serve.routers import (
+    audio,
     chat,
     completions,
     health,
@@ -58,6 +60,7 @@ from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
 from compile_and_serve.serve.tenants.rate_limits import LocalRateLimits, RateLimits, SharedRateLimits
 from compile_and_serve.serve.tenants.registry import Tenants
+from compile_and_serve.serve.transcription.work import TranscriptionWork
 
 ROUTERS = (
     chat.router,
@@ -65,6 +68,7 @@ ROUTERS = (
     responses_api.router,
     messages_api.router,
     pooling.router,
+    audio.router,
     models.router,
     tokens.router,
     invocations.router,
@@ -100,7 +104,10 @@ def create_app(
     rates: RateLimits = LocalRateLimits(tenants.all) if process == 0 or siblings is None else SharedRateLimits(siblings.ask_first)
     rated = {one.name for one in tenants.all if one.tokens_per_minute is not None}
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death, process=process, siblings=siblings, rates=rates, rated=rated)
-    media = MediaWork(client.info.media, tokenizer, metrics.observe_media)
+    info = client.info.media
+    media = MediaWork(info, tokenizer, metrics.observe_media)
+    longest = None if info is None else info.max_audio_seconds
+    transcriptions = TranscriptionWork(Transcriber.of(info, tokenizer), longest, metrics.observe_media)
     parsers = served_parsers(tokenizer, settings)
     pool = templates or TemplatePool()
 
@@ -118,6 +125,7 @@ def create_app(
             line.cancel()
         await engine.shutdown()  # `server._finish` has already let running requests finish
         media.close()
+        transcriptions.close()
         if templates is None:
             pool.close()
         if tracing is not None:
@@ -150,6 +158,7 @@ def create_app(
         prompts=ChatPrompts(inputs, pool, parsers, settings, media.texts),
         bodies=BodyWork(engine, pool, tokenizer),
         media=media,
+        transcriptions=transcriptions,
         fingerprint=f"cas-{__version__}-{client.info.dtype.removeprefix('torch.')}",
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
         stored_responses=store if settings.response_store_bytes else None,
@@ -177,7 +186,8 @@ def create_app(
     app.add_middleware(OrcaMiddleware, metrics=metrics)
     app.add_middleware(ProbeMiddleware)
     app.add_middleware(ContentEncodingMiddleware, max_bytes=settings.max_body_bytes)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    audio_limits = {audio.PREFIX: max(settings.max_audio_bytes, settings.max_body_bytes)}
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, of_paths=audio_limits)
     if tenants.is_needed:
         app.add_middleware(TenantMiddleware, tenants=tenants, rates=rates, metrics=metrics)
     if settings.api_keys or settings.admin_keys:

@@ -21,6 +21,7 @@ from compile_and_serve.serve.processes.siblings import Siblings
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
 from compile_and_serve.serve.tenants.rate_limits import RateLimits
+from compile_and_serve.serve.transcription.work import TranscriptionWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class ServerContext:
     prompts: ChatPrompts
     bodies: BodyWork
     media: MediaWork
+    transcriptions: TranscriptionWork
     fingerprint: str
     stored_responses: ResponseStore | None = None
     siblings: Siblings | None = None

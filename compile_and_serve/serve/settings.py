@@ -143,6 +143,15 @@ class ServerSettings:
         flag_default="4MiB",
         parse=parse_size,
     )
+    max_audio_bytes: int = _server_option(
+        26 * 1024 * 1024,
+        "Largest body with a file for /v1/audio/transcriptions and /v1/audio/translations; larger ones get HTTP 413.",
+        flags=("--max-audio-size",),
+        metavar="SIZE",
+        flag_type=str,
+        flag_default="26MiB",
+        parse=parse_size,
+    )
     prompt_tokens_details: bool = _server_option(
         False,
         "Report the number of cached prompt tokens in usage. It reveals whether others sent the same prefix.",

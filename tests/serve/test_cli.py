@@ -55,7 +55,7 @@ FLAGS = {
         "--no-escape-special-tokens", "--repetition-detection",
         "--response-role", "--response-store", "--response-store-seconds", "--return-tokens-as-token-ids", "--shutdown-timeout",
         "--access-log", "--profile-dir", "--override-generation-config", "--enable-tokenizer-info-endpoint",
-        "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",
+        "--no-access-log", "--enable-graphs", "--max-body-size", "--max-audio-size", "--enable-prompt-tokens-details",
         "--lora-modules", "--lora-dir", "--config", "--admin-api-key", "--admin-api-key-file", "--enable-admin-routes", "--uds",
         "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--ssl-require-client-cert", "--ssl-ciphers", "--request-timeout",
         "--chat-template-content-format", "--default-chat-template-kwargs", "--reasoning-effort-map", "--generation-config",

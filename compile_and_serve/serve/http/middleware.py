@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
@@ -131,20 +131,24 @@ def body_too_large(max_bytes: int) -> HTTPException:
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to a body of more than `max_bytes`, as soon as that is known."""
+    """Answers 413 to a body of more than `max_bytes`, as soon as that is known. of_paths: beginnings of paths that have limits of their
+    own.
+    """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, of_paths: Mapping[str, int] | None = None) -> None:
         self.app = app
-        self._max_bytes = max_bytes
+        self._max_bytes, self._of_paths = max_bytes, dict(of_paths or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        path = path_of(scope)
+        max_bytes = next((limit for prefix, limit in self._of_paths.items() if path.startswith(prefix)), self._max_bytes)
         length = Headers(scope=scope).get("content-length", "")
-        if length.isdigit() and int(length) > self._max_bytes:
-            error = body_too_large(self._max_bytes)
-            await error_response(413, error.detail, headers=_CLOSE, path=path_of(scope))(scope, receive, send)
+        if length.isdigit() and int(length) > max_bytes:
+            error = body_too_large(max_bytes)
+            await error_response(413, error.detail, headers=_CLOSE, path=path)(scope, receive, send)
             return
         received = 0
 
@@ -152,8 +156,8 @@ class BodyLimitMiddleware:
             nonlocal received
             part = await receive()
             received += len(part.get("body", b""))
-            if received > self._max_bytes:
-                raise body_too_large(self._max_bytes)
+            if received > max_bytes:
+                raise body_too_large(max_bytes)
             return part
 
         await self.app(scope, counted_receive, send)
