@@ -107,7 +107,7 @@ async def test_formats(start: Callable[..., Any]) -> None:
     vtt = (await send(server, response_format="vtt")).text
     assert vtt.startswith(f"WEBVTT\n\n00:00:00.000 --> 00:00:00.500\n{ANSWER}\n\n")
     verbose = (await send(server, response_format="verbose_json")).json()
-    assert (verbose["task"], verbose["language"], verbose["duration"], verbose["text"]) == ("transcribe", "en", 2.0, text)
+    assert (verbose["task"], verbose["language"], verbose["duration"], verbose["text"]) == ("transcribe", "english", 2.0, text)
     assert [(one["id"], one["start"], one["end"]) for one in verbose["segments"]] == [(0, 0.0, 0.5), (1, 1.0, 1.5)]
     assert transcriber.options[-1] == TranscriptionOptions(timestamps=True, wants_no_speech=True)
     words = await send(server, response_format="verbose_json", **{"timestamp_granularities[]": ["word", "segment"]})

@@ -144,7 +144,7 @@ class Metrics:
                 self._misses.labels(model_name, kind, reason)
         self._media = Histogram(
             PREFIX + "media_seconds",
-            "Time for one image or video: download, decode, preprocess.",
+            "Time for one image, video or audio: download, decode, preprocess.",
             [_LABEL, "stage"],
             buckets=_TTFT,
             registry=self.registry,
@@ -152,7 +152,7 @@ class Metrics:
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS)
 
     def observe_media(self, stage: str, seconds: float) -> None:
-        """Count a stage of the preparation of an image or a video: "download", "decode" or "preprocess"."""
+        """Count a stage of the preparation of an image, a video or audio: "download", "decode" or "preprocess"."""
         self._media.labels(self._model, stage).observe(seconds)
 
     def describe_engine(self, info: EngineInfo) -> None:

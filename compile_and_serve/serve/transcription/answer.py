@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Response
 
 from compile_and_serve.runtime.audio.options import Segment, Transcription
+from compile_and_serve.runtime.audio.speech_tokens import LANGUAGES
 from compile_and_serve.serve.http.responses import event, json_response
 from compile_and_serve.serve.protocol.audio import AudioFormat
 
@@ -54,7 +55,7 @@ class TextEvents:
 
 
 def _verbose(found: Transcription, granularities: Sequence[str]) -> dict[str, Any]:
-    body: dict[str, Any] = {"task": found.task, "language": found.language, "duration": found.duration, "text": found.text}
+    body: dict[str, Any] = {"task": found.task, "language": LANGUAGES.get(found.language, found.language), "duration": found.duration, "text": found.text}
     if "word" in granularities:
         body["words"] = [
             {"word": word.word.strip(), "start": word.start, "end": word.end} for one in found.segments for word in one.words or ()

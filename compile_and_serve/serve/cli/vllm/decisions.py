@@ -55,7 +55,7 @@ def _words(name: str, words: Mapping[str, str], text: str) -> dict[str, Decision
 
 
 _ONE_HOST = "the replicas of this server run on one host (or a Ray cluster) behind one port"
-_MULTIMODAL = "threads of the server prepare images and videos, and each rank runs the encoder whole"
+_MULTIMODAL = "threads of the server prepare images, videos and audio, and each rank runs the encoder whole"
 _KERNELS = "the kernels are chosen by measuring them; --force-pass and --disable-pass choose otherwise"
 _RECURRENT = "the dtype of recurrent state is --state-dtype"
 _OBSERVED = "/metrics and the log show what there is"
