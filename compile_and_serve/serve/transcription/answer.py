@@ -55,7 +55,12 @@ class TextEvents:
 
 
 def _verbose(found: Transcription, granularities: Sequence[str]) -> dict[str, Any]:
-    body: dict[str, Any] = {"task": found.task, "language": LANGUAGES.get(found.language, found.language), "duration": found.duration, "text": found.text}
+    body: dict[str, Any] = {
+        "task": found.task,
+        "language": LANGUAGES.get(found.language, found.language),
+        "duration": found.duration,
+        "text": found.text,
+    }
     if "word" in granularities:
         body["words"] = [
             {"word": word.word.strip(), "start": word.start, "end": word.end} for one in found.segments for word in one.words or ()
