@@ -423,13 +423,34 @@ class KVEventsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVTransferConfig:
+    """How blocks of the KV cache go to other engines, or come from them (`runtime/connector/handover`).
+
+    engine_id: unique. role: computes prompts for others, continues their requests, or both. transport: auto is the fastest that both sides
+    have. host, port: where other engines ask for blocks; replica r has the port r behind it. peers: hosts from which blocks are taken,
+    beside this one and `host`; "*": all. lease_seconds: how long blocks are kept for the other engine. load_seconds: after which a prompt
+    whose blocks have not come is computed. secret: of the engine's own processes.
+    """
+
+    engine_id: str
+    role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    transport: Literal["auto", "socket", "cuda_ipc", "nixl"] = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    peers: tuple[str, ...] = ()
+    lease_seconds: float = 30.0
+    load_seconds: float = 10.0
+    secret: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """All options of one engine.
 
     attention_backend: None is the first one that supports the model, the device and the dtype.
     enable_lora: without it, `make_engine_config` sets `compile.max_loras` to 0.
     speculative: None: one token of a sequence per step. drafter_path: local files of `speculative.model`.
-    kv_events: None: none are published.
+    kv_events: None: none are published. kv_transfer: None: no request goes to another engine.
     """
 
     model: ModelConfig
@@ -467,6 +488,14 @@ class EngineConfig:
         "Publish over ZMQ which blocks are cached, for routers, as JSON with vLLM's keys, such as "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Events contain the tokens of prompts.',
         name="kv_events_config",
+        argument_type=Mapping[str, Any] | str | None,
+        flag_type=str,
+    )
+    kv_transfer: KVTransferConfig | None = _cache_option(
+        None,
+        "Hand prompts that this engine has computed to other engines, or continue those of others, as JSON with vLLM's keys, such as "
+        '{"kv_connector": "auto", "kv_role": "kv_both"}: see docs/disaggregation.md.',
+        name="kv_transfer_config",
         argument_type=Mapping[str, Any] | str | None,
         flag_type=str,
     )

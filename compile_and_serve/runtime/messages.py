@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -61,6 +61,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     step_data: what step inputs are filled from (`TokenBatch.step_data`); requests share cached prefixes only where it is equal.
     step_arrays: values for the prompt's tokens, and for the first one behind it, by name (`TokenBatch.rows_of`).
     media: what stands in the prompt beside text, with arrays of its own. Requests share cached prefixes up to where arrays or media differ.
+    kv_transfer: of a request that another engine began or is to continue: vLLM's kv_transfer_params.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     tenant: Tenant | None = None  # None: all such requests are of one
+    kv_transfer: dict[str, Any] | None = None
 
     @property
     def request_ids(self) -> list[str]:
@@ -175,6 +177,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     queue_seconds: float | None = None  # with the first token: from arrival to first scheduled
     prefill_seconds: float | None = None  # with the first token: from first scheduled to first token
     ledger: RequestLedger | None = None  # with the first token, and again with the first after a preemption
+    kv_transfer: dict[str, Any] | None = None  # with the finish reason of a request that another engine continues
 
 
 class TenantStats(msgspec.Struct, array_like=True):
@@ -239,6 +242,17 @@ class UtilityResult(msgspec.Struct, tag="result", kw_only=True, omit_defaults=Tr
     error: str | None = None
 
 
+class KVTransferInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """How the engine hands requests to others. fingerprint: engines take blocks from each other only where it is equal. hosts: from which
+    it takes blocks; "*" among them: all.
+    """
+
+    role: Literal["kv_producer", "kv_consumer", "kv_both"]
+    engine_id: str
+    fingerprint: str
+    hosts: list[str]
+
+
 class EngineInfo(msgspec.Struct, kw_only=True):
     """What the API side must know about the engine. Sent once to each client, when the engine is ready."""
 
@@ -256,6 +270,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_logprobs: int = 20  # limit of `logprobs` and `prompt_logprobs`; -1 is no limit
     pooling: PoolingInfo | None = None  # None: the engine generates tokens
     media: MediaInfo | None = None  # None: the model reads only text
+    kv_transfer: KVTransferInfo | None = None  # None: it hands no requests to others, and takes none
 
 
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):

@@ -12,6 +12,7 @@ from typing import Any
 from compile_and_serve.custom_ops.mesh import EXPERT
 from compile_and_serve.option_fields import make_config, options_of, require, signature_of
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.connector.handover.config import parse_kv_transfer_config
 from compile_and_serve.runtime.drafting.config import parse_speculative_config
 from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig, parse_eplb_config
@@ -36,7 +37,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     options["quantization"] = None if names_a_format(quantization) else quantization
     drafting = parse_speculative_config(options.get("speculative_config"))
     events = parse_kv_events_config(options.get("kv_events_config"))
-    parsed = {"speculative_config": drafting, "kv_events_config": events, **_expert_options(options)}
+    transfer = parse_kv_transfer_config(options.get("kv_transfer_config"), num_replicas=options.get("data_parallel_size") or 1)
+    parsed = {"speculative_config": drafting, "kv_events_config": events, "kv_transfer_config": transfer, **_expert_options(options)}
     config = _with_data_groups(make_config(EngineConfig, options | parsed | {"model": model, "path": Path(model)}))
     compile_config, mesh = config.compile, config.mesh
     require(
@@ -69,6 +71,7 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     _check_hosts(config)
     _check_tiers(config)
     _check_data_groups(config)
+    _check_handover(config)
     path = resolve_model(model, config.model.revision, download_dir=config.model.download_dir, with_code=config.model.trust_remote_code)
     max_loras = compile_config.max_loras if config.enable_lora else 0
     offload_dir = config.cache.offload_dir
@@ -136,6 +139,21 @@ def _check_tiers(config: EngineConfig) -> None:
         raise ValueError("kv_offloading_size and kv_offload_dir do not go with pipeline_parallel_size: the stages' blocks differ.")
     if cache.offload_dir is not None and config.enable_lora:
         raise ValueError("kv_offload_dir does not go with enable_lora: after a restart an adapter's number may be another one's.")
+
+
+def _check_handover(config: EngineConfig) -> None:
+    """Raise `ValueError` for an option that a handover between engines does not go with."""
+    if config.kv_transfer is None:
+        return
+    cache = config.cache
+    if cache.connector is not None or cache.offloading_bytes is not None or cache.offload_dir is not None:
+        raise ValueError("kv_transfer_config does not go with kv_connector, kv_offloading_size and kv_offload_dir: give one of them.")
+    if not cache.enable_prefix_caching:
+        raise ValueError("kv_transfer_config hands cached prefixes over: remove enable_prefix_caching=False.")
+    if config.mesh.pipe > 1 or config.compile.enable_expert_parallel:
+        raise ValueError("kv_transfer_config does not go with pipeline_parallel_size and enable_expert_parallel: the ranks' blocks differ.")
+    if config.enable_lora:
+        raise ValueError("kv_transfer_config does not go with enable_lora: an adapter's number may be another one's on the other side.")
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -42,7 +42,7 @@ ENGINE_FLAGS = {
     "--master-key-file",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
     "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
-    "--logprobs-mode",
+    "--logprobs-mode", "--kv-transfer-config",
     "--speculative-config", "--kv-events-config", "--expert-metrics", "--hf-overrides", "--download-dir", "--merge-lora",
     "--trust-remote-code", "--mm-processor-kwargs", "--limit-mm-per-prompt", "--max-audio-seconds", "--allowed-media-domains",
 }  # fmt: skip
@@ -76,6 +76,7 @@ FLAGS = {
     "quantize": {
         "model", "--output", "-o", "--scheme", "--calibration", "--num-samples", "--device", "--num-threads", "--verbose", "-v",
     },
+    "route": {"--prefill", "--decode", "--prefill-events", "--block-size", "--host", "--port", "--verbose", "-v"},
     "bench latency": ENGINE_FLAGS | {
         "model", "--input-len", "--output-len", "--batch-size", "--num-iters", "--num-iters-warmup", "--output-json",
     },

@@ -18,13 +18,13 @@ _START_SECONDS = 240
 
 
 class ServerProcess:
-    """Started on a free port; `url` is known once it serves. Everything it wrote is in `output`."""
+    """Started on a free port; `url` is known once it serves. Everything it wrote is in `output`. command: serve, or route."""
 
-    def __init__(self, *arguments: str, wait: bool = True) -> None:
-        command = [sys.executable, "-m", "compile_and_serve.serve.cli", "serve", *arguments]
+    def __init__(self, *arguments: str, wait: bool = True, command: str = "serve") -> None:
+        words = [sys.executable, "-m", "compile_and_serve.serve.cli", command, *arguments]
         # A wide terminal: rich must not break the line with the URL.
         environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -66,7 +66,7 @@ class ServerProcess:
     def _wait_for_url(self) -> str:
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
-            found = re.search(r"Serving \S+ on (http://\S+)", self.output)
+            found = re.search(r"(?:Serving \S+|Routing) on (http://\S+)", self.output)
             if found:
                 return found[1]
             if self.process.poll() is not None:

@@ -49,10 +49,14 @@ class AttentionLayer(LayerState):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCacheSpec(AttentionLayer):
-    """Keys and values of one attention layer: [2, K, P, E] per page; in int8 [2, K, P, E + 4], as `int8_cache.py` says."""
+    """Keys and values of one attention layer: [2, K, P, E] per page; in int8 [2, K, P, E + 4], as `int8_cache.py` says.
+
+    whole_kv_heads: of all ranks; None: as many as one has.
+    """
 
     num_kv_heads: int
     head_dim: int
+    whole_kv_heads: int | None = None
 
     def tensors(self, tokens_per_page: int, cache_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         entry = self.head_dim + (SCALE_BYTES if cache_dtype == torch.int8 else 0)
@@ -60,7 +64,9 @@ class KVCacheSpec(AttentionLayer):
 
     def of_rank(self, mesh: Mesh) -> KVCacheSpec:
         """One rank's share of the heads, or one head that several ranks keep."""
-        return replace(self, num_kv_heads=max(1, self.num_kv_heads // mesh.tensor))
+        if mesh.tensor == 1:
+            return self
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // mesh.tensor), whole_kv_heads=self.whole_kv_heads or self.num_kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ Without a connector nothing of this exists: that is the default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from compile_and_serve.plugins import declared_plugins, load_plugins
 from compile_and_serve.runtime.config import EngineConfig, Rank
@@ -54,10 +54,12 @@ class SchedulerConnector(ABC):
     """The scheduler's side. Its methods are called from one thread, while steps are scheduled: none may wait.
 
     deadline_seconds: a transfer that takes longer counts as failed. Its blocks stay out of use until the workers say that they are through.
+    lease_seconds: after which blocks that were lent to another engine are freed, whether it has them or not.
     events: None: nobody wants to know.
     """
 
     deadline_seconds = 30.0
+    lease_seconds = 30.0
     events: ContentEvents | None = None
 
     @abstractmethod
@@ -86,6 +88,39 @@ class SchedulerConnector(ABC):
     def prepare(self, transfer: BlockTransfer, *, is_load: bool) -> bytes:
         """A transfer will begin: what the worker's side needs beside its keys and blocks."""
         return b""
+
+    def arrived(self, request_id: str, params: dict[str, Any]) -> None:
+        """A request has arrived that another engine began, or is to continue. params: as `kv_transfer_params` has them, checked."""
+        raise ValueError("This connector hands no requests to other engines: leave out kv_transfer_params.")
+
+    def settled(self, request_id: str) -> None:  # noqa: B027 (most connectors need not know)
+        """A request was admitted or has ended, so nothing more will be loaded for it."""
+
+    def lend(self, block_ids: list[list[int]], num_tokens: int) -> None:
+        """A request that another engine continues has ended. Its blocks stay until the lease ends: those of each group for its first
+        `num_tokens` tokens. Their transfers will be prepared next.
+        """
+        raise NotImplementedError
+
+    def lent(
+        self, request_id: str, params: Mapping[str, Any], transfer_ids: list[int], token_ids: list[int], logprobs: Any
+    ) -> dict[str, Any]:
+        """What the other engine must be told, as `kv_transfer_params`. params: with which the request came. transfer_ids: of what was just
+        lent; none: nothing was. token_ids: that were sampled, with their `logprobs`.
+        """
+        raise NotImplementedError
+
+    def take_released(self) -> list[int]:
+        """Transfers of leases that the other engine has ended since the last call."""
+        return []
+
+    @property
+    def has_released(self) -> bool:
+        """Whether `take_released` has something."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 (most connectors have nothing to stop)
+        """The engine stops."""
 
     def observe_step(self, num_prompt_tokens: int, seconds: float) -> None:  # noqa: B027 (most connectors need not know)
         """A step has ended, which computed so many tokens of prompts. seconds: 0.0 if unknown."""

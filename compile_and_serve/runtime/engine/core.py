@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.connector.handover.engine_side import note_seed, transfer_info, with_handover
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.engine.adapters import Adapters
@@ -77,8 +78,11 @@ class EngineCore:
             cache = replace(cache, enable_prefix_caching=False)
         if not found.groups:  # there is no cache
             cache = replace(cache, enable_prefix_caching=False)
+        if config.kv_transfer is not None and not cache.enable_prefix_caching:
+            raise ValueError("kv_transfer_config hands cached prefixes over, which this model does not have: see the log.")
         schedulers = make_schedulers(self.config, cache, found)
         self._pools = [one.manager.pool for one in schedulers]
+        self._handovers = None if config.kv_transfer is None else schedulers[0].handovers
         self._scheduler: Scheduler | DataGroups = (
             schedulers[0] if len(schedulers) == 1 else data_groups(schedulers, self.config, cache, found)
         )
@@ -128,6 +132,7 @@ class EngineCore:
             compile_report=found.compile_report,
             pooling=found.pooling,
             media=found.media,
+            kv_transfer=transfer_info(self.config, found.dtype),
             max_logprobs=config.model.max_logprobs,
         )
 
@@ -154,6 +159,9 @@ class EngineCore:
         if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
+        if request.kv_transfer is not None:
+            request = with_handover(request, self.info.kv_transfer)
+            params = request.sampling_params
         contents, encoder = request.contents(), self._scheduler.encoder
         if contents is not None:
             contents.check(len(prompt), self.executor.info.arrays)
@@ -167,6 +175,8 @@ class EngineCore:
                 sampling_params=msgspec.structs.replace(params, seed=draw(63)),
                 siblings=[Sibling(sibling.request_id, draw(63)) for sibling in request.siblings],
             )
+            if request.kv_transfer is not None:
+                note_seed(request)
         structured, awaited = params.structured_outputs, dict[Future[Any], Preparation]()
         if structured is not None:
             if structured.compiled is None:
@@ -226,6 +236,8 @@ class EngineCore:
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self.executor
         self.poll_adapters()
         failed = self._requests_not_prepared() if self._preparing else []
+        if self._handovers is not None:
+            failed += self._handovers.take()
         depth = self._depth
         if executor.stats().captures_due > self._captures_due:
             depth = 1  # a graph can be captured only while nothing is in flight
@@ -450,6 +462,8 @@ class EngineCore:
         self._in_flight.clear()
         for publisher, _ in self._events:
             publisher.close()
+        if self._handovers is not None:
+            self._handovers.close()
         self.executor.shutdown()
 
 

@@ -98,16 +98,16 @@ class Router:
         in_flight = sum(one.num_sequences for one in living) + num_held + len(request.request_ids)
         return in_flight <= len(living) * self._limits[1]
 
-    def route(self, request: EngineRequest) -> int:
+    def route(self, request: EngineRequest, among: Sequence[int] | None = None) -> int:
         """Choose a replica for all sequences of a request and return its index. Each counts as in flight there until its
-        `finish`.
+        `finish`. among: the replicas that may be chosen; None: all.
         """
         request_ids = request.request_ids
         hashes = self._hashes(request)
         num_cached = self._cached_prefixes(hashes)
         # Ties go to the replica with the fewest requests so far, so that idle replicas fill their caches evenly.
         chosen = min(
-            self._candidates(len(request_ids)),
+            among or self._candidates(len(request_ids)),
             key=lambda r: (self.load(r) - AFFINITY * num_cached[r] / max(1, len(hashes)), self._replicas[r].num_routed),
         )
         self._assign(request, chosen, hashes)

@@ -27,7 +27,7 @@ from compile_and_serve.runtime.runner.base_batch import BaseBatch, BatchLayout
 from compile_and_serve.runtime.runner.media_encoder import RowEncoder
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.stages import StageLink
-from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state, page_parts
+from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state, page_parts, page_pieces
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.runner.step_shapes import common_size, take_shape
 from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, SchedulerOutput, StepShape, WorkerStats
@@ -138,7 +138,8 @@ class BaseRunner(ABC):
 
     def page_memory(self) -> PageMemory:
         """Where the content of the pages lies."""
-        return PageMemory(parts=page_parts(self.spec.state, self.layout, self.state))
+        groups = self.spec.state
+        return PageMemory(parts=page_parts(groups, self.layout, self.state), pieces=page_pieces(groups, self.layout))
 
     def stats(self) -> WorkerStats:
         """Counters since the start."""

@@ -303,9 +303,15 @@ class ModelRunner(BaseRunner):
         graphs.bind(self.decode_step, prompt_step, self.drafted_step, self.drafter_work, encoder_step)
 
     def page_memory(self) -> PageMemory:
-        parts = super().page_memory().parts
+        memory = super().page_memory()
         added = {} if self.drafter is None else self.drafter.page_parts()
-        return PageMemory(parts=[[*own, *added.get(group.name, [])] for group, own in zip(self.spec.state, parts, strict=True)])
+        if not added:
+            return memory
+        names = [group.name for group in self.spec.state]
+        return PageMemory(
+            parts=[[*own, *added.get(name, [])] for name, own in zip(names, memory.parts, strict=True)],
+            pieces=[None if name in added else own for name, own in zip(names, memory.pieces, strict=True)],
+        )
 
     def stats(self) -> WorkerStats:
         return WorkerStats(

@@ -23,7 +23,9 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import GroupLayout
 from compile_and_serve.custom_ops.state.recurrent import ALIGNMENT
+from compile_and_serve.custom_ops.state.tokens import KVCacheSpec, LatentCacheSpec
 from compile_and_serve.runtime.config import CacheConfig
+from compile_and_serve.runtime.connector.page_memory import PagePiece
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +209,23 @@ def page_parts(groups: Sequence[StateGroup], layout: PageLayout, state: Mapping[
         begin = state[name].storage_offset() * state[name].element_size() - layout.groups[group.name].tensors[name].offset
         pages.append([pool.as_strided((state[name].shape[0], layout.page_bytes), (layout.page_bytes, 1), begin)])
     return pages
+
+
+def page_pieces(groups: Sequence[StateGroup], layout: PageLayout) -> list[list[PagePiece] | None]:
+    """`PageMemory.pieces`: of groups of attention whose layers keep one tensor each."""
+    found: list[list[PagePiece] | None] = []
+    for group in groups:
+        placed = list(layout.groups[group.name].tensors.values())
+        if len(placed) != len(group.layers) or not all(isinstance(layer, (KVCacheSpec, LatentCacheSpec)) for layer in group.layers):
+            found.append(None)
+            continue
+        pieces = []
+        for layer, one in zip(group.layers, placed, strict=True):
+            outer, heads = one.shape[:2] if isinstance(layer, KVCacheSpec) else (1, 1)
+            whole = layer.whole_kv_heads if isinstance(layer, KVCacheSpec) else None
+            pieces.append(PagePiece(one.offset, outer, heads, whole or heads, one.num_bytes // (outer * heads)))
+        found.append(pieces)
+    return found
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

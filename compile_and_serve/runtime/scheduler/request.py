@@ -88,6 +88,8 @@ class Request:
     repetition: the repetition that ends it, of its sampling parameters; None: none does.
     changes_logits: of its sampling parameters.
     adapter: the number of its LoRA adapter.
+    kv_transfer: what goes to another engine with the request, or came from one. num_given_tokens: behind the prompt, that another engine
+        sampled.
     may_load: whether a connector may be asked for more of its prefix. loaded_tokens: of its prefix, that a connector loaded, by tier.
     share: of the key and user whose request it is. num_charged_tokens: tokens that it had before it was last preempted.
     clock: of its waits; None: nobody asks. num_chunks: parts in which its prompt was computed so far. misses: what it could not reuse.
@@ -96,9 +98,10 @@ class Request:
 
     __slots__ = (
         "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "clock", "cuts", "decode_end", "draft_ends", "end_ids",
-        "end_len", "fast_until", "finish_reason", "first_scheduled_time", "key", "keys", "loaded_tokens", "max_total_tokens", "may_load",
-        "min_total_tokens", "misses", "next_cache_len", "num_cached_blocks", "num_cached_tokens", "num_charged_tokens", "num_chunks",
-        "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps", "num_preemptions", "num_prefix_tokens",
+        "end_len", "fast_until", "finish_reason", "first_scheduled_time", "key", "keys", "kv_transfer", "loaded_tokens",
+        "max_total_tokens", "may_load", "min_total_tokens", "misses", "next_cache_len", "num_cached_blocks", "num_cached_tokens",
+        "num_charged_tokens", "num_chunks", "num_computed_tokens", "num_freed_blocks", "num_given_tokens", "num_held_tokens",
+        "num_pending_steps", "num_preemptions", "num_prefix_tokens",
         "num_promised_blocks", "num_prompt_tokens", "num_recomputed_tokens", "paused_until", "pooling", "prefill_end", "prefill_step",
         "prompt", "prompt_logprobs", "repetition", "request_id", "sampling_params", "share", "status", "step_data", "stop_ids",
         "token_ids", "waits_for", "wants_prompt_logprobs",
@@ -110,6 +113,8 @@ class Request:
         self.request_id = request.request_id
         self.sampling_params = params
         self.pooling = request.pooling
+        self.kv_transfer = request.kv_transfer
+        self.num_given_tokens = 0
         self.step_data = request.step_data
         self.key = key
         self.arrival_time = request.arrival_time or now

@@ -6,8 +6,7 @@ arrival ("priority"). When blocks run out, the last of the running requests is p
 order, and recomputes its prompt and its generated tokens (its cached blocks are usually still there). The first in order is never
 preempted, so there is always progress.
 
-runtime/scheduler/admission.py says which waiting requests start. Where several API keys have requests, runtime/scheduler/fairness.py says
-what each of them gets, and whose requests are preempted.
+admission.py says which waiting requests start, fairness.py what each of several API keys gets, and whose requests are preempted.
 
 Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its tokens when they are
 known, and any number of steps may be in flight between the two. This has consequences:
@@ -45,6 +44,7 @@ from compile_and_serve.runtime.scheduler.admission import Admission
 from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.failed_steps import failed_output, forget_failed, kept_from_running, untrusted_chunks
+from compile_and_serve.runtime.scheduler.handovers import Handovers
 from compile_and_serve.runtime.scheduler.item_queue import ItemQueue
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.length_regimes import begin, outgrown
@@ -105,6 +105,7 @@ class Scheduler:
             max_draft_tokens=0 if speculator is None else speculator.max_tokens,
         )
         self._transfers = None if connector is None else Transfers(self.manager, connector)
+        self.handovers = Handovers(self._transfers)
         self.max_model_len = max_model_len
         self.max_len = self.manager.max_tokens(max_model_len)
         if self.max_len < max_model_len:
@@ -153,6 +154,8 @@ class Scheduler:
             self._queue.join(new, request.tenant)
             new.wait_for(waits_for)
             self._queue.push(new)
+            if self.handovers.begin(new, self._finish):
+                self._drop_finished()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in whatever state they are, without an output. Unknown ids (just finished, say) are ignored."""
@@ -176,7 +179,7 @@ class Scheduler:
         """Whether a request is unfinished, or blocks wait for a transfer. A step in flight of finished requests is no work, but must
         still be updated.
         """
-        return bool(self.requests) or (self._transfers is not None and self._transfers.is_busy)
+        return bool(self.requests or self.handovers.given) or (self._transfers is not None and self._transfers.is_busy)
 
     def forget_device_memory(self) -> None:
         """The device's memory will be freed: forget cached prefixes and the adapters in its slots. No request may be left. The ranks
@@ -311,8 +314,9 @@ class Scheduler:
     def _step_without_tokens(self, step: StepInFlight, now: float) -> SchedulerOutput | None:
         """A step of transfers; None if there is nothing to transfer, steps in flight will tell, or decodes are paused beyond `now`."""
         transfers = self._transfers
-        is_busy = transfers is not None and transfers.is_busy
-        if self._in_flight or not (is_busy or self._running or self._queue.first_ready()):
+        has_requests = bool(self._running or self._queue.first_ready())
+        is_busy = transfers is not None and (transfers.is_busy or (has_requests and transfers.has_leases))
+        if self._in_flight or not (is_busy or has_requests):
             return None
         if not is_busy and not any(request.paused_until > now for request in self._running):
             if transfers is not None and transfers.release_all():
@@ -352,6 +356,7 @@ class Scheduler:
             if (output := chunk.take(result)) is not None:
                 if output.finish_reason is not None:
                     self._finish(chunk.request, output.finish_reason)
+                    self.handovers.end(chunk.request, output)
                 outputs.append(output)
         if step.drafts:
             step.take_back_rejected(scheduled.num_scheduled_tokens, result)
@@ -493,7 +498,6 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _drop_finished(self) -> None:
-        if len(self._running) + len(self._queue) == len(self.requests):
-            return
-        self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-        self._queue.drop_finished()
+        if len(self._running) + len(self._queue) != len(self.requests):
+            self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
+            self._queue.drop_finished()

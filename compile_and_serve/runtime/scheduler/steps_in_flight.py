@@ -47,7 +47,7 @@ class Chunk:
         output = RequestOutput(request_id=request_id)
         if request.clock is not None:
             output.ledger = ledger_of(request, self)
-        if len(request.token_ids) == request.num_prompt_tokens:
+        if len(request.token_ids) == request.num_prompt_tokens + request.num_given_tokens:
             output.num_cached_tokens = request.num_cached_tokens
             if 0 < sum(request.loaded_tokens.values()) <= request.num_cached_tokens:
                 output.num_loaded_tokens = request.loaded_tokens

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
-from compile_and_serve.runtime.messages import EngineStats
+from compile_and_serve.runtime.messages import EngineStats, RequestOutput
 from compile_and_serve.runtime.scheduler.block_pool import KVCacheBlock
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.kv_groups import Prefix, group_of_key
@@ -52,13 +53,17 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _InFlight:
-    """load: what it belongs to; None: it is a store. is_overdue: nobody waits for it any more, but it may still touch its blocks."""
+    """load: what it belongs to; None: it is a store. is_overdue: nobody waits for it any more, but it may still touch its blocks.
+    is_lease: a store that lasts until the other engine has the blocks, or until its deadline. is_ending: of a lease, it was cancelled.
+    """
 
     transfer: BlockTransfer
     load: _Load | None
     deadline: float
     is_eviction: bool
     is_overdue: bool = False
+    is_lease: bool = False
+    is_ending: bool = False
 
 
 class Transfers:
@@ -68,6 +73,7 @@ class Transfers:
         self._manager, self._pool, self._connector, self._clock = manager, manager.pool, connector, clock
         self._in_flight: dict[int, _InFlight] = {}  # in the order in which they began
         self._num_overdue = 0
+        self._leases: dict[int, _InFlight] = {}  # that last, in the order in which they began
         self._num_evicted = 0  # blocks that wait to be stored before they are evicted
         self._new = StepTransfers()  # for the next step
         self._next_id = 0
@@ -80,7 +86,19 @@ class Transfers:
     def is_busy(self) -> bool:
         """Whether a transfer is in flight whose end somebody waits for, or one is to begin or to be cancelled."""
         new = self._new
-        return len(self._in_flight) > self._num_overdue or bool(new.loads or new.stores or new.cancelled)
+        is_moving = len(self._in_flight) > self._num_overdue + len(self._leases)
+        return is_moving or bool(new.loads or new.stores or new.cancelled) or self._lease_is_due
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether other engines may still fetch blocks."""
+        return bool(self._leases)
+
+    @property
+    def _lease_is_due(self) -> bool:
+        if not self._leases:
+            return False
+        return self._connector.has_released or self._clock() > next(iter(self._leases.values())).deadline
 
     @property
     def may_end(self) -> bool:
@@ -143,8 +161,44 @@ class Transfers:
         """What the connector tells."""
         stats.kv_tiers = self._connector.stats()
 
+    def arrived(self, request: Request, params: dict[str, Any]) -> None:
+        """Another engine began the request, or is to continue it."""
+        self._connector.arrived(request.request_id, params)
+
+    def hand_over(self, request: Request, output: RequestOutput) -> dict[str, Any]:
+        """Lend the blocks of a request's prompt to the engine that continues it. → what that engine must be told. The request has ended
+        and its blocks are freed; `output` is its last.
+        """
+        manager, pool, connector = self._manager, self._pool, self._connector
+        num_tokens, keys = self._lendable(request, request.num_prompt_tokens - (not output.new_token_ids))
+        blocks = [[block for key in group_keys for block in pool.entry(key)] for group_keys in keys]
+        taken = sum(block.is_free for group_blocks in blocks for block in group_blocks)
+        ids: list[int] = []
+        if num_tokens and pool.num_free - taken >= manager.num_kept_free:
+            block_ids = [[block.block_id for block in group_blocks] for group_blocks in blocks]
+            connector.lend(block_ids, num_tokens)
+            for group, group_keys in enumerate(keys):
+                if group_keys:
+                    ids.append(self._begin(group, group_keys, block_ids[group], None, is_lease=True).transfer_id)
+        return connector.lent(request.request_id, request.kv_transfer or {}, ids, output.new_token_ids, output.new_logprobs)
+
+    def _lendable(self, request: Request, num_tokens: int) -> tuple[int, list[list[bytes]]]:
+        """The longest prefix of so many tokens at most that all groups have, and its keys: of groups of slots, the last places only."""
+        manager = self._manager
+        last = num_tokens // manager.alignment * manager.alignment
+        for end in range(last, max(0, last - 2 * manager.alignment), -manager.alignment):
+            keys = manager.keys_of_prefix(request, end)
+            if all(self._is_known(key) for group_keys in keys for key in group_keys):
+                return end, keys
+        return 0, []
+
+    def close(self) -> None:
+        """The engine stops."""
+        self._connector.close()
+
     def release(self, request: Request) -> None:
         """The request has been admitted, or has ended: its loaded prefix is not held any more."""
+        self._connector.settled(request.request_id)
         held = self._held.pop(request, None)
         if held is not None:
             self._pool.unpin(held)
@@ -187,15 +241,17 @@ class Transfers:
         return True
 
     def _begin(
-        self, group: int, keys: list[bytes], block_ids: list[int], load: _Load | None, *, is_eviction: bool = False
+        self, group: int, keys: list[bytes], block_ids: list[int], load: _Load | None, *, is_eviction: bool = False, is_lease: bool = False
     ) -> BlockTransfer:
         transfer = BlockTransfer(transfer_id=self._next_id, group=group, keys=keys, block_ids=block_ids)
         self._next_id += 1
         transfer.meta = self._connector.prepare(transfer, is_load=load is not None)
         self._pool.pin(block_ids)
         self._num_evicted += len(block_ids) * is_eviction
-        deadline = self._clock() + self._connector.deadline_seconds
-        self._in_flight[transfer.transfer_id] = _InFlight(transfer, load, deadline, is_eviction)
+        deadline = self._clock() + (self._connector.lease_seconds if is_lease else self._connector.deadline_seconds)
+        one = self._in_flight[transfer.transfer_id] = _InFlight(transfer, load, deadline, is_eviction, is_lease=is_lease)
+        if is_lease:
+            self._leases[transfer.transfer_id] = one
         (self._new.stores if load is None else self._new.loads).append(transfer)
         return transfer
 
@@ -208,10 +264,16 @@ class Transfers:
         return new
 
     def end_overdue(self) -> None:
-        """Give up transfers that have taken too long."""
+        """Give up transfers that have taken too long, and end leases that other engines need no more, or that have lasted too long."""
         now = self._clock() if len(self._in_flight) > self._num_overdue else 0.0
+        if self._leases:
+            due = [transfer_id for transfer_id, one in self._leases.items() if now > one.deadline]
+            for transfer_id in (*due, *self._connector.take_released()):
+                if (lease := self._leases.pop(transfer_id, None)) is not None:
+                    lease.is_ending = True
+                    self._new.cancelled.append(transfer_id)
         for transfer_id, one in self._in_flight.items():
-            if one.is_overdue:
+            if one.is_overdue or one.is_lease:
                 continue
             if now <= one.deadline:
                 break
@@ -250,6 +312,7 @@ class Transfers:
         one = self._in_flight.pop(transfer_id, None)
         if one is None:
             return False
+        self._leases.pop(transfer_id, None)
         block_ids, load = one.transfer.block_ids, one.load
         if load is None:
             self._num_evicted -= len(block_ids) * one.is_eviction

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -48,6 +49,7 @@ class CompletionDelta:
     prefill_seconds: float | None = None
     pooled: Pooled | None = None
     ledger: RequestLedger | None = None
+    kv_transfer: dict[str, Any] | None = None
 
     def extend(self, later: CompletionDelta) -> None:
         """Append the next delta of the same completion, as if one step had produced both."""
@@ -59,7 +61,7 @@ class CompletionDelta:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.error_kind = later.error, later.error_kind
-        self.pooled = later.pooled
+        self.pooled, self.kv_transfer = later.pooled, later.kv_transfer
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
         self.num_loaded_tokens = self.num_loaded_tokens or later.num_loaded_tokens
         self.num_draft_tokens += later.num_draft_tokens
@@ -87,6 +89,7 @@ class CompletionOutput:
     error: str | None = None
     error_kind: ErrorKind = "internal"  # meaningful only with `error`
     pooled: Pooled | None = None
+    kv_transfer: dict[str, Any] | None = None
 
     def add(self, delta: CompletionDelta) -> None:
         """Append the completion's next delta."""
@@ -105,7 +108,7 @@ class CompletionOutput:
         self.num_draft_tokens += delta.num_draft_tokens
         self.num_accepted_drafts += delta.num_accepted_drafts
         self.error, self.error_kind = delta.error, delta.error_kind
-        self.pooled = delta.pooled
+        self.pooled, self.kv_transfer = delta.pooled, delta.kv_transfer
 
 
 class _Sequence:
@@ -248,6 +251,7 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
         prefill_seconds=output.prefill_seconds,
         pooled=output.pooled,
         ledger=output.ledger,
+        kv_transfer=output.kv_transfer,
     )
 
 

@@ -16,6 +16,7 @@ from compile_and_serve.serve.cli.generate_command import generate_command
 from compile_and_serve.serve.cli.inspect_command import inspect_command
 from compile_and_serve.serve.cli.models_command import models_command
 from compile_and_serve.serve.cli.quantize_command import quantize_command
+from compile_and_serve.serve.cli.route_command import route_command
 from compile_and_serve.serve.cli.serve_command import serve_command
 from compile_and_serve.serve.cli.vllm.command import VllmCommand
 
@@ -47,6 +48,7 @@ app.command("compile")(command(compile_model_command))
 app.command("generate")(command(generate_command))
 app.command("inspect")(command(inspect_command))
 app.command("models")(command(models_command))
+app.command("route")(command(route_command))
 app.command("quantize")(command(quantize_command))
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")

@@ -30,6 +30,7 @@ from compile_and_serve.serve.errors import ApiError, to_api_error, user_errors
 from compile_and_serve.serve.http.middleware import cache_salt
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.fields import check_fields
+from compile_and_serve.serve.protocol.kv_transfer import transfer_params
 from compile_and_serve.serve.protocol.usage import Usage
 
 
@@ -56,6 +57,7 @@ class Conversation:
     priority: int
     cache_salt: str | None
     lora: LoRARequest | None
+    kv_transfer: dict[str, Any] | None = None
 
     @classmethod
     async def create(cls, body: ChatCompletionRequest, request: Request, context: ServerContext, request_id: str) -> Conversation:
@@ -110,6 +112,7 @@ class Conversation:
             priority=body.priority or 0,
             cache_salt=cache_salt(body.cache_salt, request, context.settings.api_keys),
             lora=lora,
+            kv_transfer=transfer_params(body, context.inputs.info, num_sequences=params.n),
         )
 
     async def submit(self) -> Generation:
@@ -119,7 +122,8 @@ class Conversation:
 
     def submit_options(self) -> dict[str, Any]:
         """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
-        return {"request_id": self.request_id, "priority": self.priority, "cache_salt": self.cache_salt, "lora": self.lora}
+        options = {"request_id": self.request_id, "priority": self.priority, "cache_salt": self.cache_salt, "lora": self.lora}
+        return options if self.kv_transfer is None else {**options, "kv_transfer": self.kv_transfer}
 
     def call_ids(self) -> CallIds:
         """The ids of the calls of one completion."""

@@ -162,8 +162,9 @@ class AsyncEngine:
         pooling: PoolingParams | None = None,
         media: Sequence[list[MediaItem]] | None = None,
         step_data: Sequence[StepData] | None = None,
+        kv_transfer: dict[str, Any] | None = None,
     ) -> Generation:
-        """Send prepared prompts, each with its `SamplingParams`, as one request. step_data: of each prompt.
+        """Send prepared prompts, each with its `SamplingParams`, as one request. step_data: of each prompt. kv_transfer: of the only one.
 
         Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, `ShuttingDownError`, and a
         400 for more sequences than the server ever accepts at once.
@@ -207,6 +208,7 @@ class AsyncEngine:
                 )
                 if media is not None:
                     added.media = media[number]
+                added.kv_transfer = kv_transfer
                 self.places.add(tenant, prompt_params.n)
                 self.count_tokens(tenant, len(prompt))
                 first_index += prompt_params.n

@@ -172,6 +172,9 @@ class GenerationFields(SamplingFields):
         default=None, description="Add `usage.ledger`: what the request waited for, computed and reused, and why not more."
     )
     user: str | None = Field(default=None, description="Who of the API key's users it is, for --fair-by-user.")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        default=None, description="Of a request that one engine begins and another continues, in vLLM's form; see --kv-transfer-config."
+    )
 
     def names(self) -> dict[str, str]:
         """Field names of other endpoints and of the engine → this request's names for them."""
@@ -211,7 +214,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "audio": _only((), "This server answers with text only."),
     "prompt_embeds": _only((), "This server does not support prompt_embeds."),
     "mm_processor_kwargs": _only(({},), "This model reads text only."),
-    "kv_transfer_params": _only((), "This server does not support KV transfer yet."),
+    "kv_transfer_params": _only(({},), "kv_transfer_params are supported on /v1/chat/completions and /v1/completions."),
     "thinking_token_budget": _only((), "thinking_token_budget is supported on /v1/chat/completions."),
 }
 # Fields that ask for what this server does not do, and that a conversation can do without: field → why.

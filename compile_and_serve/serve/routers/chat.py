@@ -22,6 +22,7 @@ from compile_and_serve.serve.http.request_scope import public_id
 from compile_and_serve.serve.http.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
+from compile_and_serve.serve.protocol.kv_transfer import transfer_fields
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.responses_api.translate import chat_of_input
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
@@ -97,7 +98,7 @@ class _Answer:
         answer = {**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict(), **self._prompt_ids()}
         prompt_logprobs = completions[0].prompt_logprobs
         answer["prompt_logprobs"] = None if prompt_logprobs is None else self.logprobs.prompt(prompt_logprobs)
-        return json_response(answer)
+        return json_response(answer | transfer_fields(completions))
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """The answer as events: roles, then text as it is generated, then usage if requested."""

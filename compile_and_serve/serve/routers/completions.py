@@ -25,6 +25,7 @@ from compile_and_serve.serve.http.responses import DONE, EventStream, json_respo
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS, MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
+from compile_and_serve.serve.protocol.kv_transfer import transfer_fields, transfer_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.protocol.usage import Usage
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
@@ -72,6 +73,7 @@ class _Answer:
         self.head = head
         self.cache_salt = cache_salt
         self.lora = lora
+        self.kv_transfer = transfer_params(body, context.inputs.info, num_sequences=sum(one.n for one in params))
         self.usage = Usage(sum(map(len, prompts)), context.settings.prompt_tokens_details, n=params[0].n)
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
         self.logprobs = LogprobsWriter(context.inputs.tokenizer, as_ids=as_ids)
@@ -124,7 +126,8 @@ class _Answer:
 
     def submit_options(self) -> dict[str, Any]:
         """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
-        return {"request_id": self.head["id"], "priority": self.body.priority or 0, "cache_salt": self.cache_salt, "lora": self.lora}
+        options = {"request_id": self.head["id"], "priority": self.body.priority or 0, "cache_salt": self.cache_salt, "lora": self.lora}
+        return options if self.kv_transfer is None else {**options, "kv_transfer": self.kv_transfer}
 
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""
@@ -148,7 +151,8 @@ class _Answer:
             with_ids = self.body.return_token_ids
             choice |= {"prompt_token_ids": prompt if with_ids else None, "token_ids": completion.token_ids if with_ids else None}
             choices.append(choice)
-        return json_response({**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict()})
+        answer = {**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict()}
+        return json_response(answer | transfer_fields(completions))
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """The answer as events: text as it is generated, then usage if requested."""

@@ -23,12 +23,12 @@ def fingerprint(config: EngineConfig, page_bytes: int) -> bytes:
     speculative = None if config.speculative is None else replace(config.speculative, model=None)
     digest.update(repr((__version__, model, cache, compiled, speculative, page_bytes)).encode())
     for path in (config.model.path, config.drafter_path, config.model.merge_lora):
-        for part in () if path is None else _contents(path):
+        for part in () if path is None else contents_of(path):
             digest.update(sha256(part).digest())
     return digest.digest()
 
 
-def _contents(path: Path) -> Iterator[bytes]:
+def contents_of(path: Path) -> Iterator[bytes]:
     """Of a folder its config and samples of its weights, or of a single file; names of files do not matter."""
     files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
     for name in ("config.json", "adapter_config.json"):

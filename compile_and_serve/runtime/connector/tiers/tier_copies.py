@@ -20,7 +20,7 @@ import torch
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.runtime.connector.connector import ConnectorError, WorkerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
-from compile_and_serve.runtime.connector.page_memory import PageMemory
+from compile_and_serve.runtime.connector.page_memory import PageMemory, part_as_bytes
 from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
 from compile_and_serve.runtime.connector.tiers.orders import TierOrders
 
@@ -59,7 +59,7 @@ class TierCopies(WorkerConnector):
         self._said: set[str] = set()
 
     def bind(self, memory: PageMemory) -> None:
-        self._parts = [[_bytes_of(part) for part in parts] for parts in memory.parts]
+        self._parts = [[part_as_bytes(part) for part in parts] for parts in memory.parts]
         device = next((part.device for parts in self._parts for part in parts), torch.device("cpu"))
         self._platform = platform_of(device)
         self._shares_memory = self._platform.shares_host_memory
@@ -223,11 +223,3 @@ class TierCopies(WorkerConnector):
         if kind not in self._said:
             self._said.add(kind)
             logger.warning("Blocks of the KV cache could not be kept on disk or read from there, and are computed again: %s", error)
-
-
-def _bytes_of(part: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, bytes of a page's row]: the same memory."""
-    if part.dtype == torch.uint8 and part.dim() == 2:
-        return part
-    assert part.is_contiguous(), "the rows of a part are contiguous, or bytes"
-    return part.view(part.shape[0], -1).view(torch.uint8)

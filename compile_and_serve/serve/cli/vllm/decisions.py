@@ -223,7 +223,7 @@ DECISIONS: Mapping[str, Decision] = {
     **_mapped("--ngram-prompt-lookup-max", "--speculative-config", mapping.drafts("prompt_lookup_max")),
     **_mapped("--ngram-prompt-lookup-min", "--speculative-config", mapping.drafts("prompt_lookup_min")),
     # Other engines
-    **_refused("caches are not shared with other engines", "--kv-transfer-config --ec-transfer-config --ec-manager-config"),
+    **_refused("caches are not shared with other engines", "--ec-transfer-config --ec-manager-config"),
     **_refused("weights come from the model's files", "--weight-transfer-config"),
     **_refused("the server has no routes for other engines", "--tokens-only --enable-scale-out"),
     **_refused("the server speaks HTTP", "--grpc --grpc-port"),

@@ -1,0 +1,1 @@
+"""Handover of requests between engines: one computes prompts, another generates the answers."""

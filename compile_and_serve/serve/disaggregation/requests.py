@@ -1,0 +1,46 @@
+"""What a router reads of a request, and what it sends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+PARAMS = "kv_transfer_params"
+_ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Hop by hop, or about a body that is written anew.
+_NOT_PASSED = {"host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "accept-encoding"}
+
+
+def can_be_split(body: Any) -> bool:
+    """Whether one server can compute the prompt and another one generate: a body of one sequence."""
+    if not isinstance(body, dict) or body.get("n") not in (None, 1) or body.get("use_beam_search") or body.get(PARAMS):
+        return False
+    if body.get("echo") or body.get("prompt_logprobs") is not None or body.get("max_tokens") == 0:
+        return False  # they want something of all of the prompt's tokens from the server that answers
+    prompt = body.get("prompt")
+    return not isinstance(prompt, list) or len(prompt) == 1 or all(isinstance(one, int) for one in prompt)
+
+
+def prompt_bytes(body: Mapping[str, Any]) -> bytes:
+    """What stands for the prompt, where its tokens are not known: equal beginnings of prompts have equal beginnings here."""
+    parts = [body.get("model"), body.get("tools"), body.get("messages") or body.get("prompt") or body.get("input")]
+    return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def prompt_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request for the server that computes the prompt: it ends after one token by itself."""
+    return {name: value for name, value in body.items() if name not in ("stream", "stream_options")} | {"stream": False, PARAMS: dict(_ASK)}
+
+
+def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a request or an answer that go on to the other side."""
+    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED}

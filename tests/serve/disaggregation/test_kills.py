@@ -1,0 +1,23 @@
+"""kill -9 of either side while requests go from one to the other: all end, as they should or with an error, and nothing leaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.handover import main
+
+SERVE = ("--dtype", "float32", "--max-model-len", "512", "--num-threads", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", ["givers", "takers"])
+def test_kills_leave_nothing_behind(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str], victims: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["kills", str(tiny_llama_dir), "--device", "cpu", "--eager", "--kills", "3", "--victims", victims, "--streams", "6", *SERVE])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ended.value.code == 0, rows
+    assert [row["is_well"] for row in rows] == [True] * 4
+    assert rows[-1]["as_expected"] > 0

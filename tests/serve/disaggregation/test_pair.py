@@ -1,0 +1,101 @@
+"""Two servers behind `route`, as a user starts them: answers as from one server, and nothing leaks when a side is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.server_process import ServerProcess
+
+OPTIONS = ("--port", "0", "--dtype", "float32", "--device", "cpu", "--enforce-eager", "--max-model-len", "512", "--num-threads", "1")
+TRANSFER = '{{"kv_role": "{}", "kv_connector_extra_config": {{"lease_seconds": 3, "load_seconds": 2}}}}'
+
+
+class Pair:
+    """A server for prompts, a server for answers, and their router."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = str(model)
+        self.giver, self.taker = self.start("kv_both"), self.start("kv_both")
+        for one in (self.giver, self.taker):
+            one.url = one._wait_for_url()
+        self.route = ServerProcess("--port", "0", "--prefill", self.giver.url, "--decode", self.taker.url, command="route")
+
+    def start(self, role: str, *more: str) -> ServerProcess:
+        return ServerProcess(
+            self.model, "--served-model-name", "tiny", *OPTIONS, "--kv-transfer-config", TRANSFER.format(role), *more, wait=False
+        )
+
+    def stop(self) -> None:
+        for one in (self.route, self.giver, self.taker):
+            one.process.kill()
+            one.wait()
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama_dir: Path) -> Iterator[Pair]:
+    pair = Pair(tiny_llama_dir)
+    yield pair
+    pair.stop()
+
+
+def metric(url: str, name: str) -> float:
+    found = re.search(rf"^cas:{name}(?:{{.*}})? (\S+)$", httpx.get(url + "/metrics", timeout=60).text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def bodies(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Prompts of different lengths, streamed or not, greedy and seeded, chats and completions."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for number in range(count):
+        text = f"{number} " + "once upon a time there was " * (1 + number % 9)
+        body: dict[str, Any] = {"max_tokens": 12 + number % 7, "temperature": 0.0, "ignore_eos": True}
+        if number % 5 == 4:
+            body |= {"temperature": 0.9, "seed": number}
+        if number % 2:
+            found.append(("/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}))
+        else:
+            found.append(("/v1/completions", body | {"prompt": text}))
+    return found
+
+
+async def answers(url: str, wanted: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+
+        async def one(path: str, body: dict[str, Any]) -> str:
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            [choice] = answer.json()["choices"]
+            return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+        return list(await asyncio.gather(*(one(path, body) for path, body in wanted)))
+
+
+def check_nothing_is_held(pair: Pair) -> None:
+    end = time.monotonic() + 20
+    while True:
+        usage = [metric(one.url, "kv_cache_usage_perc") for one in (pair.giver, pair.taker)]
+        leases = [metric(one.url, "kv_handover_leases") for one in (pair.giver, pair.taker)]
+        if usage == [0, 0] and leases == [0, 0]:
+            return
+        assert time.monotonic() < end, (usage, leases)
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.slow)])
+async def test_answers_are_as_from_one_server(pair: Pair, count: int) -> None:
+    wanted = bodies(count)
+    before = metric(pair.route.url, "route_handovers_total") if count > 5 else 0
+    assert await answers(pair.route.url, wanted) == await answers(pair.taker.url, wanted)
+    assert metric(pair.route.url, "route_handovers_total") - before == count
+    assert metric(pair.taker.url, "kv_handover_failures") == 0
+    assert metric(pair.taker.url, "kv_handover_taken_requests") > 0
+    check_nothing_is_held(pair)
