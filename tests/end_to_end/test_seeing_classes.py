@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,8 +17,8 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
-from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, write_seeing
-from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts
+from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, video_request, write_seeing
+from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts, picture
 
 QUICK = ("llava_next", "qwen2_vl")
 
@@ -70,6 +71,20 @@ def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
         tokens = [token for step in steps for token in step.new_token_ids]
         assert tokens == reference(checkpoint.model, checkpoint.processor, one, images)[0]
     core.shutdown()
+
+
+def test_videos(checkpoint: Checkpoint) -> None:
+    if CLASSES[checkpoint.name].video is None:
+        assert set(checkpoint.processor.placeholders.values()) == {"image"}
+        return
+    core = checkpoint.engine(max_num_batched_tokens=21)
+    frames = np.stack([picture(20 + i, 40, 24) for i in range(7)])
+    one, inputs = video_request(checkpoint.processor, frames)
+    steps = run_requests(core, [one])[one.request_id]
+    core.shutdown()
+    tokens, logprobs = reference(checkpoint.model, checkpoint.processor, one, (), inputs)
+    assert [token for step in steps for token in step.new_token_ids] == tokens
+    assert [entry.logprobs[0] for step in steps for entry in step.new_logprobs or ()] == pytest.approx(logprobs, abs=1e-3)
 
 
 def test_images_offline_go_through_the_folders_processor(tmp_path: Path) -> None:

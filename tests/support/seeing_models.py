@@ -14,9 +14,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from compile_and_serve.models.vision.whole_items import packed
+from compile_and_serve.models.vision.whole_items import packed, unpacked
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
 from compile_and_serve.runtime.media.prepared import PreparedItem, PreparedMedia, place_media
+from compile_and_serve.runtime.media.videos import as_frames
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
 from tests.support.engines import request
@@ -68,7 +69,8 @@ _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_
 class Seeing:
     """name: of the class, without its end. text, vision: configs. image: the image processor's class and settings; processor: of the
     whole. by_hand: in place of both, where transformers' need torchvision: (rows, columns) of an image in tiles or patches → its text
-    and its tensors. options: of the whole config. tokens: special ones, by the tokenizer's names. row_token: what features replace.
+    and its tensors. options: of the whole config. tokens: special ones, by the tokenizer's names. row_token: what features replace. video:
+    settings of the video processor.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Seeing:
     tokens: Mapping[str, str] = field(default_factory=dict)
     image_token: str = "<image>"
     row_token: str = ""
+    video: Mapping[str, Any] | None = None
 
 
 def _noise(*shape: int) -> np.ndarray:
@@ -162,7 +165,27 @@ CLASSES: dict[str, Seeing] = {
         vision=_siglip,
         image=("LlavaOnevisionImageProcessorPil", {"size": _SIZE, "image_grid_pinpoints": _PINPOINTS}),
         processor=("LlavaOnevisionProcessor", {"num_image_tokens": 36, "vision_feature_select_strategy": "full"}),
-        options={"image_grid_pinpoints": _PINPOINTS, "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        options={
+            "image_grid_pinpoints": _PINPOINTS,
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+            "video_token_id": 12,
+        },
+        tokens={"video_token": "<video>"},
+        video={"size": _SIZE, "num_frames": 3},
+    ),
+    "llava_next_video": Seeing(
+        name="LlavaNextVideo",
+        text=_llama,
+        vision=lambda: transformers.CLIPVisionConfig(**_VISION, projection_dim=32),
+        image=("LlavaNextImageProcessorPil", {"size": {"shortest_edge": SIDE}, "crop_size": _SIZE, "image_grid_pinpoints": _PINPOINTS}),
+        processor=(
+            "LlavaNextVideoProcessor",
+            {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        ),
+        options={"image_grid_pinpoints": _PINPOINTS, "image_seq_length": 36, "video_seq_length": 9, "video_token_id": 12},
+        tokens={"video_token": "<video>"},
+        video={"size": {"shortest_edge": SIDE}, "crop_size": _SIZE, "num_frames": 3},
     ),
     "internvl": Seeing(
         name="InternVL",
@@ -178,6 +201,7 @@ CLASSES: dict[str, Seeing] = {
         },
         options={"image_seq_length": 9},
         image_token="<IMG_CONTEXT>",
+        video={"size": _SIZE, "num_frames": 3},
     ),
     "mistral3": Seeing(
         name="Mistral3",
@@ -221,6 +245,7 @@ CLASSES: dict[str, Seeing] = {
         processor=("Qwen2VLProcessor", {}),
         tokens={"video_token": "<video>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"},
         options={"video_token_id": 12, "vision_start_token_id": 13, "vision_end_token_id": 14},
+        video={"size": _PIXELS, "patch_size": 4},
     ),
     "glm4v": Seeing(
         name="Glm4v",
@@ -231,8 +256,21 @@ CLASSES: dict[str, Seeing] = {
         vision=lambda: _GLM_VISION,
         image=("Glm4vImageProcessorPil", {"size": _PIXELS, "patch_size": 4}),
         processor=("Glm4vProcessor", {}),
-        tokens={"video_token": "<|video|>", "start": "<|begin_of_image|>", "end": "<|end_of_image|>"},
-        options={"video_token_id": 12, "image_start_token_id": 13, "image_end_token_id": 14},
+        tokens={
+            "video_token": "<|video|>",
+            "start": "<|begin_of_image|>",
+            "end": "<|end_of_image|>",
+            "video_start": "<|begin_of_video|>",
+            "video_end": "<|end_of_video|>",
+        },
+        options={
+            "video_token_id": 12,
+            "image_start_token_id": 13,
+            "image_end_token_id": 14,
+            "video_start_token_id": 15,
+            "video_end_token_id": 16,
+        },
+        video={"size": _PIXELS, "patch_size": 4},
     ),
     "ovis2": Seeing(
         name="Ovis2",
@@ -327,6 +365,8 @@ def write_seeing(name: str, folder: Path) -> Any:
         tokenizer.save_pretrained(folder)
         class_name, settings = seeing.processor
         (folder / "processor_config.json").write_text(json.dumps({"processor_class": class_name, **settings}))
+    if seeing.video is not None:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(seeing.video))
     config = getattr(transformers, f"{seeing.name}Config")(
         text_config=seeing.text(),
         vision_config=seeing.vision(),
@@ -369,10 +409,27 @@ def seeing_request(name: str, parts: Parts, processor: Any, **params: Any) -> tu
     return one, images
 
 
-def reference(model: Any, processor: Any, one: EngineRequest, images: Sequence[Any]) -> tuple[list[int], list[float]]:
-    """transformers' greedy tokens for a request, and their log-probabilities."""
+def video_request(processor: Any, frames: np.ndarray, **params: Any) -> tuple[EngineRequest, dict[str, torch.Tensor]]:
+    """A greedy request with a video of two frames a second between texts, and transformers' inputs of it."""
+    token = next(token for token, kind in processor.placeholders.items() if kind == "video")
+    prepared = processor.frames(as_frames((frames, {"fps": 2.0}), processor.sample), b"video")
+    tokens, items = place_media([40, 41, 42, token, 43, 44], [prepared], processor.placeholders, three_rows=processor.three_rows)
+    one = request("video", tokens, **{"max_tokens": 32, "ignore_eos": True, "logprobs": 0} | params)
+    one.media = items
+    inputs = unpacked(items[0].arrays["processed"], torch.device("cpu"))
+    del inputs["input_ids"]
+    return one, inputs
+
+
+def reference(
+    model: Any, processor: Any, one: EngineRequest, images: Sequence[Any], inputs: dict[str, torch.Tensor] | None = None
+) -> tuple[list[int], list[float]]:
+    """transformers' greedy tokens for a request, and their log-probabilities. inputs: of a video."""
     ids = torch.tensor([one.prompt_token_ids])
-    inputs: dict[str, torch.Tensor] = {}
+    kinds = (ids == model.config.image_token_id).int()
+    if inputs is not None:
+        kinds = 2 * (kinds | (ids == model.config.video_token_id).int()) if hasattr(model.config, "video_token_id") else kinds
+    inputs = dict(inputs or {})
     if images and isinstance(processor, HandProcessor):
         every = [{name: torch.from_numpy(tensor) for name, tensor in processor.made(image)[1].items()} for image in images]
         shape = [max(one["pixel_values"].shape[dim] for one in every) for dim in (-2, -1)]
@@ -387,7 +444,7 @@ def reference(model: Any, processor: Any, one: EngineRequest, images: Sequence[A
         inputs = {name: one for name, one in made.items() if name not in ("input_ids", "attention_mask", "mm_token_type_ids")}
     if hasattr(getattr(model, "model", None), "rope_deltas"):
         model.model.rope_deltas = None
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        inputs["mm_token_type_ids"] = kinds
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

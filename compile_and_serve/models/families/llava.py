@@ -167,6 +167,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         max_item_tokens=tower.num_patches,
         prefixes=("model.", ""),
         unused=unused,
+        longer_names=("vision_tower.", "vision_tower.vision_model."),
     )
 
 

@@ -100,17 +100,21 @@ def with_encoder(
     num_features: int = 0,
     prefixes: tuple[str, ...] = ("model.visual.", "visual."),
     unused: Iterable[str] = (),
+    longer_names: tuple[str, str] | None = None,
 ) -> ModelSpec:
     """The spec of a model and of its encoder. text: of the decoder. The others are of the encoder; every rank runs it whole.
 
     Checkpoints have the decoder's tensors below `model.language_model.` or `model.`, or older ones below `language_model.model.`, and the
-    encoder's below one of `prefixes`. unused: tensors of the encoder that this model does not read.
+    encoder's below one of `prefixes`. unused: tensors of the encoder that this model does not read. longer_names: how names of the encoder
+    begin, and how in older checkpoints.
     """
     encoder = on_meta(make_encoder, dtype)
     of_encoder = [name for name, _ in encoder.named_parameters()]
     of_text = [name for name, _ in text.module.named_parameters(remove_duplicate=False)]
-    theirs: dict[str, str | None] = {f"{prefix}{name}": name for name in of_encoder for prefix in prefixes}
-    theirs |= dict.fromkeys(f"{prefix}{name}" for name in unused for prefix in prefixes)
+    theirs: dict[str, str | None] = {**{name: name for name in of_encoder}, **dict.fromkeys(unused)}
+    if longer_names is not None:
+        theirs |= {name.replace(*longer_names, 1): target for name, target in theirs.items() if name.startswith(longer_names[0])}
+    theirs = {f"{prefix}{name}": target for name, target in theirs.items() for prefix in prefixes}
     names = [*of_text, *text.weight_map, *text.parts]
     longer = {name: name.replace("model.", "model.language_model.", 1) for name in names if name.startswith("model.")}
     older = {f"language_model.{name}": text.weight_map.get(name, name) for name in names if name not in text.parts}

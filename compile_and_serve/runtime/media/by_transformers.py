@@ -1,4 +1,4 @@
-"""Images for vision-language classes of the transformers package, prepared by their own processors."""
+"""Images and videos for vision-language classes of the transformers package, prepared by their own processors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from compile_and_serve.runtime.media.images import Image, pillow
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
 from compile_and_serve.runtime.media.processor import NoMedia
 from compile_and_serve.runtime.media.transformers_files import first_line, load_processor, packed_arrays
+from compile_and_serve.runtime.media.video_pixels import video_pixels
+from compile_and_serve.runtime.media.videos import Frames
 
 _NOT_OF_IMAGES = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 _PLAIN = {"do_rescale": False, "do_normalize": False}
@@ -20,7 +22,7 @@ _CLOSE = 1e-4  # of normalized values
 
 
 class TransformersProcessor(NoMedia):
-    """One item is the whole text of an image: placeholders, and the separators between and around its parts.
+    """One item is the whole text of an image or a video: placeholders, and the separators between and around its parts.
 
     config: the model's config.json, with `image_processor`. folder: of the checkpoint.
     """
@@ -32,7 +34,8 @@ class TransformersProcessor(NoMedia):
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-        loaded = load_processor(folder)
+        self._videos = video_pixels(config.get("video_processor") or {}, str(config.get("model_type")))
+        loaded = load_processor(folder, self._videos)
         try:
             self._config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for files that it cannot use
@@ -42,6 +45,7 @@ class TransformersProcessor(NoMedia):
         self.transformers_processor, self._torch = loaded, torch
         self._options = _changed(loaded.image_processor, config.get("image_processor") or {})
         self._token = int(loaded.tokenizer.convert_tokens_to_ids(loaded.image_token))
+        self._video_token = None if self._videos is None else loaded.tokenizer.get_vocab().get(getattr(loaded, "video_token", None))
         base = MODEL_MAPPING.get(type(self._config), None)
         self._base: Any = base if hasattr(base, "get_rope_index") else None
         self.three_rows = self._base is not None
@@ -50,7 +54,7 @@ class TransformersProcessor(NoMedia):
     @property
     def placeholders(self) -> Mapping[int, MediaKind]:
         """Token of a prompt → the kind of media that it stands for."""
-        return {self._token: "image"}
+        return {self._token: "image", **({} if self._video_token is None else {self._video_token: "video"})}
 
     @property
     def settings(self) -> str:
@@ -65,31 +69,50 @@ class TransformersProcessor(NoMedia):
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""
-        made = self._run(image, is_plain=self._moments is not None)
+        return self._prepared("image", key, self._run(image, is_plain=self._moments is not None), self._moments)
+
+    def sample(self, total: int, fps: float) -> np.ndarray:
+        """The numbers of the frames that are taken. Raises `MediaError`."""
+        return super().sample(total, fps) if self._videos is None else self._videos.sample(total, fps)
+
+    def frames(self, frames: Frames, key: bytes) -> PreparedMedia:
+        """Raises `MediaError`."""
+        if self._videos is None or self._video_token is None:
+            return super().frames(frames, key)
+        from transformers.video_utils import VideoMetadata
+
+        numbers = frames.numbers.tolist()
+        known = VideoMetadata(total_num_frames=frames.total, fps=frames.fps, duration=frames.total / frames.fps, frames_indices=numbers)
+        made = self._made(videos=[frames.images], text=[self.transformers_processor.video_token], video_metadata=[known])
+        if "mm_token_type_ids" in made:
+            made["mm_token_type_ids"] = 2 * (made["mm_token_type_ids"] > 0)  # where frames have the token of images
+        return self._prepared("video", key, made, self._videos.moments)
+
+    def _prepared(
+        self, kind: MediaKind, key: bytes, made: dict[str, np.ndarray], moments: tuple[np.ndarray, np.ndarray] | None
+    ) -> PreparedMedia:
+        """The one item of an image or a video. moments: of pixels that are bytes."""
         ids = made.pop("input_ids")
         types = made.pop("mm_token_type_ids", None)
-        is_byte = self._moments is not None
-        tensors = {name: one.astype(np.uint8) if is_byte and _has_pixels(name, one) else one for name, one in made.items()}
-        mean, std = self._moments or (None, None)
-        arrays = {"processed": packed_arrays({"input_ids": ids, **tensors}, mean, std)}
+        tensors = {name: one.astype(np.uint8) if moments is not None and _has_pixels(name, one) else one for name, one in made.items()}
+        arrays = {"processed": packed_arrays({"input_ids": ids, **tensors}, *(moments or (None, None)))}
         positions, advance = (None, None) if self._base is None else self._positions(ids, types, made)
         item = PreparedItem(offset=0, length=ids.shape[1], arrays=arrays, relative=positions, advance=advance)
-        return PreparedMedia(kind="image", key=key, tokens=ids[0].tolist(), items=[item])
+        return PreparedMedia(kind=kind, key=key, tokens=ids[0].tolist(), items=[item])
 
     def _run(self, image: Image, *, is_plain: bool) -> dict[str, np.ndarray]:
         """The processor's tensors of one image and of its text. is_plain: pixels stay bytes."""
         options = {**self._options, **(_PLAIN if is_plain else {})}
+        return self._made(images=[image], text=[self.transformers_processor.image_token], **options)
+
+    def _made(self, **given: Any) -> dict[str, np.ndarray]:
         try:
             made = self.transformers_processor(
-                images=[image],
-                text=[self.transformers_processor.image_token],
-                add_special_tokens=False,
-                return_tensors="pt",
-                return_mm_token_type_ids=self._base is not None,
-                **options,
+                add_special_tokens=False, return_tensors="pt", return_mm_token_type_ids=self._base is not None, **given
             )
-        except Exception as error:  # of images that the processor cannot take
-            raise MediaError(f"The model's processor cannot take the image: {first_line(error)}.") from None
+        except Exception as error:  # of media that the processor cannot take
+            kind = "image" if "images" in given else "video"
+            raise MediaError(f"The model's processor cannot take the {kind}: {first_line(error)}.") from None
         tensors = {name: one for name, one in made.items() if isinstance(one, self._torch.Tensor)}
         if lost := sorted(made.keys() - tensors.keys() - set(_NOT_OF_IMAGES)):
             raise MediaError(f"The model's processor gives {lost[0]!r}, which is no tensor.")

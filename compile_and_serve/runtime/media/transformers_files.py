@@ -18,12 +18,12 @@ _NOT_OF_MEDIA = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 _AUDIO_PARTS = ("feature_extractor", "audio_processor")
 
 
-def load_processor(folder: Path) -> Any:
-    """The processor of a folder. One that prepares audio comes without what prepares images; one of images, without what processes videos:
-    transformers needs torchvision for these. Raises `MediaError`.
+def load_processor(folder: Path, videos: Any = None) -> Any:
+    """The processor of a folder. One that prepares audio comes without what prepares images; one of images, with `videos` in place of what
+    processes videos: transformers needs torchvision for these. Raises `MediaError`.
     """
     try:
-        return _load(folder)
+        return _load(folder, videos)
     except Exception as error:  # transformers raises many kinds for files that it cannot use
         raise MediaError(f"transformers cannot load the processor of {folder.name}: {first_line(error)}.") from None
 
@@ -69,7 +69,7 @@ def _audio_parts(found: Any) -> set[str]:
     return set() if found is None else set(inspect.signature(found.__init__).parameters)
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, videos: Any) -> Any:
     import transformers
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision, the package hides it
 
@@ -84,7 +84,7 @@ def _load(folder: Path) -> Any:
         parts |= {name: no_images for name in ("image_processor", "video_processor") if name in parameters}
     else:
         parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        parts |= {"video_processor": None} if "video_processor" in parameters else {}
+        parts |= {"video_processor": videos} if "video_processor" in parameters else {}
     unchecked = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: None})
     own = {key: value for key, value in settings.items() if key in parameters and key not in parts and key != "chat_template"}
     return unchecked(**parts, **own)

@@ -21,6 +21,7 @@ from compile_and_serve.runtime.media.images import pillow
 from compile_and_serve.runtime.media.prepared import MediaError, PreparedItem
 from compile_and_serve.runtime.media.registry import MediaProcessor, media_processor
 from compile_and_serve.runtime.media.speech import SpeechProcessor
+from compile_and_serve.runtime.media.videos import Frames
 from compile_and_serve.runtime.runner.media_encoder import region_of, write_given_rows
 from compile_and_serve.runtime.runner.model_facts import media_info
 from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # Width and height of images, among which are those with the most tokens and one with few.
 _SIZES = ((4096, 4096), (4096, 1024), (1024, 4096), (1024, 1024), (448, 448))
+_LONG_VIDEO = (1_000_000, 24.0)  # frames, and frames a second
 
 
 def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, list[PreparedItem]]:
@@ -46,6 +48,10 @@ def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, l
             items = _speech_items(processor, spec.max_model_len)
         else:
             items = [processor.image(pillow().new("RGB", size), b"").items[0] for size in _SIZES]
+        if "video" in processor.placeholders.values():
+            numbers = processor.sample(*_LONG_VIDEO)
+            frames = Frames([pillow().new("RGB", _SIZES[-1])] * len(numbers), numbers, _LONG_VIDEO[1], _LONG_VIDEO[0])
+            items += processor.frames(frames, b"").items
     except MediaError as error:
         log.warning("The model reads text alone here: %s", error)
         rows = spec.row_group
