@@ -394,7 +394,7 @@ def seeing_request(name: str, parts: Parts, processor: Any, **params: Any) -> tu
     """A greedy request, and its images."""
     from PIL.Image import fromarray
 
-    (token,) = processor.placeholders
+    token = next(token for token, kind in processor.placeholders.items() if kind == "image")
     prompt, media, images = [], [], []
     for part in parts:
         prompt += [40 + word % 240 for word in part] if isinstance(part, list) else [token]

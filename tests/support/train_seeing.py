@@ -212,6 +212,13 @@ def accuracy(encoder: Encoder, model: Any, prompts: Prompts, data: tuple[torch.T
     return right / total
 
 
+def write(encoder: Encoder, folder: Path) -> None:
+    """The weights in float16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in encoder.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -277,11 +284,10 @@ def main() -> None:
                 if not alone:
                     line["held_out_said"] = round(accuracy(encoder, model, prompts, tuple(x[:256] for x in held_out)), 4)
                 print(json.dumps(line), flush=True)
+                write(encoder, args.folder)  # for a run that is ended early
             elif device == "cuda":
                 torch.cuda.synchronize()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in encoder.state_dict().items()}
-    save_file(tensors, args.folder / WEIGHTS, metadata={"format": "pt"})
+    write(encoder, args.folder)
     right = accuracy(encoder, model, prompts, tuple(held_out), rounded=True)
     size = (args.folder / WEIGHTS).stat().st_size
     print(json.dumps({"steps": step, "held_out_said": round(right, 4), "bytes": size, "file": str(args.folder / WEIGHTS)}), flush=True)
