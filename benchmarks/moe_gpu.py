@@ -3,7 +3,11 @@
     python -m benchmarks.moe_gpu [--tokens 1,8,32,256,4096,16384] [--shapes qwen3-30b-a3b,gpt-oss-20b] [--check-only] [--out FILE]
     python -m benchmarks.moe_gpu --weights fp8,fp8-block --activations none,dynamic --shapes qwen3-30b-a3b    # of bfloat16 shapes
 
-With float8 activations, the reference has the same rounded x and h. Shapes in MXFP4 keep their weights.
+    python -m benchmarks.moe_gpu --weights awq,q4_k,gptq-g32 --shapes qwen3-30b-a3b                            # codes of 4 bits
+    python -m benchmarks.moe_gpu --weights awq --sweep --tokens 1,2,8,64,256 --shapes qwen3-30b-a3b            # every tile of codes
+
+With float8 activations, the reference has the same rounded x and h. Shapes in MXFP4 keep their weights. `--sweep` times tiles of codes
+that are no candidates, too; what it finds best is written by hand into `triton_coded_experts.py` and `triton_coded_gemv.py`.
 
 Tokens go to experts that are drawn evenly. One line for each shape, number of tokens and method: `us` of the whole op as a CUDA graph
 replays it, `tb_s` the bytes of the touched experts' weights (each once), of x and of the result over that time, `tflop_s`. Weights of
@@ -16,6 +20,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +29,10 @@ import torch
 
 from benchmarks.common import environment
 from compile_and_serve.custom_ops.moe import cuda_experts, triton_expand_experts, triton_experts
+from compile_and_serve.custom_ops.moe.code_format import CodeFormat, pack_expert_codes, pack_expert_factors, pack_expert_scales
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import dequantize
+from compile_and_serve.custom_ops.moe.triton_coded_experts import CodeTiles, expanded_codes, run_coded
+from compile_and_serve.custom_ops.moe.triton_coded_gemv import GemvTiles, gemv_tiles, run_coded_gemv
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
 from compile_and_serve.custom_ops.quantization import BLOCK, block_scales, quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
@@ -37,6 +44,16 @@ SHAPES = {
     "deepseek-v2-lite": (64, 6, 2048, 1408, "silu"),
     "gpt-oss-20b": (32, 4, 2880, 2880, "clamped_swiglu"),
     "gpt-oss-20b-mxfp4": (32, 4, 2880, 2880, "clamped_swiglu"),
+}
+# Weights of codes: format, dtype of offsets, groups that share factors (0: none).
+CODES = {
+    "awq": (CodeFormat(4, 128), torch.uint8, 0),
+    "gptq-g32": (CodeFormat(4, 32), torch.uint8, 0),
+    "q4_k": (CodeFormat(4, 32), torch.uint8, 8),
+    "q4_0": (CodeFormat(4, 32), None, 0),
+    "q6_k": (CodeFormat(6, 16), None, 16),
+    "q8_0": (CodeFormat(8, 32), None, 0),
+    "nf4": (CodeFormat(4, 64, "nf4"), None, 0),
 }
 LIMIT = 7.0
 LAYERS = 3  # whose weights take turns
@@ -71,9 +88,42 @@ def make_operands(
         scales = torch.randint(118, 122, blocks, dtype=torch.uint8, device="cuda", generator=generator)
         return pack_mxfp4_codes(codes), pack_mxfp4_scales(scales)
 
+    def codes(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        form, _, _ = CODES[weights]
+        size, groups = (num_experts, outputs, inputs), (num_experts, outputs, inputs // form.group_size)
+        drawn = torch.randint(0, 1 << form.bits, size, dtype=torch.uint8, device="cuda", generator=generator)
+        std = inputs**-0.5 / (0.5 if form.table else 0.3 * (1 << form.bits))
+        made = {name: pack_expert_codes(drawn, form.bits)}
+        scale = (std * torch.rand(groups, device="cuda", generator=generator).add(0.5)).half()
+        _, offset_dtype, sharing = CODES[weights]
+        if sharing:
+            factors = [torch.full((num_experts, outputs, groups[2] // sharing), std / 32, device="cuda", dtype=torch.float16)]
+            scale = torch.randint(16, 48, groups, dtype=torch.uint8, device="cuda", generator=generator)
+            made[f"{name}_factor"] = pack_expert_factors(*factors * (1 if offset_dtype is None else 2))
+        if offset_dtype is not None:
+            low, high = (120, 360) if sharing else (6, 11)
+            offset = torch.randint(low, high, groups, device="cuda", generator=generator).clamp(max=255).to(offset_dtype)
+            made[f"{name}_offset"] = pack_expert_scales(offset)
+        return made | {f"{name}_scale": pack_expert_scales(scale)}
+
     layers = []
     for _ in range(LAYERS):
         weights_TK, ids_TK = route(normal(num_tokens, num_experts), top_k)
+        if weights in CODES:
+            form = CODES[weights][0].name
+            coded = codes("gate_up", 2 * features, hidden) | codes("down", hidden, features)
+            layers.append(
+                triton_experts.Operands(
+                    x_TD,
+                    ids_TK,
+                    weights_TK,
+                    activation=activation,
+                    limit=LIMIT,
+                    codes=f"{form}|{form}",
+                    **coded,  # type: ignore[arg-type]
+                ).normalized()
+            )
+            continue
         (gate_up, gate_up_scale), (down, down_scale) = matrices(2 * features, hidden), matrices(hidden, features)
         layers.append(
             triton_experts.Operands(
@@ -98,8 +148,11 @@ def reference(operands: triton_experts.Operands, tokens: torch.Tensor) -> torch.
     """The rows `tokens` of the result in float32."""
     is_float8 = operands.gate_up.dtype == torch.float8_e4m3fn
     if operands.gate_up_scale is not None:
-        in_float32 = replace(operands, x_TD=operands.x_TD.float()) if is_float8 else operands
-        plain = triton_experts.expanded(triton_expand_experts.dequantize if is_float8 else dequantize, in_float32, operands.gate_up)
+        in_float32 = replace(operands, x_TD=operands.x_TD.float())
+        if is_float8:
+            plain = triton_experts.expanded(triton_expand_experts.dequantize, in_float32, operands.gate_up)
+        else:
+            plain = expanded_codes(in_float32, operands.gate_up)
         operands = replace(operands, gate_up=plain.gate_up, down=plain.down)
     out = []
 
@@ -154,15 +207,57 @@ def seconds(calls: list[Callable[[], object]]) -> float:
     return min(rounds[0])
 
 
+Method = Callable[[triton_experts.Operands], torch.Tensor]
+
+
+def _methods(operands: triton_experts.Operands, sweep: bool) -> dict[str, Method]:
+    """The candidates by name. sweep: further tiles of codes."""
+
+    def candidate(name: str) -> Method:
+        return lambda operands: cuda_experts.methods(operands)[name](operands.gate_up)
+
+    def coded(tiles: CodeTiles, direct: bool) -> Method:
+        return lambda operands: run_coded(tiles, direct, operands, operands.gate_up)
+
+    def gemv(tiles: GemvTiles) -> Method:
+        return lambda operands: run_coded_gemv(tiles, operands, operands.gate_up)
+
+    found = {name: candidate(name) for name in cuda_experts.methods(operands)}
+    if not sweep or operands.gate_up.dtype != torch.int16:
+        return found
+    each = operands.num_pairs / operands.gate_up.shape[0]
+    if operands.num_pairs <= 64:
+        if gemv_tiles(operands):
+            pairs = itertools.product((2, 4, 8, 16), (1, 2, 4, 8))
+            found |= {one.name: gemv(one) for one in (GemvTiles(*pair) for pair in pairs)}
+        rows = ((16, 32), (32, 32), (32, 64), (64, 64), (64, 128))
+        sizes = itertools.product(rows, (2, 4, 6), (2, 4), (False, True))
+        direct = [CodeTiles(16, *size, stages, warps, first) for size, stages, warps, first in sizes]
+        found |= {f"direct {one.name}": coded(one, True) for one in direct}
+    largest = 16 if each <= 8 else 32 if each <= 24 else 64 if each <= 64 else 128
+    pairs_of_block = [size for size in (16, 32, 64, 128) if largest // 2 <= size <= largest]
+    rows = ((32, 64), (64, 64), (64, 128), (128, 128), (128, 256))
+    grouped = itertools.product(pairs_of_block, rows, (2, 3, 4, 5), (4, 8), (False, True))
+    tiles = [CodeTiles(p, *size, stages, warps, first) for p, size, stages, warps, first in grouped if warps == 4 or size[0] == 128]
+    return found | {f"codes {one.name}": coded(one, False) for one in tiles}
+
+
 def measure(
-    shape: str, num_tokens: int, emit: Callable[..., None], check_only: bool, weights: str = "model", activations: str = "none"
+    shape: str,
+    num_tokens: int,
+    emit: Callable[..., None],
+    check_only: bool,
+    weights: str = "model",
+    activations: str = "none",
+    sweep: bool = False,
 ) -> None:
     num_experts, top_k, hidden, features, _ = SHAPES[shape]
     layers = make_operands(shape, num_tokens, weights=weights, activations=activations)
     touched = [int(layer.ids_TK.unique().numel()) for layer in layers]
     mean = sum(touched) / len(touched)
     pairs = num_tokens * top_k
-    bytes_each = 17 / 32 if shape.endswith("mxfp4") else layers[0].gate_up.element_size()
+    kept = [getattr(layers[0], f"{name}{part}") for name in ("gate_up", "down") for part in ("", "_scale", "_offset", "_factor")]
+    bytes_each = sum(one.nbytes for one in kept if one is not None) / (num_experts * 3 * hidden * features)
     num_bytes = mean * 3 * hidden * features * bytes_each + 2 * num_tokens * hidden * 2
     flop = pairs * 3 * hidden * features * 2
     common: dict[str, Any] = {
@@ -178,13 +273,25 @@ def measure(
         for block in (16, 128):
             us = seconds([lambda block=block: order_by_expert(layers[0].ids_TK, num_experts, block)]) * 1e6  # type: ignore[misc]
             emit(**common, method=f"order {block}", us=round(us, 2))
-    for name in cuda_experts.methods(layers[0]):
+    candidates = _methods(layers[0], sweep)
+    if sweep:  # Triton compiles them side by side
+        with ThreadPoolExecutor(12) as pool:
+            for done in [pool.submit(run, layers[0]) for run in candidates.values()]:
+                done.exception()
+    for name, run in candidates.items():
 
-        def method(operands: triton_experts.Operands, name: str = name) -> torch.Tensor:
-            return cuda_experts.methods(operands)[name](operands.gate_up)
+        def method(operands: triton_experts.Operands, run: Method = run) -> torch.Tensor:
+            return run(operands)
 
-        error = check(name, method, layers[0])
-        check(f"{name}, all to one", method, all_to_one(layers[0]))
+        try:
+            error = check(name, method, layers[0])
+        except Exception as reason:  # tiles that do not fit
+            if not sweep:
+                raise
+            emit(**common, method=name, failed=f"{type(reason).__name__}: {str(reason).splitlines()[0]:.100}")
+            continue
+        if not sweep:
+            check(f"{name}, all to one", method, all_to_one(layers[0]))
         row = common | {"method": name, "relative_error": round(error, 5)}
         if not check_only:
             took = seconds([lambda layer=layer, method=method: method(layer) for layer in layers])  # type: ignore[misc]
@@ -201,8 +308,11 @@ def main() -> None:
         return text.split(",")
 
     parser.add_argument("--shapes", type=comma, default=list(SHAPES))
-    parser.add_argument("--weights", type=comma, default=["model"], help="model (unquantized or MXFP4), fp8, fp8-block")
+    parser.add_argument(
+        "--weights", type=comma, default=["model"], help=f"model (unquantized or MXFP4), fp8, fp8-block, {', '.join(CODES)}"
+    )
     parser.add_argument("--activations", type=comma, default=["none"], help="none, dynamic (of float8 weights)")
+    parser.add_argument("--sweep", action="store_true", help="of weights in codes: more tiles than the tuner tries")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--out", type=Path, help="also append the rows to this file")
     args = parser.parse_args()
@@ -214,8 +324,8 @@ def main() -> None:
         print(rows[-1], flush=True)
 
     for shape, num_tokens, weights in itertools.product(args.shapes, args.tokens, args.weights):
-        for activations in args.activations if weights != "model" else ["none"]:
-            measure(shape, num_tokens, emit, args.check_only, weights, activations)
+        for activations in args.activations if weights in ("fp8", "fp8-block") else ["none"]:
+            measure(shape, num_tokens, emit, args.check_only, weights, activations, args.sweep)
             torch.cuda.empty_cache()
     if args.out:
         with args.out.open("a") as file:

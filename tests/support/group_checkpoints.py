@@ -112,12 +112,14 @@ def write_grouped(
     dequantized: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj") or module in skipped:
+        if not module.endswith(("_proj", ".w1", ".w2", ".w3")) or module in skipped:
             quantized[name] = dequantized[name] = tensor
             continue
         # Linears over one input have one order of inputs, as GPTQ's calibration gives them.
         layer = module.split(".")[2]
-        seed = int(layer) * 4 + ("o_proj" in module) + 2 * ("mlp" in module) + ("down" in module)
+        seed = (
+            int(layer) * 4 + ("o_proj" in module) + 2 * ("mlp" in module or "moe" in module) + ("down" in module or module.endswith(".w2"))
+        )
         tensors, dequantized[name] = pack(module, tensor, config, seed)
         quantized |= tensors
     settings = {"dtype": None, "torch_dtype": "float16", "quantization_config": config}

@@ -2,7 +2,7 @@
 
     experts(x, ids, weights, Wgu, Wd, …)  →  experts(x, ids, weights, pack(Qgu), pack(Qd), …, scale_gu, scale_d, activations)
 
-MXFP4 and 8-bit experts of a checkpoint keep its values and scales, on the CPU also codes with a scale per group of inputs. With
+MXFP4 and 8-bit experts of a checkpoint keep its values and scales, and so do codes with a scale per group of inputs. With
 `--quantization`, experts that are not excluded are quantized while they are loaded. Without a kernel, the weights stay as the module has
 them. On the CPU, each expert is packed as a linear's weight is.
 
@@ -33,9 +33,9 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     weight_of,
 )
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, quantized_parts, stored_parts
+from compile_and_serve.custom_ops.moe.code_format import CodeFormat, triton_codes_unsupported_reason
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.moe.packed_experts import (
-    CodeFormat,
     packed_8bit_unsupported_reason,
     packed_codes_unsupported_reason,
     packed_mxfp4_unsupported_reason,
@@ -160,7 +160,14 @@ class QuantizeExperts(BasePass):
                 for one in (parts.scale, parts.offset)
             )
         else:
-            raise CannotQuantizeError("there is no GPU kernel of experts with scales per group of inputs: they are dequantized")
+            code_format = _code_format(parts)
+            form, codes = f"codes{parts.bits}", code_format.name
+            values, scale, offset = parts.codes, parts.scale, parts.offset
+            if platform_of(ctx.device).runs_triton_kernels:
+                if (reason := triton_codes_unsupported_reason(code_format)) is not None:
+                    raise CannotQuantizeError(reason)
+                values, scale = ("pack_expert_codes", values, parts.bits), ("pack_expert_scales", scale)
+                offset = None if offset is None else ("pack_expert_scales", offset)
         name = f"{weight}.{form}"
         args[linear] = ctx.defined_weight(gm, f"{name}.values", values, near=node)
         args[f"{linear}_scale"] = ctx.defined_weight(gm, f"{name}.scale", scale, near=node)

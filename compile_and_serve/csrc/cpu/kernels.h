@@ -80,16 +80,23 @@ void cas_float8_linear(const CasQuantizedLinear* args);
 
 // cas_linear with a weight of unsigned codes with a scale per output and group of inputs: (code - zero point) * scale, or
 // code * scale + minimum. linear.packed: [ceil(O / 16), ceil(I / 32), bits / 4 * 256] bytes, in quads of 4 inputs of 16
-// outputs; with 4 bits, a byte's high bits are the code of the next quad. scale, offset: [ceil(O / 16), ceil(I / 32) * split, 16].
+// outputs; with 4 bits, a byte's high bits are the code of the next quad. With 5 and 6 bits, 64 or 128 bytes follow, which have the
+// highest bits of the codes of 8 or 4 quads in a byte, lowest quad first.
+// scale, offset: [ceil(O / 16), groups, 16]; a group is group_blocks * 32 inputs, or with split 2 a half of 32.
 // offset: zero points (uint8), minima (in the scale's dtype), or null: the zero point is 2^(bits - 1).
-// scale_is_half: float16 scales and minima, else float32. split: groups per 32 inputs, 1, or with 8 bits 2.
-// table: with 4 bits, the weight may be table[code] * scale instead, without offsets; groups of 16 then have split 2.
+// factor: [ceil(O / 16), ceil(groups / factor_groups), num_factors, 16], or null. A scale is scale * factor[0]; with two factors, offsets
+// are minima: -offset * factor[1].
+// table: with 4 bits, the weight may be table[code] * scale instead, without offsets.
 // Activations are quantized to 16 bits with one scale per 32 inputs.
-enum CasTable : int32_t { CAS_INTEGERS = 0, CAS_E2M1 = 1, CAS_NF4 = 2, CAS_FP4 = 3 };
+enum CasTable : int32_t { CAS_INTEGERS = 0, CAS_E2M1 = 1, CAS_NF4 = 2, CAS_FP4 = 3, CAS_IQ4_NL = 4 };
+enum CasScale : int32_t {
+    CAS_SCALE_FLOAT, CAS_SCALE_HALF, CAS_SCALE_BFLOAT16, CAS_SCALE_UINT8, CAS_SCALE_INT8, CAS_SCALE_FLOAT8, CAS_SCALE_POWER
+};  // the last: 2^(byte - 127)
 struct CasGroupLinear {
     CasLinear linear;
-    const void *scale, *offset;
-    int32_t bits, split, scale_is_half, offset_is_zeros, table;
+    const void *scale, *offset, *factor;
+    int64_t groups, group_blocks, factor_groups;
+    int32_t bits, split, scale_type, offset_is_zeros, table, num_factors, factor_is_half;
 };
 void cas_group_linear(const CasGroupLinear* args);
 

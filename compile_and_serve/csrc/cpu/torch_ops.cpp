@@ -206,27 +206,37 @@ at::Tensor quantized_linear(
     return out;
 }
 
-// Checks scales or offsets of a group-quantized weight. → their address
-const void* group_values(const at::Tensor& tensor, int64_t out_blocks, int64_t parts, const char* name) {
-    const auto type = tensor.scalar_type();
+int32_t scale_code(at::ScalarType type) {
+    switch (type) {
+        case at::kFloat: return CAS_SCALE_FLOAT;
+        case at::kHalf: return CAS_SCALE_HALF;
+        case at::kBFloat16: return CAS_SCALE_BFLOAT16;
+        case at::kByte: return CAS_SCALE_UINT8;
+        case at::kChar: return CAS_SCALE_INT8;
+        case at::kFloat8_e4m3fn: return CAS_SCALE_FLOAT8;
+        case at::kFloat8_e8m0fnu: return CAS_SCALE_POWER;
+        default: TORCH_CHECK_VALUE(false, "no kernel takes scales in ", type);
+    }
+}
+
+// Checks scales, offsets or factors of a group-quantized weight. → their address
+const void* group_values(const at::Tensor& tensor, int64_t out_blocks, int64_t groups, const char* name) {
     TORCH_CHECK_VALUE(
-        tensor.dim() == 3 && tensor.size(0) == out_blocks && tensor.size(1) == parts && tensor.size(2) == 16 && tensor.is_contiguous() &&
-            (type == at::kHalf || type == at::kFloat || type == at::kByte),
-        name, " must be pack_group_scales' [", out_blocks, ", ", parts, ", 16] in float16, float32 or uint8, not ", tensor.sizes(), " in ",
-        type);
+        tensor.size(0) == out_blocks && tensor.size(1) == groups && tensor.size(-1) == 16 && tensor.is_contiguous(), name,
+        " must be pack_group_scales' [", out_blocks, ", ", groups, ", 16], not ", tensor.sizes());
     return tensor.const_data_ptr();
 }
 
 // Checks the weight of a group-quantized linear or embedding and fills in its fields, without x's and the result's.
 void fill_group_weight(
     CasGroupLinear& args, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t out_features,
-    int64_t in_features, int64_t bits, int64_t group_size, c10::string_view table = ""
+    int64_t in_features, int64_t bits, int64_t group_size, c10::string_view table = "", const OptionalTensor& factor = {}
 ) {
     const int64_t out_blocks = (out_features + 15) / 16, blocks = (in_features + 31) / 32;
     TORCH_CHECK_VALUE(
-        group_size % 32 == 0 || (group_size == 16 && (bits == 8 || table == "e2m1")), bits, " bits in groups of ", group_size,
-        " have no kernel");
-    constexpr const char* kTables[]{"", "e2m1", "nf4", "fp4"};  // as CasTable
+        bits == 6 ? group_size == 16 : group_size % 32 == 0 || (group_size == 16 && (bits == 8 || table == "e2m1")), bits,
+        " bits in groups of ", group_size, " have no kernel");
+    constexpr const char* kTables[]{"", "e2m1", "nf4", "fp4", "iq4_nl"};  // as CasTable
     const auto found = std::find(std::begin(kTables), std::end(kTables), table);
     TORCH_CHECK_VALUE(
         found != std::end(kTables) && (table.empty() || (bits == 4 && !offset.has_value())), "no kernel has the table '", table, "' of ",
@@ -239,12 +249,25 @@ void fill_group_weight(
         packed.sizes(), " in ", packed.scalar_type());
     args.bits = int32_t(bits);
     args.split = group_size == 16 ? 2 : 1;
+    args.group_blocks = std::max<int64_t>(1, group_size / 32);
+    args.groups = args.split == 2 ? 2 * blocks : (in_features + group_size - 1) / group_size;
     args.linear.packed = packed.const_data_ptr();
-    args.scale = group_values(scale, out_blocks, blocks * args.split, "scale");
-    args.scale_is_half = scale.scalar_type() == at::kHalf;
+    args.scale = group_values(scale, out_blocks, args.groups, "scale");
+    args.scale_type = scale_code(scale.scalar_type());
+    if (factor.has_value()) {
+        const auto type = factor->scalar_type();
+        TORCH_CHECK_VALUE(
+            factor->dim() == 4 && factor->size(1) > 0 && (factor->size(2) == 1 || (factor->size(2) == 2 && offset.has_value())) &&
+                (type == at::kHalf || type == at::kFloat),
+            "factor must be [out blocks, parts, 1 or (with offsets) 2, 16] in float16 or float32, not ", factor->sizes(), " in ", type);
+        args.factor = group_values(*factor, out_blocks, factor->size(1), "factor");
+        args.factor_groups = (args.groups + factor->size(1) - 1) / factor->size(1);
+        args.num_factors = int32_t(factor->size(2));
+        args.factor_is_half = type == at::kHalf;
+    }
     if (offset.has_value()) {
-        args.offset = group_values(*offset, out_blocks, blocks * args.split, "offset");
-        args.offset_is_zeros = offset->scalar_type() == at::kByte;
+        args.offset = group_values(*offset, out_blocks, args.groups, "offset");
+        args.offset_is_zeros = offset->scalar_type() == at::kByte && args.num_factors < 2;
         TORCH_CHECK_VALUE(
             args.offset_is_zeros || offset->scalar_type() == scale.scalar_type(), "minima must have the scales' dtype");
     }
@@ -253,18 +276,18 @@ void fill_group_weight(
 at::Tensor group_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t out_features,
     int64_t bits, int64_t group_size, const OptionalTensor& norm_weight_I, double eps, const OptionalTensor& bias_O, bool silu_mul,
-    const OptionalTensor& residual_TO, c10::string_view table
+    const OptionalTensor& residual_TO, c10::string_view table, const OptionalTensor& factor
 ) {
     if (packed.dim() == 2 || !has_kernels(x_TI) || group_kernel == nullptr) {
         static const auto reference =
             c10::Dispatcher::singleton().findSchemaOrThrow("cas::group_linear_reference", "").typed<decltype(group_linear)>();
         return reference.call(
-            x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table);
+            x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table, factor);
     }
     at::Tensor out;
     CasGroupLinear args{};
     args.linear = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
-    fill_group_weight(args, packed, scale, offset, out_features, args.linear.in_features, bits, group_size, table);
+    fill_group_weight(args, packed, scale, offset, out_features, args.linear.in_features, bits, group_size, table, factor);
     group_kernel(&args);
     return out;
 }
@@ -272,23 +295,23 @@ at::Tensor group_linear(
 template <class T>
 void embed_groups(const CasGroupLinear& args, const int64_t* ids, int64_t count, T* out) {
     const int64_t in_features = args.linear.in_features, blocks = (in_features + 31) / 32, block_bytes = args.bits * 64;
-    const int64_t part_inputs = 32 / args.split;
-    const auto value = [&](const void* values, bool is_half, int64_t at) {
-        return is_half ? float(static_cast<const at::Half*>(values)[at]) : static_cast<const float*>(values)[at];
+    const int64_t group_inputs = args.split == 2 ? 16 : 32 * args.group_blocks;
+    const auto value = [&](const void* values, int64_t at) {
+        return args.scale_type == CAS_SCALE_HALF ? float(static_cast<const at::Half*>(values)[at]) : static_cast<const float*>(values)[at];
     };
     for (int64_t t = 0; t < count; ++t) {
         const int64_t row = ids[t] / 16, lane = ids[t] % 16;
         const uint8_t* codes = static_cast<const uint8_t*>(args.linear.packed) + row * blocks * block_bytes;
         for (int64_t i = 0; i < in_features; ++i) {
-            const int64_t inside = i % 32, quad = inside / 4, part = (row * blocks + i / 32) * args.split + inside / part_inputs;
+            const int64_t inside = i % 32, quad = inside / 4, group = row * args.groups + i / group_inputs;
             const uint8_t* block = codes + i / 32 * block_bytes;
             const int64_t byte = (args.bits == 4 ? quad / 2 : quad) * 64 + lane * 4 + inside % 4;
             const int code = args.bits == 8 ? block[byte] : quad % 2 ? block[byte] >> 4 : block[byte] & 15;
-            const float scale = value(args.scale, args.scale_is_half, part * 16 + lane);
+            const float scale = value(args.scale, group * 16 + lane);
             float result;
             if (!args.offset) result = float(code - (1 << (args.bits - 1))) * scale;
-            else if (args.offset_is_zeros) result = float(code - static_cast<const uint8_t*>(args.offset)[part * 16 + lane]) * scale;
-            else result = float(code) * scale + value(args.offset, args.scale_is_half, part * 16 + lane);
+            else if (args.offset_is_zeros) result = float(code - static_cast<const uint8_t*>(args.offset)[group * 16 + lane]) * scale;
+            else result = float(code) * scale + value(args.offset, group * 16 + lane);
             out[t * in_features + i] = T(result);
         }
     }
@@ -306,6 +329,7 @@ at::Tensor group_embedding(
     CasGroupLinear args{};
     args.linear.in_features = in_features;
     fill_group_weight(args, packed, scale, offset, num_rows, in_features, bits, group_size);
+    TORCH_CHECK_VALUE(args.scale_type <= CAS_SCALE_HALF && bits % 4 == 0, "embeddings take codes of 4 and 8 bits and float scales");
     const at::Tensor ids = ids_T.to(at::kLong).contiguous();
     const int64_t* tokens = ids.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < ids.numel(); ++t)

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from compile_and_serve.custom_ops.moe.triton_coded_experts import coded_methods
 from compile_and_serve.custom_ops.moe.triton_expand_experts import dequantize
 from compile_and_serve.custom_ops.moe.triton_experts import Operands, grouped_tiles, run_expanded, run_grouped
 from compile_and_serve.custom_ops.moe.triton_gemv_experts import GEMV_ROWS, run_gemv
-from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import mxfp4_methods
-from compile_and_serve.custom_ops.quantization import BLOCK
+from compile_and_serve.custom_ops.quantization import BLOCK, dtype_name
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
@@ -49,7 +49,7 @@ def _of_one_rank(ids_TK: torch.Tensor, num_experts: int, num_slots: int) -> torc
 def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
     if operands.gate_up.dtype == torch.int16:
-        return mxfp4_methods(operands)
+        return coded_methods(operands)
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     num_pairs, num_experts, rows = operands.num_pairs, operands.num_experts, operands.gate_up.shape[1]
     rounds = operands.rounds_activations
@@ -66,7 +66,7 @@ def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tens
 
 
 def experts(operands: Operands) -> torch.Tensor:
-    """`cas::experts` over plain or 8-bit weights, or MXFP4 in the Triton layout. The host does not wait for the device.
+    """`cas::experts` over plain or 8-bit weights, or codes in a Triton layout. The host does not wait for the device.
 
     The launches depend on T alone. The fastest method is measured once for each shape and range of T, over `_measured_ids`.
     """
@@ -76,8 +76,10 @@ def experts(operands: Operands) -> torch.Tensor:
         return x_TD.new_empty(x_TD.shape)
     (num_slots, rows, _), hidden = gate_up.shape, x_TD.shape[1]
     experts_of_all = f" of {operands.num_experts}" if operands.is_spread else ""
-    covered = ("", " rows", " blocks")[operands.scales] if gate_up.dtype != torch.int16 else ""
-    kind = "mxfp4" if gate_up.dtype == torch.int16 else f"{gate_up.dtype}{covered}"
+    if gate_up.dtype == torch.int16:
+        kind = _codes_kind(operands)
+    else:
+        kind = f"{gate_up.dtype}{('', ' rows', ' blocks')[operands.scales]}"
     rounding = " dynamic" if operands.rounds_activations else ""
     problem = Problem(
         kind="experts",
@@ -87,6 +89,14 @@ def experts(operands: Operands) -> torch.Tensor:
     runs = methods(operands)
     name = fastest_kernel(problem, _with_measured_ids(runs, operands), gate_up, max_tokens=num_tokens)
     return runs[name](gate_up)
+
+
+def _codes_kind(operands: Operands) -> str:
+    if not operands.codes:
+        return "mxfp4"
+    others = [operands.gate_up_scale, operands.gate_up_offset, operands.down_scale, operands.down_offset]
+    dtypes = " ".join("-" if one is None else dtype_name(one.dtype) for one in others)
+    return f"{operands.codes} {dtypes}{' factors' if operands.gate_up_factor is not None else ''} {dtype_name(operands.x_TD.dtype)}"
 
 
 def _with_measured_ids(

@@ -7,7 +7,8 @@ Weights of experts are stacked, gate rows before up rows. There are two layouts:
 - packed, one dimension more, for the C++ kernels of the CPU (`packed_experts.py`).
 Where experts are spread over ranks, there is a weight for each of the rank's slots instead of each expert (`placement.py`).
 Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8), in the Triton layout (int16) of `quantized/mxfp4.py`, or packed.
-Codes of other formats, packed only, are described by `CodeFormat` and may have offsets.
+Codes of other formats are described by `CodeFormat`, and may have offsets and factors: plain (uint8 [X, O, I], with scales and offsets
+[X, O, G] and factors [X, 1 or 2, O, S]), in the Triton layout (int16) of `code_format.py`, or packed.
 LoRA adapters: `moe/expert_adapters.py`.
 """
 
@@ -23,18 +24,19 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.library import EXPERT_COLUMNS, EXPERT_ROWS, ON_FIRST_RANK, UNGATED_EXPERT_ROWS, Sharding, define
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate_rows, num_parts
+from compile_and_serve.custom_ops.moe.code_format import CodeFormat, dequantize_codes
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
 from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs, packed_linear
 from compile_and_serve.custom_ops.moe.placement import slots_of_pairs
 from compile_and_serve.custom_ops.quantization import LARGEST, Activations, dequantize_weight
-from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS, dequantize_mxfp4
+from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, dequantize_mxfp4
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_reference
 
-NUM_OPERANDS = 19  # arguments of the op before those of adapters
+NUM_OPERANDS = 21  # arguments of the op before those of adapters
 _ACTIVATIONS, _PLACEMENT = 14, 18  # the places of `activations` and `placement` among them
 # Arguments that have something for each expert.
-_STACKED = tuple(f"{linear}{part}" for linear in ("gate_up", "down") for part in ("", "_bias", "_scale", "_offset", "_a", "_b"))
+_STACKED = tuple(f"{linear}{part}" for linear in ("gate_up", "down") for part in ("", "_bias", "_scale", "_offset", "_factor", "_a", "_b"))
 
 
 def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
@@ -44,21 +46,11 @@ def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
     return torch.stack([pack_linear_weight(weight_OI) for weight_OI in weight_XOI])
 
 
-def _matrix(weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    """The plain matrix of an expert, dequantized to `dtype` if the weight has scales. → [O, I]"""
-    if scale is None:
-        return weight[expert]
-    assert weight.dtype != torch.int16, "only kernels take this layout"
-    if weight.dtype in LARGEST:
-        return dequantize_weight(weight[expert], scale[expert], dtype)
-    return dequantize_mxfp4(weight[expert], scale[expert], dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class Linears:
     """One linear of all experts, in either layout, with its biases [X, O] and scales. out_features: O.
 
-    activations: "dynamic" if its input is quantized to the weight's dtype. offset, codes: of packed codes.
+    activations: "dynamic" if its input is quantized to the weight's dtype. offset, codes, factor: of codes.
     """
 
     weight: torch.Tensor
@@ -68,6 +60,7 @@ class Linears:
     activations: Activations = "none"
     offset: torch.Tensor | None = None
     codes: str = ""
+    factor: torch.Tensor | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -77,7 +70,7 @@ class Linears:
         """The rows of one expert. silu_mul: only of packed weights. → [R, O], or [R, O / 2]"""
         bias = None if self.bias is None else self.bias[expert].to(x_RI.dtype)
         if self.is_packed:
-            scale, offset = (None if one is None else one[expert] for one in (self.scale, self.offset))
+            scale, offset, factor = (None if one is None else one[expert] for one in (self.scale, self.offset, self.factor))
             return packed_linear(
                 x_RI,
                 self.weight[expert],
@@ -88,6 +81,7 @@ class Linears:
                 activations=self.activations,
                 offset=offset,
                 codes=self.codes,
+                factor=factor,
             )
         assert not silu_mul
         if self.activations == "dynamic":
@@ -95,7 +89,22 @@ class Linears:
             return quantized_linear_reference(
                 x_RI, self.weight[expert], self.scale[expert], self.out_features, None, 0.0, bias, False, None, self.activations
             )
-        return F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias)
+        return F.linear(x_RI, self._matrix(expert, x_RI.dtype), bias)
+
+    def _matrix(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """The plain matrix of an expert, dequantized to `dtype` if the weight has scales. → [O, I]"""
+        weight = self.weight[expert]
+        if self.scale is None:
+            return weight
+        assert weight.dtype != torch.int16, "only kernels take this layout"
+        scale = self.scale[expert]
+        if weight.dtype in LARGEST:
+            return dequantize_weight(weight, scale, dtype)
+        if not self.codes:
+            return dequantize_mxfp4(weight, scale, dtype)
+        offset = None if self.offset is None else self.offset[expert]
+        factors = () if self.factor is None else tuple(self.factor[expert])
+        return dequantize_codes(weight, scale, offset, CodeFormat.of(self.codes), dtype, factors)
 
     def run(self, x_PI: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows that are sorted by expert, with `counts` rows of each. → [P, O]"""
@@ -153,6 +162,8 @@ def _experts(
     down_offset: torch.Tensor | None = None,
     codes: str = "",
     placement: torch.Tensor | None = None,
+    gate_up_factor: torch.Tensor | None = None,
+    down_factor: torch.Tensor | None = None,
     *adapter_tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     count_call(ids_TK, down if placement is None else placement)
@@ -174,8 +185,8 @@ def _experts(
     features = packed_inputs(down) if is_packed(down, down_scale) else gate_up.shape[1] // num_parts(activation)
     rows = num_parts(activation) * features
     linears = (
-        Linears(gate_up, gate_up_bias, gate_up_scale, rows, activations, gate_up_offset, codes.partition("|")[0]),
-        Linears(down, down_bias, down_scale, x_TD.shape[1], activations, down_offset, codes.rpartition("|")[2]),
+        Linears(gate_up, gate_up_bias, gate_up_scale, rows, activations, gate_up_offset, codes.partition("|")[0], gate_up_factor),
+        Linears(down, down_bias, down_scale, x_TD.shape[1], activations, down_offset, codes.rpartition("|")[2], down_factor),
     )
     if adapters is None:
         y_PD = x_TD.new_empty(len(order), x_TD.shape[1], dtype=math_dtype)
@@ -206,17 +217,17 @@ def _exact_experts(*args: Any) -> torch.Tensor:
     return _experts(*exact)
 
 
-def _expert_features(down: torch.Tensor) -> int:
-    """Intermediate features of an expert, from its down projection in any layout."""
-    if down.dtype == torch.uint8:  # MXFP4 of a checkpoint
-        return down.shape[2] * MX_BLOCK
+def _expert_features(gate_up: torch.Tensor, down: torch.Tensor) -> int:
+    """Intermediate features of an expert, from its projections in any layout."""
     if down.dtype == torch.int16:
-        return down.shape[2] * PARTS
+        return gate_up.shape[1] // 2
+    if down.dtype == torch.uint8 and down.dim() == 4:  # MXFP4 of a checkpoint, or packed codes
+        return down.shape[2] * MX_BLOCK
     return down.shape[2] if down.dim() == 3 else down.shape[2] * (down.shape[3] // 16)
 
 
 def _flops(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *_: Any) -> int:
-    return 2 * ids_TK.numel() * x_TD.shape[1] * 3 * _expert_features(down)
+    return 2 * ids_TK.numel() * x_TD.shape[1] * 3 * _expert_features(gate_up, down)
 
 
 def _read_shares(*args: Any) -> dict[str, float]:
@@ -257,9 +268,10 @@ EXPERTS = define(
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
     "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, "
     'str activations="none", Tensor? gate_up_offset=None, Tensor? down_offset=None, str codes="", Tensor? placement=None, '
+    "Tensor? gate_up_factor=None, Tensor? down_factor=None, "
     "Tensor? gate_up_a=None, Tensor? gate_up_b=None, "
     "Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
-    version=6,
+    version=7,
     fake=lambda x_TD, *_: x_TD.new_empty(x_TD.shape),
     reference=_experts,
     exact=_exact_experts,
@@ -292,6 +304,8 @@ def experts(
     down_offset: torch.Tensor | None = None,
     codes: str = "",
     placement_XC: torch.Tensor | None = None,
+    gate_up_factor: torch.Tensor | None = None,
+    down_factor: torch.Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
@@ -304,8 +318,9 @@ def experts(
     activations: "dynamic" rounds x (after the norm) and f's result to float8 before the products with float8 weights
     (`quantize_activations`, with a scale per row, or per row and 128 inputs if the weights have scales per block). Adapters see x and f's
     result unrounded.
-    gate_up_offset, down_offset: zero points or minima of packed codes. codes: `CodeFormat.name` of both, with a "|" between them.
+    gate_up_offset, down_offset: zero points or minima of codes. codes: `CodeFormat.name` of both, with a "|" between them.
     placement_XC: int32 (`placement.py`): weights are of the rank's slots, and the result is the rank's part of a sum over ranks.
+    gate_up_factor, down_factor: of scales and minima (`code_format.py`).
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
@@ -330,5 +345,7 @@ def experts(
         down_offset,
         codes,
         placement_XC,
+        gate_up_factor,
+        down_factor,
         *(() if adapters is None else (getattr(adapters, field.name) for field in fields(adapters))),
     )

@@ -4,19 +4,18 @@ Shape legend: R rows of an expert, X experts, O output features, I input feature
 
 - unquantized: `pack_linear_weight` of each expert, in the model's dtype, without scales;
 - 8-bit: `pack_quantized_weight` of each expert, with scales float32 [X, O];
-- MXFP4: `pack_group_codes` of each expert's codes (uint8), with scales float32 `pack_group_scales`;
-- other codes with a scale per group: the same, with offsets where the format has some, and a `CodeFormat`.
+- MXFP4: `pack_codes_cpu` of each expert's codes (uint8), with scales float8_e8m0fnu `pack_scales_cpu`;
+- other codes with a scale per group: the same, with a `CodeFormat`, offsets and factors where the format has some.
 
-All weights have four dimensions.
+All weights have four dimensions. Factors are [X, ceil(O / 16), S, 1 or 2, 16].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear
+from compile_and_serve.custom_ops.moe.code_format import CodeFormat
 from compile_and_serve.custom_ops.quantization import Activations
 from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
 from compile_and_serve.custom_ops.quantized.group_layout import CPU_INPUTS, pack_codes_cpu, pack_scales_cpu
@@ -25,29 +24,6 @@ from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, unpack_mxfp4_
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear, quantized_linear_unsupported_reason
 from compile_and_serve.custom_ops.weight_functions import weight_function
 
-
-@dataclass(frozen=True, slots=True)
-class CodeFormat:
-    """How codes become numbers; the fields are as in `group_linear`."""
-
-    bits: int
-    group_size: int
-    table: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.bits},{self.group_size},{self.table}"
-
-    @classmethod
-    def of(cls, name: str) -> CodeFormat:
-        """From its name; MXFP4 has the name ""."""
-        if not name:
-            return MXFP4
-        bits, group_size, table = name.split(",")
-        return cls(int(bits), int(group_size), table)
-
-
-MXFP4 = CodeFormat(4, MX_BLOCK, "e2m1")
 _INPUTS = 4  # adjacent inputs of the 8-bit layout: others would be padded
 
 
@@ -79,10 +55,9 @@ def pack_mxfp4_codes_cpu(codes_XOGH: torch.Tensor) -> torch.Tensor:
 
 @weight_function("pack_mxfp4_scales_cpu")
 def pack_mxfp4_scales_cpu(scales_XOG: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's scales, uint8 [X, O, G], as numbers → float32 [X, ceil(O / 16), G, 16]"""
-    exponents = scales_XOG.to(torch.int32) - 127
-    factors_XOG = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    return torch.stack([pack_scales_cpu(one, one.shape[1] * MX_BLOCK, MX_BLOCK) for one in factors_XOG])
+    """A checkpoint's scales, uint8 [X, O, G] → float8_e8m0fnu [X, ceil(O / 16), G, 16]"""
+    packed = [pack_scales_cpu(one, one.shape[1] * MX_BLOCK, MX_BLOCK) for one in scales_XOG]
+    return torch.stack(packed).view(torch.float8_e8m0fnu)
 
 
 def packed_codes_unsupported_reason(*, device: torch.device, dtype: torch.dtype, form: CodeFormat, in_features: int) -> str | None:
@@ -94,16 +69,21 @@ def packed_codes_unsupported_reason(*, device: torch.device, dtype: torch.dtype,
 
 @weight_function("pack_expert_codes_cpu")
 def pack_expert_codes_cpu(codes_XOI: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [X, O, I] → uint8 [X, ceil(O / 16), I / 32, 256 or 512]"""
+    """uint8 [X, O, I] → uint8 [X, ceil(O / 16), I / 32, 64 · bits]"""
     return torch.stack([pack_codes_cpu(codes_OI, bits) for codes_OI in codes_XOI])
 
 
 @weight_function("pack_expert_scales_cpu")
 def pack_expert_scales_cpu(scale_XOG: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
-    """Scales or offsets [X, O, G] → [X, ceil(O / 16), I / 32 (of groups of 16: · 2), 16]; bfloat16 becomes float32"""
-    if scale_XOG.dtype == torch.bfloat16:
-        scale_XOG = scale_XOG.float()
+    """Scales or offsets [X, O, G] → [X, ceil(O / 16), G, 16]"""
     return torch.stack([pack_scales_cpu(scale_OG, in_features, group_size) for scale_OG in scale_XOG])
+
+
+@weight_function("pack_expert_factors_cpu")
+def pack_expert_factors_cpu(*factors_XOS: torch.Tensor) -> torch.Tensor:
+    """Factors of scales, and of minima where the format has some, [X, O, S] each → [X, ceil(O / 16), S, 1 or 2, 16]"""
+    packed = [[pack_scales_cpu(one, 0, CPU_INPUTS) for one in factor_XOS] for factor_XOS in factors_XOS]
+    return torch.stack([torch.stack(of_one) for of_one in packed], 3)
 
 
 def is_packed(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
@@ -127,8 +107,9 @@ def packed_linear(
     activations: Activations = "none",
     offset: torch.Tensor | None = None,
     codes: str = "",
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One expert's linear. weight, scale, offset: its part of packed ones. activations: as in `quantized_linear`, of 8-bit weights.
+    """One expert's linear. weight, scale, offset, factor: its part of packed ones. activations: as in `quantized_linear`, of 8-bit weights.
     codes: the name of the format of codes.
 
     → [R, O] in x's dtype, with silu_mul [R, O / 2]
@@ -138,6 +119,16 @@ def packed_linear(
     if weight.dtype == torch.uint8:
         form = CodeFormat.of(codes)
         return group_linear(
-            x_RI, weight, scale, offset, out_features, form.bits, form.group_size, bias_O=bias_O, silu_mul=silu_mul, table=form.table
+            x_RI,
+            weight,
+            scale,
+            offset,
+            out_features,
+            form.bits,
+            form.group_size,
+            bias_O=bias_O,
+            silu_mul=silu_mul,
+            table=form.table,
+            factor=factor,
         )
     return quantized_linear(x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul, activations=activations)

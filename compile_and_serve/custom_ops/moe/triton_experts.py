@@ -338,6 +338,8 @@ class Operands:
     down_offset: torch.Tensor | None = None
     codes: str = ""
     placement: torch.Tensor | None = None
+    gate_up_factor: torch.Tensor | None = None
+    down_factor: torch.Tensor | None = None
 
     def normalized(self) -> Operands:
         """With contiguous rows of x and the residual, contiguous weights, and contiguous int32 ids."""

@@ -135,8 +135,10 @@ def group_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
     table: str = "",
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `compile_and_serve.custom_ops.quantized.group_linear.group_linear`, over a weight in the Triton layout."""
+    """As `compile_and_serve.custom_ops.quantized.group_linear.group_linear`, over a weight in the Triton layout, which has no factors."""
+    assert factor is None, "only packed weights of the CPU have factors"
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
     if residual_TO is not None and residual_TO.stride(1) != 1:

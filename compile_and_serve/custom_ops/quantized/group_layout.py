@@ -6,9 +6,9 @@ Shape legend: I input features, O output features, G groups of inputs.
 - Triton: codes int16 [ceil(O / 64), ceil(I / 128), 64, 32] with 4 bits, [ceil(O / 64), ceil(I / 64), 64, 32] with 8 bits. Element c of a
   block has the codes of columns c, c + 32, c + 64 and c + 96 (8 bits: c and c + 32), lowest bits first. So one shift gives codes of 32
   adjacent columns, and a tile of 64 outputs is contiguous in memory. Scales and offsets: [ceil(O / 64), G, 64].
-- C++: codes uint8 [ceil(O / 16), ceil(I / 32), 16 · 16 bytes (4 bits) or 32 · 16 bytes (8 bits)]: of 16 outputs, 4 adjacent inputs each;
-  with 4 bits the high nibbles are the next 4 inputs. Scales and offsets: [ceil(O / 16), ceil(I / 32) · S, 16], where S = 1, or 2 for
-  groups of 16.
+- C++: codes uint8 [ceil(O / 16), ceil(I / 32), 64 · bits]: of 16 outputs, quads of 4 adjacent inputs each; with 4 bits the high nibbles
+  are the next quad. With 5 and 6 bits (experts only), bytes follow that have the highest bits of 8 or 4 quads, lowest quad first. Scales
+  and offsets: [ceil(O / 16), G, 16]; of groups of 16, G is even.
 
 The layouts differ in the number of dimensions: 2, 4 and 3. Codes of 4 bits may be indices of a table (`TABLES`) instead of integers.
 """
@@ -98,6 +98,21 @@ def dequantize_groups(
     return ((codes - over_inputs(offset_OG)) * scale).to(dtype)
 
 
+def with_factors(
+    scale: torch.Tensor, offset: torch.Tensor | None, factors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and offsets that need no factors. scale, offset: […, O, G]. factors: […, O, S] each. → float32 (float64 of float64)"""
+    if not factors:
+        return scale, offset
+    groups = scale.shape[-1]
+
+    def times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(factor.dtype, torch.float32)
+        return values.to(wide) * factor.to(wide).repeat_interleave(-(-groups // factor.shape[-1]), -1)[..., :groups]
+
+    return times(scale, factors[0]), None if offset is None else -times(offset, factors[1])
+
+
 def padded_width(in_features: int, groups: int) -> int:
     """Columns that `padded_order` needs at most."""
     return (in_features + min(groups, in_features) * (PADDED_GROUP - 1)) // PADDED_GROUP * PADDED_GROUP
@@ -168,7 +183,7 @@ def pack_scales_triton(scale_OG: torch.Tensor) -> torch.Tensor:
 
 
 def pack_codes_cpu(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [O, I] → uint8 [ceil(O / 16), ceil(I / 32), 256 or 512]"""
+    """uint8 [O, I] → uint8 [ceil(O / 16), ceil(I / 32), 64 · bits]"""
     out_features, in_features = codes_OI.shape
     blocks, groups = -(-out_features // CPU_OUTPUTS), -(-in_features // CPU_INPUTS)
     padded = F.pad(codes_OI, (0, groups * CPU_INPUTS - in_features, 0, blocks * CPU_OUTPUTS - out_features))
@@ -176,16 +191,23 @@ def pack_codes_cpu(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
     quads = padded.view(blocks, CPU_OUTPUTS, groups, CPU_INPUTS // 4, 4).permute(0, 2, 3, 1, 4)
     if bits == 8:
         return quads.reshape(blocks, groups, CPU_INPUTS * CPU_OUTPUTS)
-    packed = quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
-    return packed.reshape(blocks, groups, CPU_INPUTS * CPU_OUTPUTS // 2)
+    low = quads & 15
+    packed = (low[:, :, 0::2] | (low[:, :, 1::2] << 4)).reshape(blocks, groups, CPU_INPUTS * CPU_OUTPUTS // 2)
+    if bits == 4:
+        return packed
+    width = bits - 4
+    high = (quads >> 4).unflatten(2, (-1, 8 // width))
+    bytes_ = high[:, :, :, 0].clone()
+    for quad in range(1, 8 // width):
+        bytes_ |= high[:, :, :, quad] << (width * quad)
+    return torch.cat((packed, bytes_.reshape(blocks, groups, -1)), 2)
 
 
 def pack_scales_cpu(scale_OG: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
-    """[O, G] → [ceil(O / 16), ceil(I / 32), 16], or with groups of 16 [ceil(O / 16), ceil(I / 32) · 2, 16]"""
-    step = min(group_size, CPU_INPUTS)
-    width = -(-in_features // CPU_INPUTS) * (CPU_INPUTS // step)
-    expanded = scale_OG.repeat_interleave(group_size // step, 1)[:, :width]
-    return _blocked_rows(F.pad(expanded, (0, width - expanded.shape[1])), CPU_OUTPUTS)
+    """[O, G] → [ceil(O / 16), G, 16], of groups of 16 [ceil(O / 16), ceil(I / 32) · 2, 16]"""
+    if group_size < CPU_INPUTS:
+        scale_OG = F.pad(scale_OG, (0, -(-in_features // CPU_INPUTS) * (CPU_INPUTS // group_size) - scale_OG.shape[1]))
+    return _blocked_rows(scale_OG, CPU_OUTPUTS)
 
 
 def unpack_codes(packed: torch.Tensor, bits: int, out_features: int, in_features: int) -> torch.Tensor:
@@ -200,8 +222,13 @@ def unpack_codes(packed: torch.Tensor, bits: int, out_features: int, in_features
     if bits == 8:
         quads = packed.view(blocks, groups, CPU_INPUTS // 4, CPU_OUTPUTS, 4)
     else:
-        pairs = packed.view(blocks, groups, CPU_INPUTS // 8, CPU_OUTPUTS, 4)
+        pairs = packed[:, :, :256].view(blocks, groups, CPU_INPUTS // 8, CPU_OUTPUTS, 4)
         quads = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2, 3)
+        if bits > 4:
+            width = bits - 4
+            high = packed[:, :, 256:].view(blocks, groups, -1, CPU_OUTPUTS, 4)
+            parts = [(high >> (width * quad)) & ((1 << width) - 1) for quad in range(8 // width)]
+            quads = quads | (torch.stack(parts, 3).flatten(2, 3) << 4)
     padded = quads.permute(0, 3, 1, 2, 4).reshape(blocks * CPU_OUTPUTS, -1)
     return padded[:out_features, :in_features]
 

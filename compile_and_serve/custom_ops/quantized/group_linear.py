@@ -30,6 +30,7 @@ from compile_and_serve.custom_ops.quantized.group_layout import (
     pack_scales_triton,
     unpack_codes,
     unpack_scales,
+    with_factors,
 )
 from compile_and_serve.custom_ops.weight_functions import weight_function
 
@@ -100,12 +101,15 @@ def unpack_group_weight(
     group_size: int,
     dtype: torch.dtype,
     table: str = "",
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The dequantized weight, from any layout. → `dtype` [O, I]"""
-    step = min(group_size, CPU_INPUTS) if packed.dim() == 3 else group_size
     codes_OI = unpack_codes(packed, bits, out_features, in_features)
     offset_OG = None if offset is None else unpack_scales(offset, out_features)
-    return dequantize_groups(codes_OI, unpack_scales(scale, out_features), offset_OG, bits, step, dtype, table=table)
+    scale_OG = unpack_scales(scale, out_features)
+    if factor is not None:
+        scale_OG, offset_OG = with_factors(scale_OG, offset_OG, tuple(unpack_scales(one, out_features) for one in factor.unbind(2)))
+    return dequantize_groups(codes_OI, scale_OG, offset_OG, bits, group_size, dtype, table=table)
 
 
 def _group_linear(
@@ -122,11 +126,12 @@ def _group_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
     table: str = "",
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
-    weight_OI = unpack_group_weight(packed, scale, offset, out_features, x_TI.shape[1], bits, group_size, math_dtype, table)
+    weight_OI = unpack_group_weight(packed, scale, offset, out_features, x_TI.shape[1], bits, group_size, math_dtype, table, factor)
     y_TO = x_TI.to(math_dtype) @ weight_OI.T
     if bias_O is not None:
         y_TO = y_TO + bias_O
@@ -163,8 +168,8 @@ def _warn_slow(reason: str | None) -> None:
 GROUP_LINEAR = define(
     "group_linear(Tensor x, Tensor packed, Tensor scale, Tensor? offset, int out_features, int bits, int group_size, "
     "Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, bool silu_mul=False, Tensor? residual=None, "
-    'str table="") -> Tensor',
-    version=2,
+    'str table="", Tensor? factor=None) -> Tensor',
+    version=3,
     fake=_group_linear_fake,
     reference=_group_linear,
     CompositeExplicitAutograd=_group_linear_slowly,
@@ -183,7 +188,6 @@ def _group_embedding(
     group_size: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    step = min(group_size, CPU_INPUTS) if packed.dim() == 3 else group_size
     if packed.dim() == 2:
         parts = [values if values is None else values[ids_T] for values in (packed, scale, offset)]
     else:  # rows lie in blocks; only the CPU packs embeddings
@@ -195,7 +199,7 @@ def _group_embedding(
     codes_TI, scale_TG, offset_TG = parts
     assert codes_TI is not None
     assert scale_TG is not None
-    return dequantize_groups(codes_TI, scale_TG, offset_TG, bits, step, dtype)
+    return dequantize_groups(codes_TI, scale_TG, offset_TG, bits, group_size, dtype)
 
 
 def _group_embedding_fake(ids_T: Any, packed: Any, scale: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -207,7 +211,7 @@ def _group_embedding_fake(ids_T: Any, packed: Any, scale: torch.Tensor, *others:
 GROUP_EMBEDDING = define(
     "group_embedding(Tensor ids, Tensor packed, Tensor scale, Tensor? offset, int num_rows, int in_features, int bits, int group_size, "
     "ScalarType dtype) -> Tensor",
-    version=1,
+    version=2,
     fake=_group_embedding_fake,
     reference=_group_embedding,
 )
@@ -227,17 +231,19 @@ def group_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
     table: str = "",
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out = f(rms_norm(x) Wᵀ + bias) + residual, where f is silu(first half) · second half with silu_mul.
 
     x_TI: [T, I], rows may be strided; packed: `pack_group_codes(codes uint8 [O, I])`; scale, offset: `pack_group_scales([O, G])`, offset as
     in `dequantize_groups`; out_features: O; bits: 4 or 8; group_size: inputs per group; norm_weight_I: [I]; bias_O: [O];
-    residual_TO: [T, O] (with silu_mul: [T, O / 2]); table: as in `dequantize_groups`.
+    residual_TO: [T, O] (with silu_mul: [T, O / 2]); table: as in `dequantize_groups`. factor: of packed
+    scales and minima on the CPU, [ceil(O / 16), S, 1 or 2, 16] (`moe/code_format.py`).
     → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
     Products are summed in float32, scaled in float32, and rounded once to x's dtype. The normalized x is rounded to x's dtype. For many
     tokens on CUDA, the weight is rounded to x's dtype, and products round before bias, SiLU-mul and residual. C++: see above.
     """
     return GROUP_LINEAR(
-        x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table
+        x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table, factor
     )

@@ -68,7 +68,7 @@ def _of_eight(codes, TABLE: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _from_table(codes, TABLE: tl.constexpr):
+def from_table(codes, TABLE: tl.constexpr):
     """The numbers of codes 0 to 15. TABLE: a name of `TABLES`. int32 → float32"""
     if TABLE == "e2m1":
         return _e2m1(codes)
@@ -79,7 +79,7 @@ def _from_table(codes, TABLE: tl.constexpr):
 
 
 @triton.jit
-def _numbers(
+def numbers_of_part(
     words, zeros, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, PTX: tl.constexpr, TABLE: tl.constexpr
 ):
     """POWER + code PART of each word − zeros, in dtype DOT, exact. PTX: by PTX instructions, on two words at a time.
@@ -87,7 +87,7 @@ def _numbers(
     TABLE: if not empty, the result is the number of code PART in the table, rounded to DOT.
     """
     if TABLE != "":
-        return _from_table((words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1), TABLE).to(DOT)
+        return from_table((words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1), TABLE).to(DOT)
     elif PTX and BITS == 4 and tl.bfloat16 == DOT:
         return tl.inline_asm_elementwise(BFLOAT16_PTX[PART], "=r,r,r", [words, zeros], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif PTX and BITS == 4 and tl.float16 == DOT:
@@ -106,8 +106,8 @@ def _prefetch_l1(pointers):
 
 
 @triton.jit
-def _zeros(offset_ptr, at_O, HAS_ZEROS: tl.constexpr, ZERO: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr):
-    """What `_numbers` subtracts. HAS_ZEROS: offsets are zero points. ZERO: the zero point otherwise. → DOT [O, C]"""
+def zeros_of(offset_ptr, at_O, HAS_ZEROS: tl.constexpr, ZERO: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr):
+    """What `numbers_of_part` subtracts. HAS_ZEROS: offsets are zero points. ZERO: the zero point otherwise. → DOT [O, C]"""
     if HAS_ZEROS:
         zeros_O1 = (tl.load(offset_ptr + at_O).to(tl.float32) + POWER).to(DOT)[:, None]
         return tl.broadcast_to(zeros_O1, (at_O.shape[0], WORDS))
@@ -176,25 +176,25 @@ def _group_matmul_kernel(
                     _prefetch_l1(offset_ptr + up_scale_at_O + ahead)
         for group in tl.static_range(GROUPS_PER_BLOCK):
             at = tl.minimum((block // blocks_per_group * GROUPS_PER_BLOCK + group) * TILE_O, last_at)
-            zeros_OC = _zeros(offset_ptr, scale_at_O + at, HAS_ZEROS, ZERO, DOT, POWER, WORDS)
+            zeros_OC = zeros_of(offset_ptr, scale_at_O + at, HAS_ZEROS, ZERO, DOT, POWER, WORDS)
             sums_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
             totals_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
             if SILU_MUL:
-                up_zeros_OC = _zeros(offset_ptr, up_scale_at_O + at, HAS_ZEROS, ZERO, DOT, POWER, WORDS)
+                up_zeros_OC = zeros_of(offset_ptr, up_scale_at_O + at, HAS_ZEROS, ZERO, DOT, POWER, WORDS)
                 sums_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
             for part in tl.static_range(group * PARTS_PER_GROUP, (group + 1) * PARTS_PER_GROUP):
                 here_C = block * COLUMNS + part * WORDS + words_C
                 ok_TC = token_ok_T[:, None] & (here_C[None, :] < in_features)
                 x_TC = tl.load(x_ptr + safe_tokens_T[:, None] * x_stride + here_C[None, :], mask=ok_TC, other=0.0)
                 x_CT = tl.trans(x_TC.to(DOT))
-                numbers = _numbers(w, zeros_OC, part, BITS, DOT, POWER, PDL, TABLE)
+                numbers = numbers_of_part(w, zeros_OC, part, BITS, DOT, POWER, PDL, TABLE)
                 if HALF_PARTS:
                     half_OC = tl.minimum((2 * (block * PARTS + part) + words_C // 16) * TILE_O, last_at)[None, :]
                     scale_OC = tl.load(scale_ptr + scale_at_O[:, None] + half_OC).to(tl.float32)
                     numbers = (numbers.to(tl.float32) * scale_OC).to(DOT)
                 sums_OT = tl.dot(numbers, x_CT, sums_OT, input_precision="ieee")
                 if SILU_MUL:
-                    numbers = _numbers(up, up_zeros_OC, part, BITS, DOT, POWER, PDL, TABLE)
+                    numbers = numbers_of_part(up, up_zeros_OC, part, BITS, DOT, POWER, PDL, TABLE)
                     if HALF_PARTS:
                         scale_OC = tl.load(scale_ptr + up_scale_at_O[:, None] + half_OC).to(tl.float32)
                         numbers = (numbers.to(tl.float32) * scale_OC).to(DOT)
@@ -274,9 +274,9 @@ def _dequantize_kernel(
         if HALF_PARTS:
             half_C = tl.minimum(2 * (block * PARTS + part) + words_C // 16, num_groups - 1)
             at_OC = (tile * num_groups + half_C[None, :]) * TILE_O + spots_O[:, None]
-            values = _from_table(whole, TABLE) * tl.load(scale_ptr + at_OC).to(tl.float32)
+            values = from_table(whole, TABLE) * tl.load(scale_ptr + at_OC).to(tl.float32)
         elif TABLE != "":
-            values = _from_table(whole, TABLE) * scale_O1
+            values = from_table(whole, TABLE) * scale_O1
         elif offset_ptr is None:
             values = (codes - (1 << (BITS - 1))) * scale_O1
         elif offset_ptr.dtype.element_ty == tl.uint8:

@@ -135,8 +135,8 @@ def _8bit_experts(spec: ModelSpec, skipped: Sequence[str]) -> dict[str, Quantize
 
 
 def _example_state(tensor: torch.Tensor, std: float, generator: torch.Generator) -> object:
-    text = b'{"nested_offset": 0.0}'.ljust(_STATE_BYTES)
-    return tensor.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    text = b'{"nested_offset": 0.0}'.ljust(_STATE_BYTES)  # of experts, one for each matrix
+    return tensor.view(-1, _STATE_BYTES).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
 
 @weight_function("scb_to_rows")

@@ -134,22 +134,6 @@ def test_8bit_experts_of_compressed_tensors_keep_their_values(
         assert op_arguments(node)["activations"] == ("none" if activations is None else "dynamic")
 
 
-def test_packed_codes_of_experts_are_dequantized_which_the_pass_says() -> None:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group"}
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
-    config = config_of("Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS}, quantization_config=quantization)
-    spec = build_model(config, dtype=torch.bfloat16)
-    _, _, records = rewrite(spec, CompileConfig(), kernels=KERNELS | {KERNEL}, verify=False)
-    result = result_of(records, "quantize_experts")
-    assert len(result.near_misses) == LAYERS
-    assert "there is no GPU kernel of experts with scales per group of inputs: they are dequantized" in result.near_misses[0].reason
-
-
 def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:
     spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
     config = CompileConfig(quantization="fp8", quantization_exclude=("*.experts",))

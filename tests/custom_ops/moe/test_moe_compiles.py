@@ -18,11 +18,23 @@ import triton.language as tl
 from compile_and_serve.custom_ops.moe import triton_experts as e
 from compile_and_serve.custom_ops.moe import triton_expand_experts as x
 from compile_and_serve.custom_ops.moe import triton_gemv_experts as v
-from compile_and_serve.custom_ops.moe import triton_mxfp4_experts as m
-from compile_and_serve.custom_ops.moe import triton_mxfp4_gemv as g
+from compile_and_serve.custom_ops.moe import triton_coded_experts as m
+from compile_and_serve.custom_ops.moe import triton_coded_gemv as g
 from compile_and_serve.custom_ops.moe.triton_order import _count_kernel, _order_kernel, _place_kernel
 from compile_and_serve.custom_ops.moe.triton_route import _route_kernel
 from tests.support.hopper import compiled
+
+types = {}  # of codes' scales, offsets and factors
+NO_CODES = {"offset_ptr": None, "factor_ptr": None, "MINIMA": False, "PER_FACTOR": 1, "FACTORS": 0}
+MXFP4 = NO_CODES | {"BITS": 4, "GROUP_SIZE": 32, "TABLE": "mxfp4", "WHOLE": True, "ROW_WORDS": 32, "POWER": 0.0}
+
+def codes(bits, group_size, offset, factors, table="", scale="*fp16"):
+    # The constants of a format, with the types of its scales, offsets (or None) and factors in `types`.
+    types.update(scale_ptr=scale, offset_ptr=offset, factor_ptr="*fp16")
+    constants = {"BITS": bits, "GROUP_SIZE": group_size, "TABLE": table, "WHOLE": True, "FACTORS": factors, "PER_FACTOR": 8,
+                 "MINIMA": factors == 2 or offset == "*fp16", "ROW_WORDS": 32 if bits == 8 else 32 + 8 * (bits - 4),
+                 "POWER": 128.0 if bits == 4 else 0.0}
+    return constants | ({} if offset else {"offset_ptr": None}) | ({} if factors else {"factor_ptr": None})
 
 INT32 = {"ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
 FLOATS = {"weights_ptr", "limit", "eps", "scale", "smallest_sum"}
@@ -32,14 +44,17 @@ NOTHING = {"scale_ptr": None, "SCALES": 0, "bias_ptr": None, "HAS_BIAS": False, 
 def facts(kernel, constants, num_warps):
     is_8bit = bool(constants.get("SCALES"))
     has_h_out = "gate_up" in kernel.__name__
-    is_mxfp4 = "mxfp4" in kernel.__name__ or "dequantize" in kernel.__name__
+    is_coded = "coded" in kernel.__name__
+    is_mxfp4 = constants.get("TABLE") == "mxfp4"
     def type_of(name):
         if is_8bit and name in ("w_ptr", "scale_ptr"):
             return "*fp8e4nv" if name == "w_ptr" else "*fp32"
         if constants.get("HAS_X_SCALE") and name in ("x_ptr", "x_scale_ptr", "h_scale_ptr") + (() if has_h_out else ("h_ptr",)):
             return "*fp32" if name.endswith("scale_ptr") else "*fp8e4nv"
-        if is_mxfp4 and name in ("w_ptr", "scale_ptr", "experts_ptr"):
+        if is_coded and name in ("w_ptr", "experts_ptr"):
             return "*i16" if name == "w_ptr" and "gemv" not in kernel.__name__ else "*i32"
+        if is_coded and name in ("scale_ptr", "offset_ptr", "factor_ptr"):
+            return "*i32" if is_mxfp4 else types[name]
         if not name.endswith("_ptr"):
             return "fp32" if name in FLOATS else "i32"
         return "*i32" if name in INT32 else "*fp32" if name in FLOATS else "*bf16"
@@ -69,12 +84,12 @@ for tiles in {*e._FEW, *e._SOME, *e._MORE, *e._MANY}:
 for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE, *m._MANY})):
     for tiles in choices:
         sizes = dict(DIRECT=direct, BLOCK_P=tiles.block_p, STAGES=tiles.stages, ROWS_FIRST=tiles.rows_first, DOT=tl.bfloat16,
-                     PTX=True, HAS_BIAS=True) | ({"order_ptr": None} if direct else {})
+                     PTX=True, HAS_BIAS=True) | MXFP4 | ({"order_ptr": None} if direct else {})
         name = f"{'direct' if direct else 'mxfp4'} {tiles.name}"
         found[f"gate_up {name}"] = facts(
-            m._mxfp4_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCK_F=tiles.block_f), tiles.warps)
+            m._coded_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCK_F=tiles.block_f), tiles.warps)
         if tiles in SOME:
-            found[f"down {name}"] = facts(m._mxfp4_down_kernel, sizes | dict(BLOCK_O=tiles.block_o), tiles.warps)
+            found[f"down {name}"] = facts(m._coded_down_kernel, sizes | dict(BLOCK_O=tiles.block_o), tiles.warps)
 for scales in (1, 2):
     quantized = {name: value for name, value in NOTHING.items() if name != "scale_ptr"} | dict(SCALES=scales)
     found[f"8-bit gemv gate_up {scales}"] = facts(
@@ -103,13 +118,36 @@ for scales in (1, 2):
             found[f"float8 down {scales} {tiles.name}"] = facts(
                 e._grouped_down_kernel, rounded | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
 for tiles in g.GEMV_TILES:
-    sizes = dict(HAS_BIAS=True, NUM_BLOCKS=23, PTX=True)
+    sizes = dict(HAS_BIAS=True, NUM_BLOCKS=23, PTX=True) | MXFP4
     found[f"pairs gate_up {tiles.gate_up}"] = facts(
-        g._mxfp4_gemv_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCKS=tiles.gate_up), tiles.gate_up)
+        g._coded_gemv_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCKS=tiles.gate_up), tiles.gate_up)
     found[f"pairs down {tiles.down}"] = facts(
-        g._mxfp4_gemv_down_kernel, sizes | dict(HAS_RESIDUAL=True, TOP_K=4, BLOCKS=tiles.down), tiles.down)
-found["dequantize"] = facts(m._dequantize_mxfp4_kernel, dict(BLOCK_O=64, DOT=tl.bfloat16, PTX=True), 4)
-found["add"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024, HAS_RESIDUAL=True), 4)
+        g._coded_gemv_down_kernel, sizes | dict(HAS_RESIDUAL=True, SPREAD=False, TOP_K=4, BLOCKS=tiles.down), tiles.down)
+found["dequantize"] = facts(m._dequantize_coded_kernel, MXFP4 | dict(BLOCK_O=64, DOT=tl.bfloat16, PTX=True), 4)
+FORMS = {"awq": (4, 128, "*u8", 0), "q4_k": (4, 32, "*u8", 2, "", "*u8"), "q6_k": (6, 16, None, 1, "", "*i8"),
+         "q8_0": (8, 32, None, 0), "nf4": (4, 64, None, 0, "nf4"), "nvfp4": (4, 16, None, 1, "e2m1", "*fp8e4nv")}
+for form, facts_of_form in FORMS.items():
+    made = codes(*facts_of_form)
+    for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE, *m._MANY})):
+        for tiles in choices:
+            if form != "awq" and tiles not in SOME:
+                continue
+            sizes = dict(DIRECT=direct, BLOCK_P=tiles.block_p, STAGES=tiles.stages, ROWS_FIRST=tiles.rows_first, DOT=tl.bfloat16,
+                         PTX=True, HAS_BIAS=False) | made | ({"order_ptr": None} if direct else {})
+            name = f"{form} {'direct' if direct else 'codes'} {tiles.name}"
+            found[f"gate_up {name}"] = facts(
+                m._coded_gate_up_kernel, sizes | dict(CLAMPED=False, BLOCK_F=tiles.block_f), tiles.warps)
+            if tiles in SOME:
+                found[f"down {name}"] = facts(m._coded_down_kernel, sizes | dict(BLOCK_O=tiles.block_o), tiles.warps)
+    found[f"dequantize {form}"] = facts(m._dequantize_coded_kernel, made | dict(BLOCK_O=64, DOT=tl.bfloat16, PTX=True), 4)
+    if form in ("awq", "q4_k"):
+        for tiles in g.CODES_TILES:
+            sizes = dict(HAS_BIAS=False, HAS_RESIDUAL=True, SPREAD=False, TOP_K=8, PTX=True) | made
+            found[f"codes {form} gate_up {tiles.gate_up}"] = facts(
+                g._coded_gemv_gate_up_kernel, sizes | dict(CLAMPED=False, NUM_BLOCKS=16, BLOCKS=tiles.gate_up), tiles.gate_up)
+            found[f"codes {form} down {tiles.down}"] = facts(
+                g._coded_gemv_down_kernel, sizes | dict(NUM_BLOCKS=6, BLOCKS=tiles.down), tiles.down)
+found["add"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024, HAS_RESIDUAL=True, SPREAD=True), 4)
 print(json.dumps(found))
 """
 
@@ -145,7 +183,7 @@ def test_float8_activations_are_multiplied_by_float8_tensor_cores(kernels: dict[
 
 
 def test_mxfp4_is_decoded_two_codes_at_a_time(kernels: dict[str, Any]) -> None:
-    ours = [name for name in kernels if "mxfp4" in name or "direct" in name]
+    ours = [name for name in kernels if " mxfp4 " in name or name.split()[1] == "direct"]
     assert ours
     for name in (*ours, "dequantize"):
         assert "mul.rn.bf16x2" in kernels[name]["ptx"], name
@@ -153,8 +191,15 @@ def test_mxfp4_is_decoded_two_codes_at_a_time(kernels: dict[str, Any]) -> None:
 
 
 def test_products_of_few_pairs_have_the_layout_that_their_instructions_rely_on(kernels: dict[str, Any]) -> None:
-    ours = {name: kernel["layouts"] for name, kernel in kernels.items() if name.startswith("pairs ")}
-    assert ours
+    ours = {name: kernel["layouts"] for name, kernel in kernels.items() if name.startswith(("pairs ", "codes "))}
+    assert len(ours) > 8
     for name, layouts in ours.items():
         warps = name.split()[-1]
         assert layouts == [f"sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{warps}, 1], order = [1, 0]"], name
+
+
+def test_codes_are_decoded_two_at_a_time(kernels: dict[str, Any]) -> None:
+    ours = [name for name in kernels if name.startswith(("gate_up awq", "codes awq", "codes q4_k"))]
+    assert len(ours) > 10
+    for name in ours:
+        assert "sub.rn.bf16x2" in kernels[name]["ptx"], name

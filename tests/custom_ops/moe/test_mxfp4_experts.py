@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.moe import triton_experts, triton_mxfp4_experts
+from compile_and_serve.custom_ops.moe import triton_coded_experts, triton_experts
+from compile_and_serve.custom_ops.moe.coded_linear import CodedLinear
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.triton_mxfp4_decode import BFLOAT16_PTX, FACTOR_PTX
 from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4, pack_mxfp4_codes, pack_mxfp4_scales
@@ -77,13 +78,13 @@ def test_kernels_equal_the_definition(
     case = Case(num_tokens, kind, dtype)
     operands = case.operands()
     if method == "expanded":
-        plain = triton_experts.expanded(triton_mxfp4_experts.dequantize, operands, operands.gate_up)
+        plain = triton_coded_experts.expanded_codes(operands, operands.gate_up)
         assert torch.equal(plain.gate_up, dequantize_mxfp4(*case.gate_up, dtype))
         assert torch.equal(plain.down, dequantize_mxfp4(*case.down, dtype))
         out = triton_experts.run_grouped(triton_experts.Tiles(16, 16, 32, 32, 2, 4), plain, plain.gate_up)
     else:
-        tiles = triton_mxfp4_experts.Mxfp4Tiles(16, 32, 64, 2, 4, rows_first)
-        out = triton_mxfp4_experts.run_mxfp4(tiles, method == "direct", operands, operands.gate_up)
+        tiles = triton_coded_experts.CodeTiles(16, 32, 64, 2, 4, rows_first)
+        out = triton_coded_experts.run_coded(tiles, method == "direct", operands, operands.gate_up)
     assert relative_error(out, case.expected()) < TOLERANCE[dtype]
 
 
@@ -91,22 +92,22 @@ def test_kernels_equal_the_definition(
 def test_hundreds_of_tokens() -> None:
     case = Case(300, "even", torch.float32)
     operands = case.operands()
-    out = triton_mxfp4_experts.run_mxfp4(triton_mxfp4_experts.Mxfp4Tiles(64, 64, 128, 2, 4, True), False, operands, operands.gate_up)
-    plain = triton_experts.expanded(triton_mxfp4_experts.dequantize, operands, operands.gate_up)
+    out = triton_coded_experts.run_coded(triton_coded_experts.CodeTiles(64, 64, 128, 2, 4, True), False, operands, operands.gate_up)
+    plain = triton_coded_experts.expanded_codes(operands, operands.gate_up)
     expected = experts(case.x, case.ids, case.weights, plain.gate_up, plain.down, *case.biases, activation="clamped_swiglu", limit=1.5)
     assert relative_error(out, expected.double()) < 1e-6
 
 
-@pytest.mark.parametrize(("num_tokens", "prefix"), [(1, "direct"), (40, "mxfp4"), (200, "expanded")])
+@pytest.mark.parametrize(("num_tokens", "prefix"), [(1, "direct"), (40, "codes"), (200, "expanded")])
 def test_default_method_by_number_of_tokens(num_tokens: int, prefix: str) -> None:
     operands = Case(num_tokens, "even", torch.float32).operands()
-    assert next(iter(triton_mxfp4_experts.mxfp4_methods(operands))).startswith(prefix)
+    assert next(iter(triton_coded_experts.coded_methods(operands))).startswith(prefix)
 
 
 def test_few_pairs_in_bfloat16_have_their_own_method_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_mxfp4_experts, "supports_pdl", lambda device: True)
+    monkeypatch.setattr("compile_and_serve.custom_ops.moe.triton_coded_gemv.supports_pdl", lambda device: True)
     for num_tokens, dtype, expected in ((8, torch.bfloat16, True), (9, torch.bfloat16, False), (1, torch.float16, False)):
-        names = triton_mxfp4_experts.mxfp4_methods(Case(num_tokens, "even", dtype).operands())
+        names = triton_coded_experts.coded_methods(Case(num_tokens, "even", dtype).operands())
         assert {name.startswith("gemv") for name in names} == {expected}
 
 
@@ -115,7 +116,8 @@ def test_every_code_and_scale() -> None:
     for scale in (0, 60, 120, 128):
         scales = torch.full((1, 16, 1), scale, dtype=torch.uint8)
         words, packed = pack_mxfp4_codes(codes), pack_mxfp4_scales(scales)
-        out = triton_mxfp4_experts.dequantize(words, packed, 32, torch.float32)
+        linear = CodedLinear(words, packed, None, None, None, None, 32)
+        out = triton_coded_experts.dequantize(linear, torch.float32)
         expected = dequantize_mxfp4(codes, scales, torch.float32)
         assert torch.equal(out, expected) or scale == 0
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-37)

@@ -57,10 +57,18 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+SIZES = {"hidden_size": 128, "num_hidden_layers": 1}
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 1, "num_experts": 4}
-    return write_moe(tmp_path_factory.mktemp("plain"), "Qwen3MoeForCausalLM", **sizes)
+    return write_moe(tmp_path_factory.mktemp("plain"), "Qwen3MoeForCausalLM", **SIZES, moe_intermediate_size=64, num_experts=4)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its experts have other names."""
+    return write_moe(tmp_path_factory.mktemp("mixtral"), "MixtralForCausalLM", **SIZES, intermediate_size=64, num_local_experts=4)
 
 
 def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
@@ -69,8 +77,9 @@ def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_dequantized_experts_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
-    quantized, dequantized = write(plain, tmp_path, name)
+@pytest.mark.parametrize("family", ["plain", "mixtral"])
+def test_dequantized_experts_are_exact(name: str, family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    quantized, dequantized = write(request.getfixturevalue(family), tmp_path, name)
     found, expected = load(quantized), load(dequantized)
     held = dict(found.module.named_parameters())  # type: ignore[attr-defined]
     for key, value in expected.module.named_parameters():  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-// Linears whose weights are 4-bit or 8-bit codes with a scale per output and group of inputs. All products are of bytes.
+// Linears whose weights are codes of 4, 5, 6 or 8 bits with a scale per output and group of inputs. All products are of bytes.
 //
 // A row of activations is quantized in groups of 32 inputs: each has a scale, 16-bit integers as two signed digits in
 // base 256, and their sums. (SmolLM2's perplexity grows by 0.2 %, with 8 bits by 0.5 %.) The codes are the unsigned factor of the byte product. For each group,
@@ -59,10 +59,35 @@ struct Quantized {
 
 enum Offset { kZeros, kMinima };  // kZeros without offsets: the zero point is 2^(bits - 1)
 
+constexpr int scale_bytes(int32_t type) { return type == CAS_SCALE_FLOAT ? 4 : type == CAS_SCALE_HALF || type == CAS_SCALE_BFLOAT16 ? 2 : 1; }
+
+// The 16 numbers of a CasScale type at an index.
+CAS_INLINE inline f32x16 load_scales(int32_t type, const char* address, int64_t at) {
+    switch (type) {
+        case CAS_SCALE_FLOAT: return load16(reinterpret_cast<const float*>(address) + at);
+        case CAS_SCALE_HALF: return load_half(reinterpret_cast<const uint16_t*>(address) + at);
+        case CAS_SCALE_BFLOAT16: return (f32x16)(convert<u32x16>(load_raw<u16x16>(reinterpret_cast<const uint16_t*>(address) + at)) << 16);
+        case CAS_SCALE_INT8: return convert<f32x16>(load_raw<i8x16>(reinterpret_cast<const int8_t*>(address) + at));
+        default: break;
+    }
+    const u32x16 bytes = convert<u32x16>(load_raw<u8x16>(reinterpret_cast<const uint8_t*>(address) + at));
+    if (type == CAS_SCALE_UINT8) return convert<f32x16>(bytes);
+    if (type == CAS_SCALE_POWER) return (f32x16)(bytes << 23);
+    return (f32x16)((bytes & 127) << 20) * 0x1p120f;  // float8_e4m3fn, of which scales are not negative; the exponent's bias is 7
+}
+
 struct Weight {
     const uint8_t* codes;  // of the output block
-    const char *scale, *offset;
+    const char *scale, *offset, *factor;
 };
+
+// The highest bits of the codes of four adjacent inputs, of a block's quad, at their place in the codes. codes: of the block.
+template <int kBits>
+CAS_INLINE u32x16 high_bits(const uint8_t* codes, int quad) {
+    constexpr int kHigh = kBits - 4, kQuads = 8 / kHigh;  // of a byte
+    const u32x16 bytes = load_raw<u32x16>(codes + 256 + quad / kQuads * 64);
+    return ((bytes >> (quad % kQuads * kHigh)) & (kHigh == 1 ? 0x01010101u : 0x03030303u)) << 4;
+}
 
 // kSplit: parts of a block. Decode: `Integers`, or a table of tables.h.
 template <class T, int kBits, int kSplit, class Decode = Integers>
@@ -71,6 +96,7 @@ struct GroupLinear {
     using X = Quantized<kSplit>;
     using Dots = Codes<kBits>;
     static constexpr int kBlockBytes = kBits * 64;
+    static constexpr bool kNibbles = kBits < 8;
     const CasGroupLinear& args;
     const CasLinear& a = args.linear;
     int64_t blocks = (a.in_features + kBlockInputs - 1) / kBlockInputs;  // blocks of inputs
@@ -110,28 +136,37 @@ struct GroupLinear {
         }
     }
 
-    CAS_INLINE f32x16 scales(const char* address, int64_t part) const {
-        if (args.scale_is_half) return load_half(reinterpret_cast<const uint16_t*>(address) + part * kLanes);
-        return load16(reinterpret_cast<const float*>(address) + part * kLanes);
+    CAS_INLINE f32x16 scales(const Weight& w, int64_t group) const {
+        const f32x16 scale = load_scales(args.scale_type, w.scale, group * kLanes);
+        return w.factor ? scale * factors(w, group, 0) : scale;
+    }
+
+    CAS_INLINE f32x16 factors(const Weight& w, int64_t group, int which) const {
+        const int64_t at = (group / args.factor_groups * args.num_factors + which) * kLanes;
+        return load_scales(args.factor_is_half ? CAS_SCALE_HALF : CAS_SCALE_FLOAT, w.factor, at);
     }
 
     template <Offset kOffset>
-    CAS_INLINE f32x16 minima(const Weight& w, f32x16 scale, int64_t part) const {
-        if constexpr (kOffset == kMinima) return scales(w.offset, part);
+    CAS_INLINE f32x16 minima(const Weight& w, f32x16 scale, int64_t group) const {
+        if constexpr (kOffset == kMinima) {
+            const f32x16 minimum = load_scales(args.scale_type, w.offset, group * kLanes);
+            return w.factor ? minimum * -factors(w, group, 1) : minimum;
+        }
         if constexpr (Decode::kZero != 0) return scale * -Decode::kZero;
         if (!w.offset) return scale * -float(1 << (kBits - 1));
-        return -scale * convert<f32x16>(load_raw<u8x16>(reinterpret_cast<const uint8_t*>(w.offset) + part * kLanes));
+        return -scale * load_scales(CAS_SCALE_UINT8, w.offset, group * kLanes);
     }
 
     // tile[r][b] = the product of row r and output block b.
     template <Offset kOffset, int kRows, int kBlocks>
     __attribute__((noinline)) static void multiply(const GroupLinear& self, const X* x, const Weight* weights, float* tile) {
         using D = Dot<Bytes>;
-        constexpr int kSteps = kBlockInputs / kSplit / (kBits == 4 ? 8 : 4);  // weight vectors of a part
+        constexpr int kSteps = kBlockInputs / kSplit / (kNibbles ? 8 : 4);  // weight vectors of a part
         f32x16 sums[kRows][kBlocks];
         unrolled<kRows>([&](auto r) CAS_INLINE {
             unrolled<kBlocks>([&](auto b) CAS_INLINE { sums[r][b] = f32x16{}; });
         });
+        int64_t group = 0, left = self.args.group_blocks;
         for (int64_t block = 0; block < self.blocks; ++block) {
             const X* here[kRows];
             unrolled<kRows>([&](auto r) CAS_INLINE { here[r] = x + r * self.blocks + block; });
@@ -149,17 +184,23 @@ struct GroupLinear {
                     const int vector = part * kSteps + step;
                     typename D::Weights low[kPlanes][kBlocks], high[kPlanes][kBlocks];
                     unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                        const u32x16 bytes = load_raw<u32x16>(weights[b].codes + block * kBlockBytes + vector * 64);
+                        const uint8_t* codes = weights[b].codes + block * kBlockBytes;
+                        const u32x16 bytes = load_raw<u32x16>(codes + vector * 64);
+                        u32x16 first = kNibbles ? bytes & 0x0f0f0f0fu : bytes, second = (bytes >> 4) & 0x0f0f0f0fu;
+                        if constexpr (kNibbles && kBits > 4) {
+                            first = first | high_bits<kBits>(codes, 2 * vector);
+                            second = second | high_bits<kBits>(codes, 2 * vector + 1);
+                        }
                         unrolled<kPlanes>([&](auto p) CAS_INLINE {
                             const auto decoded = [](u32x16 codes)
                                 CAS_INLINE { return std::bit_cast<typename D::Weights>(Decode::template bytes<decltype(p)::value>(codes)); };
-                            low[p][b] = decoded(kBits == 4 ? bytes & 0x0f0f0f0fu : bytes);
-                            if constexpr (kBits == 4) high[p][b] = decoded((bytes >> 4) & 0x0f0f0f0fu);
+                            low[p][b] = decoded(first);
+                            if constexpr (kNibbles) high[p][b] = decoded(second);
                         });
                     });
                     unrolled<kRows>([&](auto r) CAS_INLINE {
                         unrolled<kDigits>([&](auto d) CAS_INLINE {
-                            const int8_t* digits = here[r]->digits[d] + vector * (kBits == 4 ? 8 : 4);
+                            const int8_t* digits = here[r]->digits[d] + vector * (kNibbles ? 8 : 4);
                             const auto first = load_raw<int32_t>(digits);
                             const auto add = [&](auto& values, int32_t lane) CAS_INLINE {
                                 unrolled<kBlocks>([&](auto b) CAS_INLINE {
@@ -169,13 +210,14 @@ struct GroupLinear {
                                 });
                             };
                             add(low, first);
-                            if constexpr (kBits == 4) add(high, load_raw<int32_t>(digits + 4));
+                            if constexpr (kNibbles) add(high, load_raw<int32_t>(digits + 4));
                         });
                     });
                 }
                 unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                    const f32x16 scale = self.scales(weights[b].scale, block * kSplit + part) * Decode::kScale;
-                    const f32x16 minimum = self.template minima<kOffset>(weights[b], scale, block * kSplit + part);
+                    const int64_t at = kSplit == 2 ? block * 2 + part : group;
+                    const f32x16 scale = self.scales(weights[b], at) * Decode::kScale;
+                    const f32x16 minimum = self.template minima<kOffset>(weights[b], scale, at);
                     unrolled<kRows>([&](auto r) CAS_INLINE {
                         const auto sum_of = [&](auto p)
                             CAS_INLINE { return convert<f32x16>((products[p][r][b][0] << 8) + products[p][r][b][1]); };
@@ -186,6 +228,7 @@ struct GroupLinear {
                     });
                 });
             }
+            if (--left == 0) ++group, left = self.args.group_blocks;
         }
         unrolled<kRows>([&](auto r) CAS_INLINE {
             unrolled<kBlocks>([&](auto b) CAS_INLINE { store16(tile + r * kTileWidth + b * kLanes, sums[r][b]); });
@@ -242,14 +285,16 @@ struct GroupLinear {
     template <Offset kOffset>
     void compute(int64_t index, int64_t chunk, int64_t chunks, const X* x, float* tile) const {
         const Panel<Dots> panel(a, index, blocks);
-        const int scale_bytes = args.scale_is_half ? 2 : 4, offset_bytes = kOffset == kZeros ? 1 : scale_bytes;
+        const int bytes = scale_bytes(args.scale_type), offset_bytes = kOffset == kZeros ? 1 : bytes;
+        const int64_t factors = args.factor ? (args.groups + args.factor_groups - 1) / args.factor_groups * args.num_factors * kLanes : 0;
         Weight weights[kMaxTileBlocks];
         for (int b = 0; b < panel.blocks; ++b) {
             const int64_t block = (panel.weights[b] - static_cast<const uint8_t*>(a.packed)) / (kBlockBytes * blocks);
-            const int64_t first = block * blocks * kSplit * kLanes;
+            const int64_t first = block * args.groups * kLanes;
             weights[b] = {
-                panel.weights[b], static_cast<const char*>(args.scale) + first * scale_bytes,
-                args.offset ? static_cast<const char*>(args.offset) + first * offset_bytes : nullptr};
+                panel.weights[b], static_cast<const char*>(args.scale) + first * bytes,
+                args.offset ? static_cast<const char*>(args.offset) + first * offset_bytes : nullptr,
+                args.factor ? static_cast<const char*>(args.factor) + block * factors * (args.factor_is_half ? 2 : 4) : nullptr};
         }
         const int64_t begin = a.num_tokens * chunk / chunks, end = a.num_tokens * (chunk + 1) / chunks;
         for (int64_t token = begin; token < end; token += kGroupRows) {
@@ -270,7 +315,7 @@ struct GroupLinear {
 template <class T, int kBits, int kSplit, class Decode = Integers>
 void run_kernel(const CasGroupLinear& args) {
     const GroupLinear<T, kBits, kSplit, Decode> kernel{args};
-    if constexpr (std::is_same_v<Decode, Integers>)
+    if constexpr (std::is_same_v<Decode, Integers> && kBits != 6)
         if (args.offset && !args.offset_is_zeros) return kernel.template run<kMinima>();
     kernel.template run<kZeros>();
 }
@@ -281,7 +326,10 @@ void run_bits(const CasGroupLinear& args) {
     else if (args.table == CAS_E2M1) run_kernel<T, 4, 1, E2m1>(args);
     else if (args.table == CAS_NF4) run_kernel<T, 4, 1, Nf4>(args);
     else if (args.table == CAS_FP4) run_kernel<T, 4, 1, Fp4>(args);
+    else if (args.table == CAS_IQ4_NL) run_kernel<T, 4, 1, Iq4Nl>(args);
     else if (args.bits == 4) run_kernel<T, 4, 1>(args);
+    else if (args.bits == 5) run_kernel<T, 5, 1>(args);
+    else if (args.bits == 6) run_kernel<T, 6, 2>(args);
     else if (args.split == 2) run_kernel<T, 8, 2>(args);
     else run_kernel<T, 8, 1>(args);
 }

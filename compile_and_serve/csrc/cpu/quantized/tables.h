@@ -1,4 +1,4 @@
-// What 4-bit or 8-bit codes mean: integers, or indices of a table of 16 numbers.
+// What codes of 4 to 8 bits mean: integers, or indices of a table of 16 numbers.
 //
 // A number of a table is (256 * byte of plane 0 + byte of plane 1 - kZero) * kScale with two planes, and (byte - kZero) * kScale with
 // one. Bytes are unsigned, because the byte product needs one unsigned factor.
@@ -50,6 +50,17 @@ struct E2m1 {
     static constexpr int kPlanes = 1;
     static constexpr float kScale = 0.5f, kZero = 128;
     static constexpr TableBytes kBytes{128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+    template <int kPlane>
+    CAS_INLINE static u32x16 bytes(u32x16 codes) {
+        return look_up(kBytes, codes);
+    }
+};
+
+// GGUF's IQ4_NL: 8-bit integers, with the zero point 128.
+struct Iq4Nl {
+    static constexpr int kPlanes = 1;
+    static constexpr float kScale = 1, kZero = 128;
+    static constexpr TableBytes kBytes{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
     template <int kPlane>
     CAS_INLINE static u32x16 bytes(u32x16 codes) {
         return look_up(kBytes, codes);

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.moe.triton_mxfp4_gemv import GemvTiles, run_mxfp4_gemv
+from compile_and_serve.custom_ops.moe.triton_coded_gemv import GemvTiles, run_coded_gemv
 from tests.custom_ops.moe.test_experts import TOLERANCE, relative_error
 from tests.custom_ops.moe.test_mxfp4_experts import Case
 
@@ -19,5 +19,5 @@ def test_equals_the_definition(num_tokens: int, kind: str, blocks: int, dtype: t
     case = Case(num_tokens, kind, dtype)
     residual = torch.randn_like(case.x)
     operands = replace(case.operands(), residual_TD=residual)
-    out = run_mxfp4_gemv(GemvTiles(blocks, blocks), operands, operands.gate_up)
+    out = run_coded_gemv(GemvTiles(blocks, blocks), operands, operands.gate_up)
     assert relative_error(out, case.expected() + residual) < TOLERANCE[dtype]
