@@ -48,8 +48,8 @@ _FEATURE_EMBEDDING = "embed_tokens_extend"
 _IMAGE_PARTS = ("visual", "vision_tower", "image_embed")
 _REASON = "transformers' encoder reads sizes of images and audio on the host"
 _TO_DECODER = frozenset(
-    "inputs_embeds attention_mask position_ids cache_position input_ids past_key_values use_cache logits_to_keep labels return_dict "
-    "output_attentions output_hidden_states".split()
+    "inputs_embeds attention_mask position_ids cache_position input_ids past_key_values cache use_cache logits_to_keep labels "
+    "return_dict output_attentions output_hidden_states".split()
 )
 _INPUT = StepInput(
     name=PROCESSED.name,

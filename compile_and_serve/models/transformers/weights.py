@@ -59,7 +59,9 @@ def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tied = set(model.all_tied_weights_keys)
     conversions = get_model_conversion_mapping(model)
-    renamings = [one.reverse_transform() for one in reversed(conversions) if isinstance(one, WeightRenaming)]
+    # Files of today and of old: what renames names of old alone would rename those of today, too.
+    tables = (conversions, get_model_conversion_mapping(model, add_legacy=False))
+    renamings = [[one.reverse_transform() for one in reversed(table) if isinstance(one, WeightRenaming)] for table in tables]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     names: dict[str, str | None] = dict.fromkeys(tied)
     prefix = f"{model.base_model_prefix}."
@@ -67,7 +69,7 @@ def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
         if name in tied:  # a checkpoint may hold it besides the tensor that it is
             continue
         parameter = first_names[id(tensor)]
-        spellings = [name, rename_source_key(name, renamings, [], reverse=True)[0]]
+        spellings = [name, *(rename_source_key(name, one, [], reverse=True)[0] for one in renamings)]
         spellings += [spelling.removesuffix(old) + new for spelling in spellings for old, new in _NORMS.items() if spelling.endswith(old)]
         spellings += [spelling.removeprefix(prefix) for spelling in spellings if spelling.startswith(prefix)]
         names |= {s: parameter for s in spellings if s == name or s not in own}
