@@ -16,7 +16,7 @@ second token. `decode_ms`: of a later token. `handover_ms`: second_ms - decode_m
 `gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
 `--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms.
-`kills`: two servers behind `route`; one is killed (-9, at a random moment) and started again. Every request must end: as it should, or with
+`kills`: two servers behind `route`; one is killed (-9, at a random moment of the answers) and started again. Every request must end: as it should, or with
 an error. Then blocks and leases of both must be free. `stuck`: requests that did not end. The exit status is 1 if anything was not so.
 """
 
@@ -190,7 +190,8 @@ class _Mixed:
 
 
 def _config(arguments: argparse.Namespace, **options: Any) -> Any:
-    longest = max([arguments.prompt + arguments.new, *(sum(map(int, one.split(":"))) for one in arguments.ratios.split(","))]) + 64
+    ratios = arguments.ratios if arguments.what == "rates" else f"{arguments.prompt}:{max(arguments.new, 32)}"
+    longest = max(sum(map(int, ratio.split(":"))) for ratio in ratios.split(",")) + 64
     return make_engine_config(
         arguments.model,
         load_format="dummy",
@@ -365,11 +366,14 @@ def _kills(arguments: argparse.Namespace, flags: Sequence[str]) -> bool:
         route.wait()
         bodies = [_body(number) for number in range(arguments.streams)]
         expected = asyncio.run(_answers(taker.url, bodies))
+        began = time.monotonic()
+        asyncio.run(_answers(route.url, bodies))
+        duration = time.monotonic() - began
         rng, rows = random.Random(0), []
         for number in range(arguments.kills):
             which = number % 2 if arguments.victims == "both" else arguments.victims == "takers"
             victim, other = (taker, giver) if which else (giver, taker)
-            ends = asyncio.run(_with_kill(route.url, bodies, expected, victim, rng.random() * 0.3))
+            ends = asyncio.run(_with_kill(route.url, bodies, expected, victim, rng.random() * duration))
             victim.start()
             victim.wait()
             _wait_until_up(route.url)
@@ -390,7 +394,7 @@ def _kills(arguments: argparse.Namespace, flags: Sequence[str]) -> bool:
 
 def _body(number: int) -> dict[str, Any]:
     text = f"{number} " + "once upon a time " * (1 + number * 3 % 11)
-    return {"prompt": text, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "stream": number % 2 == 1}
+    return {"prompt": text, "max_tokens": 96, "temperature": 0.0, "ignore_eos": True, "stream": number % 2 == 1}
 
 
 async def _answers(url: str, bodies: Sequence[dict[str, Any]]) -> list[str]:

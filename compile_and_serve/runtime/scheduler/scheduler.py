@@ -176,9 +176,7 @@ class Scheduler:
         return outputs
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished, or blocks wait for a transfer. A step in flight of finished requests is no work, but must
-        still be updated.
-        """
+        """Whether a request is unfinished, or blocks wait for a transfer. A step in flight of finished requests is to be updated, too."""
         return bool(self.requests or self.handovers.given) or (self._transfers is not None and self._transfers.is_busy)
 
     def forget_device_memory(self) -> None:
@@ -313,8 +311,7 @@ class Scheduler:
 
     def _step_without_tokens(self, step: StepInFlight, now: float) -> SchedulerOutput | None:
         """A step of transfers; None if there is nothing to transfer, steps in flight will tell, or decodes are paused beyond `now`."""
-        transfers = self._transfers
-        has_requests = bool(self._running or self._queue.first_ready())
+        transfers, has_requests = self._transfers, bool(self._running or self._queue.first_ready())
         is_busy = transfers is not None and (transfers.is_busy or (has_requests and transfers.has_leases))
         if self._in_flight or not (is_busy or has_requests):
             return None

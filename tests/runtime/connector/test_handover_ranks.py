@@ -265,3 +265,13 @@ def test_a_nixl_transfer_that_fails_is_an_error(engines: list[Engine], monkeypat
     giver.lend(KEYS, THEIRS)
     [ended] = taker.fetch(giver, KEYS, MINE)
     assert ended.failed == {7: "NIXL could not read from the other engine: the transfer ended as ERR."}
+
+
+def test_the_real_nixl(engines: list[Engine]) -> None:
+    pytest.importorskip("nixl._api")
+    giver, taker = Engine(1, content=3, transport="nixl"), Engine(1, transport="nixl")
+    engines += [giver, taker]
+    giver.lend(KEYS, THEIRS)
+    [ended] = taker.fetch(giver, KEYS, MINE)
+    assert ended.finished == [7]
+    assert torch.equal(taker.memories[0].parts[0][0][MINE], giver.memories[0].parts[0][0][THEIRS])
