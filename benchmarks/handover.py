@@ -16,8 +16,9 @@ second token. `decode_ms`: of a later token. `handover_ms`: second_ms - decode_m
 `gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
 `--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms.
-`kills`: two servers behind `route`; one is killed (-9, at a random moment of the answers) and started again. Every request must end: as it should, or with
-an error. Then blocks and leases of both must be free. `stuck`: requests that did not end. The exit status is 1 if anything was not so.
+`kills`: two servers behind `route`; one is killed (-9, while answers are on their way) and started again. Every request must end: as it
+should, or with an error. Then blocks and leases of both must be free. `stuck`: requests that did not end. The exit status is 1 if anything
+was not so.
 """
 
 from __future__ import annotations
