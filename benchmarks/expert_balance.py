@@ -34,6 +34,7 @@ STEPS_OF_A_WINDOW = 24
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--over", default="tensor", choices=("tensor", "data"), help="data: each rank has sequences of its own")
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--redundant", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=32)
@@ -78,7 +79,9 @@ def write_skewed(folder: Path, num_experts: int, *, hidden: int = 64, layers: in
     return folder
 
 
-def measure(model: Path, *, ranks: int, redundant: int, sequences: int, steps: int, device: str = "cpu", **options: Any) -> dict[str, Any]:
+def measure(
+    model: Path, *, ranks: int, redundant: int, sequences: int, steps: int, device: str = "cpu", over: str = "tensor", **options: Any
+) -> dict[str, Any]:
     """What the docstring of this file says. options: further ones of the engine."""
     common = {
         "dtype": "float32" if device == "cpu" else "bfloat16",
@@ -89,7 +92,7 @@ def measure(model: Path, *, ranks: int, redundant: int, sequences: int, steps: i
         "num_threads": 1 if device == "cpu" else None,
         "async_scheduling": device != "cpu",
     }
-    spread = {"tensor_parallel_size": ranks, "enable_expert_parallel": True}
+    spread = {f"{over}_parallel_size": ranks, "enable_expert_parallel": True}
     plain, _, _ = _run(model, sequences, steps, common | options | (spread if device == "cuda" else {}))
     balance = {"step_interval": STEPS_OF_A_WINDOW, "window_size": STEPS_OF_A_WINDOW, "num_redundant_experts": redundant}
     tokens, times, found = _run(model, sequences, steps, common | options | spread | {"enable_eplb": True, "eplb_config": balance})
@@ -98,6 +101,7 @@ def measure(model: Path, *, ranks: int, redundant: int, sequences: int, steps: i
     median = statistics.median(still)
     return found | {
         "ranks": ranks,
+        "over": over,
         "redundant": redundant,
         "sequences": sequences,
         "tokens_equal": tokens == plain,

@@ -48,11 +48,12 @@ def run(folder: Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_skewed_routing_is_balanced_beside_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("over", ["tensor", "data"])
+def test_skewed_routing_is_balanced_beside_steps(over: str, tmp_path: Path) -> None:
     """Half of the pairs go to 5 % of the experts. Weights move in pieces of a move; the tokens are those of one rank."""
     model = write_skewed(tmp_path / "model", 64)
     options: dict[str, Any] = {"use_cache": False, "block_size": 16, "num_kv_blocks": 64}
-    found = measure(model, ranks=2, redundant=8, sequences=8, steps=64, **options)
+    found = measure(model, ranks=2, redundant=8, sequences=8, steps=64, over=over, **options)
     assert found["imbalance_before"] > 1.3
     assert found["imbalance_after"] < 1.15
     assert found["tokens_equal"]

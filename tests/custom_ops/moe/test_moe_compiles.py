@@ -20,6 +20,7 @@ from compile_and_serve.custom_ops.moe import triton_expand_experts as x
 from compile_and_serve.custom_ops.moe import triton_gemv_experts as v
 from compile_and_serve.custom_ops.moe import triton_coded_experts as m
 from compile_and_serve.custom_ops.moe import triton_coded_gemv as g
+from compile_and_serve.custom_ops.moe import triton_placement as p
 from compile_and_serve.custom_ops.moe.triton_order import _count_kernel, _order_kernel, _place_kernel
 from compile_and_serve.custom_ops.moe.triton_route import _route_kernel
 from tests.support.hopper import compiled
@@ -36,7 +37,7 @@ def codes(bits, group_size, offset, factors, table="", scale="*fp16"):
                  "POWER": 128.0 if bits == 4 else 0.0}
     return constants | ({} if offset else {"offset_ptr": None}) | ({} if factors else {"factor_ptr": None})
 
-INT32 = {"ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
+INT32 = {"placement_ptr", "slots_ptr", "ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
 FLOATS = {"weights_ptr", "limit", "eps", "scale", "smallest_sum"}
 NOTHING = {"scale_ptr": None, "SCALES": 0, "bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_NORM": True,
            "x_scale_ptr": None, "h_scale_ptr": None, "HAS_X_SCALE": False, "ONE_SCALE": False}
@@ -121,8 +122,9 @@ for tiles in g.GEMV_TILES:
     sizes = dict(HAS_BIAS=True, NUM_BLOCKS=23, PTX=True) | MXFP4
     found[f"pairs gate_up {tiles.gate_up}"] = facts(
         g._coded_gemv_gate_up_kernel, sizes | dict(CLAMPED=True, BLOCKS=tiles.gate_up), tiles.gate_up)
-    found[f"pairs down {tiles.down}"] = facts(
-        g._coded_gemv_down_kernel, sizes | dict(HAS_RESIDUAL=True, SPREAD=False, TOP_K=4, BLOCKS=tiles.down), tiles.down)
+    for spread in (False, True):
+        found[f"pairs down{' spread' * spread} {tiles.down}"] = facts(
+            g._coded_gemv_down_kernel, sizes | dict(HAS_RESIDUAL=True, SPREAD=spread, TOP_K=4, BLOCKS=tiles.down), tiles.down)
 found["dequantize"] = facts(m._dequantize_coded_kernel, MXFP4 | dict(BLOCK_O=64, DOT=tl.bfloat16, PTX=True), 4)
 FORMS = {"awq": (4, 128, "*u8", 0), "q4_k": (4, 32, "*u8", 2, "", "*u8"), "q6_k": (6, 16, None, 1, "", "*i8"),
          "q8_0": (8, 32, None, 0), "nf4": (4, 64, None, 0, "nf4"), "nvfp4": (4, 16, None, 1, "e2m1", "*fp8e4nv")}
@@ -147,7 +149,9 @@ for form, facts_of_form in FORMS.items():
                 g._coded_gemv_gate_up_kernel, sizes | dict(CLAMPED=False, NUM_BLOCKS=16, BLOCKS=tiles.gate_up), tiles.gate_up)
             found[f"codes {form} down {tiles.down}"] = facts(
                 g._coded_gemv_down_kernel, sizes | dict(NUM_BLOCKS=6, BLOCKS=tiles.down), tiles.down)
-found["add"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024, HAS_RESIDUAL=True, SPREAD=True), 4)
+for spread in (False, True):
+    found[f"add{' spread' * spread}"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024, HAS_RESIDUAL=True, SPREAD=spread), 4)
+found["slots"] = facts(p._slots_kernel, dict(BLOCK_P=512), 4)
 print(json.dumps(found))
 """
 
