@@ -61,6 +61,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
         raise ValueError("lora_experts lets adapters change experts: give it together with enable_lora.")
     if config.max_cpu_loras is not None and config.max_cpu_loras < compile_config.max_loras:
         raise ValueError(f"max_cpu_loras is {config.max_cpu_loras}, but must be at least max_loras, {compile_config.max_loras}.")
+    if compile_config.profile_tokens and mesh.data > 1:
+        raise ValueError("profile_tokens does not go with data-parallel attention, whose ranks wait for one another: leave it out.")
     if compile_config.profile_tokens and mesh.tensor > 1:
         raise ValueError(
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "

@@ -66,7 +66,6 @@ class SpreadExperts:
     def __init__(self, model: CompiledModel, device: torch.device) -> None:
         self._group, self._device, self._weights = rank_group(EXPERT), device, model.weights
         self._layers = spread_layers(model.plan.transforms)
-        exchange([], [], self._group)
         self.reset()
 
     def reset(self) -> None:
