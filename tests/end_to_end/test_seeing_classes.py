@@ -20,7 +20,7 @@ from tests.support.engines import run_requests, tiny_config
 from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, video_request, write_seeing
 from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts, picture
 
-QUICK = ("llava_next", "qwen2_vl")
+QUICK = ("llava_next", "qwen2_vl", "gemma3")
 
 
 class Checkpoint:
@@ -33,7 +33,7 @@ class Checkpoint:
         with pytest.MonkeyPatch.context() as patch:
             if CLASSES[self.name].by_hand is not None:  # transformers' own needs torchvision
                 patch.setattr(item_encoder, "media_processor", lambda info: self.processor)
-            return EngineCore(tiny_config(self.folder, **{"load_format": "auto", "skip_tokenizer_init": True} | options))
+            return EngineCore(tiny_config(self.folder, **{"load_format": "auto", "skip_tokenizer_init": True, "max_num_seqs": 8} | options))
 
     def check(self, core: EngineCore, prompts: dict[str, Parts]) -> None:
         """All prompts at once give what transformers generates for each."""
@@ -115,7 +115,10 @@ def test_compiled(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "PaliGemma": ("tokens of an image attend to later ones", {"vision_config": transformers.SiglipVisionConfig(num_hidden_layers=1)}),
+    "PaliGemma": (
+        "tokens attend to later ones, and not to those of the same image alone",
+        {"vision_config": transformers.SiglipVisionConfig(num_hidden_layers=1)},
+    ),
     "Qwen3VL": ("deepstack_visual_embeds", {}),
 }
 

@@ -14,8 +14,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.vision.whole_items import packed, unpacked
-from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
+from compile_and_serve.runtime.media.by_transformers import TransformersProcessor, tokens_ahead
 from compile_and_serve.runtime.media.prepared import PreparedItem, PreparedMedia, place_media
 from compile_and_serve.runtime.media.videos import as_frames
 from compile_and_serve.runtime.messages import EngineRequest
@@ -125,6 +126,10 @@ def _of_idefics(rows: int, columns: int) -> str:
 def _of_ovis(rows: int, columns: int) -> str:
     lines = [" <IMG_COL> ".join([_repeated("<IMG_ATOM>")] * columns)] * rows
     return f"<IMG_START> {_repeated('<IMG_ATOM>')} <IMG_GRID> {' <IMG_ROW> '.join(lines)} <IMG_END>"
+
+
+def _of_gemma(rows: int, columns: int) -> str:
+    return f"<start_of_image> {_repeated('<image_soft_token>')} <end_of_image>"
 
 
 def _of_llama(rows: int, columns: int) -> str:
@@ -290,6 +295,21 @@ CLASSES: dict[str, Seeing] = {
         options={"visual_indicator_token_ids": [13, 14, 15, 16, 17], "vocab_size": 320, "hidden_size": 64},
         row_token="<IMG_ATOM>",
     ),
+    "gemma3": Seeing(
+        name="Gemma3",
+        text=lambda: transformers.Gemma3TextConfig(
+            **{**TINY, "num_hidden_layers": 4},
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            query_pre_attn_scalar=16,
+        ),
+        vision=_siglip,
+        by_hand=lambda rows, columns: (_of_gemma(rows, columns), {"pixel_values": _noise(1, 3, SIDE, SIDE) + rows - columns}),
+        options={"mm_tokens_per_image": 9},
+        tokens={"soft": "<image_soft_token>", "end": "<end_of_image>"},
+        image_token="<start_of_image>",
+        row_token="<image_soft_token>",
+    ),
     "llama4": Seeing(
         name="Llama4",
         text=lambda: transformers.Llama4TextConfig(
@@ -323,6 +343,7 @@ class HandProcessor:
 
     def __init__(self, seeing: Seeing) -> None:
         self._seeing = seeing
+        self.sees_ahead = seeing.name == "Gemma3"
         self._tokenizer = _tokenizer(seeing)
         self.placeholders = {self._tokenizer.convert_tokens_to_ids(seeing.image_token): "image"}
 
@@ -336,6 +357,9 @@ class HandProcessor:
     def image(self, image: Any, key: bytes) -> PreparedMedia:
         ids, tensors = self.made(image)
         arrays = {"processed": packed({"input_ids": np.array([ids]), **tensors})}
+        if self.sees_ahead:
+            row_token = self._tokenizer.convert_tokens_to_ids(self._seeing.row_token)
+            arrays["ahead"] = StepArray.of(tokens_ahead(np.array(ids) == row_token))
         return PreparedMedia(kind="image", key=key, tokens=ids, items=[PreparedItem(offset=0, length=len(ids), arrays=arrays)])
 
 
@@ -445,6 +469,8 @@ def reference(
     if hasattr(getattr(model, "model", None), "rope_deltas"):
         model.model.rope_deltas = None
         inputs["mm_token_type_ids"] = kinds
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = kinds
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -87,8 +87,10 @@ class FuseRopeAttention(BasePass):
 def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     if arguments(node)[8] is not None:
         raise _Mismatch("attention with ALiBi slopes has no rotation")
+    if arguments(node)[9] is not None:
+        raise _Mismatch("tokens that attend to later ones are not fused")
     _separate_parts(gm, node, ctx)
-    q_node, k_node, v_node, kv_cache, scale, group, soft_cap, sinks, _ = arguments(node)
+    q_node, k_node, v_node, kv_cache, scale, group, soft_cap, sinks, *_ = arguments(node)
     if _is_transposition(v_node) and _is_transposition(v_node.args[0]):
         v_node = v_node.args[0].args[0]
     q, k, v = _rotated(q_node, ctx), _rotated(k_node, ctx), _Heads(_head_view(v_node))

@@ -29,11 +29,13 @@ class Scores:
 
     soft_cap: 0: none (Gemma 2). sinks_H: one more score of each row, whose value is zero (gpt-oss): it adds exp(sink) to the softmax's
     denominator. alibi_slopes_H: a penalty proportional to the distance (arXiv:2108.12409). Both are contiguous, float32 or q's dtype.
+    ahead_T: contiguous int32, how many tokens behind itself a token attends to, in the same step (images of Gemma 3); None: none.
     """
 
     soft_cap: float = 0.0
     sinks_H: torch.Tensor | None = None
     alibi_slopes_H: torch.Tensor | None = None
+    ahead_T: torch.Tensor | None = None
 
 
 PLAIN_SCORES = Scores()
@@ -141,18 +143,19 @@ def _attention(
     soft_cap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
     alibi_slopes_H: torch.Tensor | None = None,
+    ahead_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     metadata = current_metadata(group)
-    is_plain = not soft_cap and sinks_H is None and alibi_slopes_H is None
-    scores = PLAIN_SCORES if is_plain else Scores(soft_cap, sinks_H, alibi_slopes_H)
+    is_plain = not soft_cap and sinks_H is None and alibi_slopes_H is None and ahead_T is None
+    scores = PLAIN_SCORES if is_plain else Scores(soft_cap, sinks_H, alibi_slopes_H, ahead_T)
     return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores)
 
 
 ATTENTION = define(
     'attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, str group="kv_caches", float soft_cap=0.0, '
-    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? ahead=None) -> Tensor",
     kind=OpKind.SPLIT_POINT,
-    version=3,
+    version=4,
     fake=lambda q_THE, *_: torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device),
     sharding=Sharding(
         inputs={"q": 1, "k": 1, "v": 1},
@@ -176,12 +179,13 @@ def attention(
     soft_cap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
     alibi_slopes_H: torch.Tensor | None = None,
+    ahead_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out = softmax(scale · q kᵀ + mask) v over each sequence's cached tokens; k and v are written to the cache first.
 
     q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); scale: usually E ** -0.5; group: the state group
-    that the cache belongs to, whose window is the mask's. soft_cap, sinks_H, alibi_slopes_H: as in `Scores`; the state group names
-    those that its layers use.
+    that the cache belongs to, whose window is the mask's. soft_cap, sinks_H, alibi_slopes_H, ahead_T: as in `Scores`; the state
+    group names those that its layers use.
     → [T, H, E] in q's dtype.
     """
-    return ATTENTION(q_THE, k_TKE, v_TKE, kv_cache, scale, group, soft_cap, sinks_H, alibi_slopes_H)
+    return ATTENTION(q_THE, k_TKE, v_TKE, kv_cache, scale, group, soft_cap, sinks_H, alibi_slopes_H, ahead_T)

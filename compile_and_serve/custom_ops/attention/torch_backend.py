@@ -110,7 +110,8 @@ class TorchAttention(AttentionBackend):
             query_position_L = torch.arange(seq_len - (end - begin), seq_len, device=q_THE.device)
             if not metadata.is_causal:
                 query_position_L = torch.full_like(query_position_L, seq_len - 1)
-            hidden_LC = _hidden(query_position_L, seq_len, metadata.window, metadata.chunked)
+            ahead_L = None if scores.ahead_T is None else scores.ahead_T[begin:end]
+            hidden_LC = _hidden(query_position_L, seq_len, metadata.window, metadata.chunked, ahead_L)
             probs_KGLC = _probabilities(scores_KGLC, hidden_LC, query_position_L, scores)
             # Blocks outside of the window may hold anything, NaN too.
             v_KCE = v_KCE.masked_fill(hidden_LC.all(0)[:, None], 0.0)
@@ -147,10 +148,11 @@ class TorchAttention(AttentionBackend):
         return torch_mla(operands, metadata)
 
 
-def _hidden(query_position_L: torch.Tensor, seq_len: int, window: int | None, chunked: bool) -> torch.Tensor:
+def _hidden(query_position_L: torch.Tensor, seq_len: int, window: int | None, chunked: bool, ahead_L: torch.Tensor | None) -> torch.Tensor:
     """bool [L, C]: the cached tokens that a query token does not attend to."""
     key_position_C = torch.arange(seq_len, device=query_position_L.device)
-    hidden_LC = key_position_C > query_position_L[:, None]
+    last_L = query_position_L if ahead_L is None else query_position_L + ahead_L
+    hidden_LC = key_position_C > last_L[:, None]
     if window is None:
         return hidden_LC
     first_L = query_position_L // window * window if chunked else query_position_L - window + 1

@@ -19,13 +19,14 @@ from compile_and_serve.custom_ops.triton_common import next_power_of_2, to_produ
 
 @triton.jit
 def _attend_tile(
-    start, lower, stop, q_QE, max_Q, sum_Q, acc_QE, positions_Q, base, table, cols_E, slope, block_stride, scale_log2, cap_log2,
+    start, lower, stop, q_QE, max_Q, sum_Q, acc_QE, positions_Q, last_Q, base, table, cols_E, slope, block_stride, scale_log2, cap_log2,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TO_VALUES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     MASKS_BEGIN: tl.constexpr, MASKS_END: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys start … start + C - 1 from `lower` on and before `stop`. → (maxima, sums, weighted sums)
 
+    last_Q: the last key that each row attends to.
     MASKS_BEGIN: `lower`, or where some row's window begins, is in the tile. MASKS_END: some rows come before some keys, or `stop` is
     in the tile.
     """
@@ -59,7 +60,7 @@ def _attend_tile(
             seen_QC = tokens_C[None, :] >= first_visible(positions_Q, WINDOW, CHUNKED)[:, None]
             scores_QC = tl.where(seen_QC, scores_QC, float("-inf"))
         if MASKS_END:
-            scores_QC = tl.where(tokens_C[None, :] <= positions_Q[:, None], scores_QC, float("-inf"))
+            scores_QC = tl.where(tokens_C[None, :] <= last_Q[:, None], scores_QC, float("-inf"))
         # A row may attend to no key of the tile. A finite maximum keeps it from becoming NaN.
         new_max_Q = tl.maximum(tl.maximum(max_Q, tl.max(scores_QC, 1)), -1e30)
         probs_QC = tl.exp2(scores_QC - new_max_Q[:, None])
@@ -76,11 +77,12 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _prefill_kernel(
-    q_ptr, kv_ptr, out_ptr, start_loc_ptr, seq_lens_ptr, block_table_ptr, sinks_ptr, slopes_ptr,
+    q_ptr, kv_ptr, out_ptr, start_loc_ptr, seq_lens_ptr, block_table_ptr, sinks_ptr, slopes_ptr, ahead_ptr,
     block_stride, table_stride, num_seqs, scale_log2, cap_log2,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, SKIP_SINGLE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     # The last tiles of a sequence attend to the most keys: they start first.
     tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
@@ -128,6 +130,10 @@ def _prefill_kernel(
     # Every row of the tile attends to the keys from `inner` to `whole`: they need no mask. With a window, no row attends to keys
     # before `outer`, and some do not attend to those before `inner`.
     end = tl.minimum(seq_len, offset + begin + BLOCK_Q)
+    last_Q = positions_Q
+    if HAS_AHEAD:
+        last_Q += tl.load(ahead_ptr + first + rows_Q, mask=rows_Q < query_len, other=0)
+        end = tl.minimum(seq_len, tl.maximum(end, tl.max(last_Q, 0) + 1))
     whole = (offset + begin + 1) // BLOCK_C * BLOCK_C
     lower, inner = 0, 0
     if WINDOW > 0:
@@ -138,17 +144,17 @@ def _prefill_kernel(
         inner = tl.minimum(inner, whole)
         for start in tl.range(outer, inner, BLOCK_C, num_stages=STAGES):
             max_Q, sum_Q, acc_QE = _attend_tile(
-                start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
+                start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, last_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
                 cap_log2, BLOCK_SIZE, HEAD_DIM, TO_VALUES, BLOCK_C, BLOCK_E, WINDOW, CHUNKED, HAS_CAP, HAS_ALIBI, True, False,
             )  # fmt: skip
     for start in tl.range(inner, whole, BLOCK_C, num_stages=STAGES):
         max_Q, sum_Q, acc_QE = _attend_tile(
-            start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
+            start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, last_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
             cap_log2, BLOCK_SIZE, HEAD_DIM, TO_VALUES, BLOCK_C, BLOCK_E, WINDOW, CHUNKED, HAS_CAP, HAS_ALIBI, False, False,
         )  # fmt: skip
     for start in tl.range(whole, end, BLOCK_C, num_stages=1):
         max_Q, sum_Q, acc_QE = _attend_tile(
-            start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
+            start, lower, end, q_QE, max_Q, sum_Q, acc_QE, positions_Q, last_Q, base, table, cols_E, slope_11, block_stride, scale_log2,
             cap_log2, BLOCK_SIZE, HEAD_DIM, TO_VALUES, BLOCK_C, BLOCK_E, WINDOW, CHUNKED, HAS_CAP, HAS_ALIBI, WINDOW > 0, True,
         )  # fmt: skip
     if is_int8:
@@ -186,9 +192,10 @@ def prefill_attention(
     launch(
         _prefill_kernel, (num_heads, num_tokens // block_q + num_seqs),
         q_THE, kv_cache, out_THE, query_start_loc, seq_lens_S, block_table_SM, scores.sinks_H, scores.alibi_slopes_H,
+        scores.ahead_T,
         kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E, scores.soft_cap * LOG2_E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_C=block_c, BLOCK_E=block_e, STAGES=stages, SKIP_SINGLE=skip_single,
         WINDOW=window or 0, CHUNKED=chunked, HAS_CAP=scores.soft_cap > 0, HAS_SINKS=scores.sinks_H is not None,
-        HAS_ALIBI=scores.alibi_slopes_H is not None, num_warps=warps,
+        HAS_ALIBI=scores.alibi_slopes_H is not None, HAS_AHEAD=scores.ahead_T is not None, num_warps=warps,
     )  # fmt: skip

@@ -20,8 +20,8 @@ from compile_and_serve.custom_ops.state.metadata import StepLengths
 EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS, EXAMPLE_SEQS = 8, 16, 2
 COLUMNS = ".columns"  # behind a tensor's name: which pages of a slot hold it
 
-ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
-AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks", "latent", "cross"]
+ScoreFeature = Literal["soft_cap", "sinks", "alibi", "ahead"]
+AttentionFeature = Literal["soft_cap", "sinks", "alibi", "ahead", "window", "chunks", "latent", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,6 +103,8 @@ class RunningForward:
         self.positions: torch.Tensor | None = None
         self.rope_lengths: torch.Tensor | None = None  # int64 [T]: `changing_rope.py`
         self.encoder_rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [R, D], and which of them each token reads: int64 [T]
+        self.sees_ahead = False  # tokens of an image attend to later ones of it: `models/vision/ahead.py`
+        self.tokens_ahead: torch.Tensor | None = None  # int32 [T]
         self.num_calls = 0
         self.sites: list[tuple[str | None, int]] = []  # group and cache of each call; None and the window, both ways
         self.dry_run: DryRun | None = None
@@ -136,7 +138,9 @@ def attention_forward(
         biases = {"distance_bias_HR": position_bias}
     running: Any = module.cas_running
     if running.dry_run is not None:
-        features = {"alibi"} if alibi_slopes_H is not None else set()
+        features: set[ScoreFeature] = {"alibi"} if alibi_slopes_H is not None else set()
+        if running.sees_ahead:
+            features |= {"ahead"}
         mask = running.dry_run.mask_of(type(module).__name__, attention_mask, own_mask)
         if biases and not (mask.both_ways and hasattr(module, "cas_columns")):
             raise Unsupported(f"{type(module).__name__} gives its attention biases, which no attention kernel here takes")
@@ -152,7 +156,7 @@ def attention_forward(
         return encoder_attention(q_THE, k_TKE, v_TKE, scale, window=index, **options)[None], None
     soft_cap = float(kwargs.get("softcap") or 0.0)
     cache = running.caches[group][index]
-    out = attention(q_THE, k_TKE, v_TKE, cache, scale, group, soft_cap, kwargs.get("s_aux"), alibi_slopes_H)
+    out = attention(q_THE, k_TKE, v_TKE, cache, scale, group, soft_cap, kwargs.get("s_aux"), alibi_slopes_H, running.tokens_ahead)
     return out[None], None
 
 

@@ -36,10 +36,12 @@ from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.transformers.attention import RunningForward, Unsupported
 from compile_and_serve.models.transformers.weights import split_weights, weight_names
+from compile_and_serve.models.vision.ahead import TOKENS_AHEAD
 from compile_and_serve.models.vision.names import MEDIA_ROWS
 from compile_and_serve.models.vision.rope import positions_input
 from compile_and_serve.models.vision.whole_items import PROCESSED
 
+_AHEAD_IN_IMAGES = ("gemma3",)  # types of models in which tokens of an image attend to all of the same image
 _DECODERS = ("language_model", "text_model")
 _AUDIO_MERGE = "_merge_input_ids_with_audio_features"  # Qwen2-Audio's
 _MERGES = ("get_placeholder_mask", "inputs_merger", _AUDIO_MERGE)
@@ -83,12 +85,16 @@ def merging_module(model: nn.Module) -> Merging | None:
     decoder = _decoder_of(name, module)
     if len(found) > 1 or "." in name or decoder is None:
         raise Unsupported("its features are not put in place of embeddings before its decoder")
-    source = inspect.getsource(sys.modules[type(module).__module__])
-    if "block_sequence_ids" in source:
-        raise Unsupported("tokens of an image attend to later ones of the same image")
+    if attends_ahead(model) and getattr(model.config, "model_type", None) not in _AHEAD_IN_IMAGES:
+        raise Unsupported("tokens attend to later ones, and not to those of the same image alone")
     if others := sorted(_given_to_decoder(module, decoder) - _TO_DECODER):
         raise Unsupported(f"its decoder takes more of an item than embeddings: {', '.join(others)}")
     return Merging(name, decoder)
+
+
+def attends_ahead(model: nn.Module) -> bool:
+    """Whether tokens of the class attend to later ones."""
+    return "block_sequence_ids" in inspect.getsource(sys.modules[type(model).__module__])
 
 
 def without_feature_embedding(model: nn.Module) -> None:
@@ -243,7 +249,7 @@ def with_encoder(
     names = weight_names(model)
     every = {one for one, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     width = int(model.config.get_text_config().hidden_size)
-    three_rows = has_three_rows(model.get_submodule(merging.name))
+    three_rows, sees_ahead = has_three_rows(model.get_submodule(merging.name)), attends_ahead(model)
     of_text = {one for one, _ in (*text.module.named_parameters(remove_duplicate=False), *text.module.named_buffers())}
     encoder = ItemModule(merging, model, width).requires_grad_(False).eval()
     own = {one for one, _ in (*encoder.named_parameters(), *encoder.named_buffers())}
@@ -256,7 +262,7 @@ def with_encoder(
     return replace(
         text,
         state=(*text.state, StateGroup(name=MEDIA_ROWS, layers=(row,), kind=ENCODER_ROWS)),
-        inputs=(*(positions if one is POSITIONS else one for one in text.inputs), ENCODER_ROW),
+        inputs=(*(positions if one is POSITIONS else one for one in text.inputs), ENCODER_ROW, *((TOKENS_AHEAD,) if sees_ahead else ())),
         weight_map={**dict.fromkeys(one for one, target in names.items() if target not in of_text), **text.weight_map},
         encoder=ModelSpec(
             module=encoder,

@@ -52,6 +52,7 @@ from compile_and_serve.models.transformers.experts import (
 from compile_and_serve.models.transformers.llama4 import arranged_experts
 from compile_and_serve.models.transformers.media import (
     Merging,
+    attends_ahead,
     merging_module,
     read_rows_in_embedding,
     with_encoder,
@@ -74,7 +75,8 @@ _NO_LIMIT = 2048  # longest sequence of a model whose config has none, as its tr
 class TransformersModel(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T] or [3, T], logits_indices int64 [S], caches of each state group) → logits [S, V].
 
-    RoPE that follows the length also takes rope_length int64 [T], and a class that reads images encoder_row int64 [T].
+    RoPE that follows the length also takes rope_length int64 [T], and a class that reads images encoder_row int64 [T], and tokens_ahead
+    int32 [T] if their tokens attend to later ones.
     Its children are those of the transformers model, so that parameters have the checkpoint's names. position_offset: what the class
     adds to the positions of tokens (RoBERTa's begin after the padding index).
     """
@@ -98,6 +100,7 @@ class TransformersModel(nn.Module):
         logits_indices: torch.Tensor,
         rope_length: torch.Tensor | None = None,
         encoder_row: torch.Tensor | None = None,
+        tokens_ahead: torch.Tensor | None = None,
         **caches: Any,
     ) -> torch.Tensor:
         if self._position_offset:
@@ -105,9 +108,10 @@ class TransformersModel(nn.Module):
         running = self._running
         running.caches, running.positions, running.rope_lengths, running.num_calls = caches, positions, rope_length, 0
         running.encoder_rows = None if encoder_row is None else (caches[MEDIA_ROWS][0], encoder_row)
+        running.tokens_ahead = tokens_ahead
         logits = self._logits(input_ids, positions, logits_indices)
         running.caches, running.positions, running.rope_lengths, running.num_calls = {}, None, None, 0
-        running.encoder_rows = None
+        running.encoder_rows = running.tokens_ahead = None
         return logits
 
     def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
@@ -135,7 +139,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | Non
         merging = None if pooled is not None else _merging_module(name, model)
         if merging is not None and not merging.decoder:
             without_feature_embedding(model)
-        spec = _spec(config, model, dtype, pooled)
+        spec = _spec(config, model, dtype, pooled, sees_ahead=merging is not None and attends_ahead(model))
         if merging is not None:
             read_rows_in_embedding(model, model.cas_running)
             other = _instantiate(name, config, code_folder, pools=False, attention="sdpa")
@@ -153,7 +157,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, code_folder: Path | Non
     return replace(spec, config={**spec.config, "code": code_digest(code_folder, reference)})
 
 
-def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: MakeModule | None) -> ModelSpec:
+def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: MakeModule | None, *, sees_ahead: bool) -> ModelSpec:
     in_float32: set[str] = set()
     if has_experts(model.config.get_text_config()):
         if (reason := unsupported_reason(model)) is not None:
@@ -166,6 +170,7 @@ def _spec(config: Mapping[str, Any], model: Any, dtype: torch.dtype, pooled: Mak
             tensor.data = tensor.data.to(dtype)
     model.requires_grad_(False).eval()
     running = RunningForward()
+    running.sees_ahead = sees_ahead
     attach(model, running)
     added = replace_attention(model)
     mixers = Mixers(model)

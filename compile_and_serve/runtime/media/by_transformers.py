@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from compile_and_serve.custom_ops.step_data import StepArray
+from compile_and_serve.models.vision.names import AHEAD_ARRAY
 from compile_and_serve.runtime.media.images import Image, pillow
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
 from compile_and_serve.runtime.media.processor import NoMedia
@@ -24,10 +26,10 @@ _CLOSE = 1e-4  # of normalized values
 class TransformersProcessor(NoMedia):
     """One item is the whole text of an image or a video: placeholders, and the separators between and around its parts.
 
-    config: the model's config.json, with `image_processor`. folder: of the checkpoint.
+    config: the model's config.json, with `image_processor`. folder: of the checkpoint. sees_ahead: as in `MediaProcessor`.
     """
 
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path, *, sees_ahead: bool = False) -> None:
         """Raises `MediaError` if the folder has no processor that can be used."""
         pillow()
         import torch
@@ -42,7 +44,7 @@ class TransformersProcessor(NoMedia):
             raise MediaError(f"transformers cannot load the config of {folder.name}: {first_line(error)}.") from None
         if not hasattr(loaded, "image_processor") or getattr(loaded, "image_token", None) is None:
             raise MediaError(f"{type(loaded).__name__} of {folder.name} prepares no images that a prompt has placeholders for.")
-        self.transformers_processor, self._torch = loaded, torch
+        self.transformers_processor, self._torch, self.sees_ahead = loaded, torch, sees_ahead
         self._options = _changed(loaded.image_processor, config.get("image_processor") or {})
         self._token = int(loaded.tokenizer.convert_tokens_to_ids(loaded.image_token))
         self._video_token = None if self._videos is None else loaded.tokenizer.get_vocab().get(getattr(loaded, "video_token", None))
@@ -96,6 +98,8 @@ class TransformersProcessor(NoMedia):
         types = made.pop("mm_token_type_ids", None)
         tensors = {name: one.astype(np.uint8) if moments is not None and _has_pixels(name, one) else one for name, one in made.items()}
         arrays = {"processed": packed_arrays({"input_ids": ids, **tensors}, *(moments or (None, None)))}
+        if self.sees_ahead:
+            arrays[AHEAD_ARRAY] = StepArray.of(tokens_ahead(ids[0] == self._config.image_token_id))
         positions, advance = (None, None) if self._base is None else self._positions(ids, types, made)
         item = PreparedItem(offset=0, length=ids.shape[1], arrays=arrays, relative=positions, advance=advance)
         return PreparedMedia(kind=kind, key=key, tokens=ids[0].tolist(), items=[item])
@@ -153,6 +157,13 @@ class TransformersProcessor(NoMedia):
             shell, self._torch.from_numpy(ids), mm_token_type_ids=self._torch.from_numpy(types).int(), **tensors
         )
         return rows[:, 0].t().numpy().astype(np.int32), int(deltas.reshape(-1)[0]) + ids.shape[1]
+
+
+def tokens_ahead(is_seen_T: np.ndarray) -> np.ndarray:
+    """int32 [T]: how many tokens come behind each one in its run of those that are true; 0 for the others."""
+    ends_T = np.where(is_seen_T, len(is_seen_T), np.arange(len(is_seen_T)))  # the next one that is false
+    ends_T = np.minimum.accumulate(ends_T[::-1])[::-1]
+    return np.where(is_seen_T, ends_T - np.arange(len(is_seen_T)) - 1, 0).astype(np.int32)
 
 
 def _has_pixels(name: str, tensor: np.ndarray) -> bool:

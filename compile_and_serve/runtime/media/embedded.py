@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compile_and_serve.custom_ops.step_data import StepArray
-from compile_and_serve.models.vision.names import EMBEDDED
+from compile_and_serve.models.vision.names import AHEAD_ARRAY, EMBEDDED
 from compile_and_serve.runtime.media.prepared import MediaError, PreparedItem, PreparedMedia
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ class EmbeddedImage:
         if height * width != length:
             raise MediaError(f"The grid {height} × {width} does not have the {length} tokens of the rows.")
         token = next(token for token, kind in processor.placeholders.items() if kind == "image")
-        item = PreparedItem(offset=0, length=length, arrays={EMBEDDED: self.array}, height=height, width=width)
+        arrays = {EMBEDDED: self.array}
+        if processor.sees_ahead:
+            arrays[AHEAD_ARRAY] = StepArray.of(np.arange(length - 1, -1, -1, dtype=np.int32))
+        item = PreparedItem(offset=0, length=length, arrays=arrays, height=height, width=width)
         return PreparedMedia(kind="image", key=key, tokens=[token] * length, items=[item])
 
 

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.media.videos import Frames
 class NoMedia:
     """Reads nothing. A `MediaProcessor` inherits from it, and has methods of its own for the kinds that its model reads."""
 
-    three_rows = False
+    three_rows = sees_ahead = False
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""

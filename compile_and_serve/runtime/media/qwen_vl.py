@@ -26,7 +26,7 @@ class QwenVLProcessor(NoMedia):
     layers of the encoder attend within windows (Qwen2.5-VL).
     """
 
-    three_rows = True
+    three_rows, sees_ahead = True, False
 
     def __init__(self, config: Mapping[str, Any], encode: Callable[[str], list[int]] | None = None, *, has_windows: bool) -> None:
         self.patches, self.video, self.encode = PatchConfig.read(config), VideoConfig.read(config), encode

@@ -26,10 +26,11 @@ class MediaProcessor(Protocol):
     """Turns media into tokens and arrays for one model.
 
     placeholders: token of a prompt → the kind of media that it stands for. three_rows: the model's positions have three rows.
-    settings: what the arrays depend on besides the content.
+    settings: what the arrays depend on besides the content. sees_ahead: tokens of an image attend to later ones of it.
     """
 
     three_rows: bool
+    sees_ahead: bool
 
     @property
     def placeholders(self) -> Mapping[int, MediaKind]: ...
@@ -79,6 +80,8 @@ def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> Med
     config = json.loads(info.config)
     if info.by_transformers:
         folder = Path(info.folder)
-        return SpeechProcessor(config, folder, info.max_audio_seconds) if prepares_audio(folder) else TransformersProcessor(config, folder)
+        if prepares_audio(folder):
+            return SpeechProcessor(config, folder, info.max_audio_seconds)
+        return TransformersProcessor(config, folder, sees_ahead=info.sees_ahead)
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
     return None if make is None else make(config, encode)

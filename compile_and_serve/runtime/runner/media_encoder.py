@@ -20,6 +20,7 @@ from compile_and_serve.custom_ops.state.cross import CrossAttention
 from compile_and_serve.custom_ops.step import TOKENS, Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.vision.ahead import TOKENS_AHEAD
 from compile_and_serve.models.vision.names import EMBEDDED
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
@@ -52,9 +53,17 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         budget = max(longest, config.scheduler.token_budget)
     if budget < longest:
         raise ValueError(f"max_encoder_tokens is {budget}, but one item may have {longest} tokens: raise --max-encoder-tokens.")
+    is_whole = TOKENS_AHEAD in spec.inputs
+    room = config.scheduler.token_budget - config.scheduler.max_num_seqs
+    if is_whole and room < longest:
+        raise ValueError(
+            f"Steps have room for {room} tokens beside {config.scheduler.max_num_seqs} decodes, but this model computes an image's "
+            f"{longest} tokens in one step: raise --max-num-batched-tokens or lower --max-num-seqs."
+        )
     return EncoderInfo(
         arrays=[array.name for one in encoder.inputs for array in one.arrays],
         embedded="" if cross else EMBEDDED,
+        is_whole=is_whole,
         whole_arrays=[array.name for one in encoder.inputs for array in one.arrays if array.is_whole],
         max_tokens=budget,
         max_item_tokens=longest,

@@ -12,6 +12,7 @@ import torch
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.recurrent.cpu_kernels import cpu_unsupported_reason
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.vision.ahead import TOKENS_AHEAD
 from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.pooling.files import PoolingFilesError, max_text_tokens, pooling_type_of, prompts_of
@@ -73,6 +74,7 @@ def media_info(model: ModelConfig, spec: ModelSpec) -> MediaInfo:
         domains=list(model.allowed_media_domains),
         max_audio_seconds=model.max_audio_seconds,
         by_transformers=spec.encoder is not None and spec.encoder.eager_reason is not None,
+        sees_ahead=TOKENS_AHEAD in spec.inputs,
     )
 
 

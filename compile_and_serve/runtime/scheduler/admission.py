@@ -192,9 +192,11 @@ class Admission:
                         clock.prepare("kv_load", request.waits_for[-1])
                     not_ready.append(waiting.pop(request))
                     continue
-            if not step.can_read(request, prefix.num_tokens):
-                why = "encoder"
-                break
+            if not step.can_read(request, prefix.num_tokens, room):
+                if not step.can_read(request, prefix.num_tokens, budget):
+                    why = "encoder"
+                    break
+                room = budget  # its key's part is too small for an item that must be whole
             waiting.pop(request)
             manager.admit(request, prefix)
             if clock is not None:

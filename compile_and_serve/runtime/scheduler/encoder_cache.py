@@ -79,17 +79,22 @@ class EncoderCache:
         """The budget of a step is whole again."""
         self._budget, self._is_full = self.info.max_tokens, False
 
-    def has_room(self, request: Request, start: int) -> bool:
-        """Whether a chunk of the request's prompt that begins at token `start` can have any token in this step."""
+    def has_room(self, request: Request, start: int, budget: int) -> bool:
+        """Whether a chunk of the request's prompt that begins at token `start` can have any token in this step.
+
+        budget: tokens that it may have at most.
+        """
         item = next(self._unread(request, start), None)
-        return item is None or item.position > start or self._is_available(request, item)
+        if item is None or item.position > start:
+            return True
+        return not self._cuts(item, start + budget) and self._is_available(request, item)
 
     def take(self, request: Request, start: int, end: int) -> int:
         """Hold the rows that tokens `start` … `end` - 1 of the request read, as far as the step can have them. → where the chunk ends"""
         for item in self._unread(request, start):
             if item.position >= end:
                 break
-            if not self._is_available(request, item):
+            if self._cuts(item, end) or not self._is_available(request, item):
                 end = max(start, item.position)
                 break
             self._hold(request, item)
@@ -125,6 +130,10 @@ class EncoderCache:
         for item in () if contents is None else contents.media:
             if item.position + item.length > start and not self.arrays.isdisjoint(item.arrays):
                 yield item
+
+    def _cuts(self, item: MediaItem, end: int) -> bool:
+        """Whether no chunk may end at token `end`, because that is in the item."""
+        return self.info.is_whole and end < item.position + item.length
 
     def _is_available(self, request: Request, item: MediaItem) -> bool:
         if item.position in self._held.get(request.request_id, ()) or _key(request, item) in self.pool.cached:

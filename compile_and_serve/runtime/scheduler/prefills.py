@@ -31,8 +31,10 @@ def add_chunks(
         room = budget if left is None else min(budget, left.get(account, 0))
         if room <= 0 or request.request_id in scheduled or not step.has_rows(request):
             continue
-        if not step.can_read(request, request.num_computed_tokens):
-            continue
+        if not step.can_read(request, request.num_computed_tokens, room):
+            if not step.can_read(request, request.num_computed_tokens, budget):
+                continue
+            room = budget  # its key's part is too small for an item that must be whole
         if manager.may_lack_room and not manager.has_room(request, step.chunk_end(request, room, manager)):
             continue
         new_ids = step.add_chunk(request, room, scheduled, manager)

@@ -101,9 +101,11 @@ class StepInFlight:
         """Where the next chunk of a prefill ends, unless prompt logprobs or the encoder are at their limit."""
         return min(manager.chunk_limit(request), request.num_computed_tokens + budget)
 
-    def can_read(self, request: Request, start: int) -> bool:
-        """Whether it may compute token `start` of the request's prompt: the encoder has a limit, too."""
-        return self.encoder is None or self.encoder.has_room(request, start)
+    def can_read(self, request: Request, start: int, budget: int) -> bool:
+        """Whether it may compute token `start` of the request's prompt: the encoder has a limit, too. budget: of the chunk's tokens."""
+        if request.wants_prompt_logprobs:
+            budget = min(budget, self.prompt_rows_left)
+        return self.encoder is None or self.encoder.has_room(request, start, budget)
 
     def add_chunk(self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
