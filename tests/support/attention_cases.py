@@ -117,12 +117,13 @@ def dense_attention(
         begin, end = metadata.query_start_loc[s : s + 2].tolist()
         for t in range(begin, end):
             stop = seq_len - (end - 1 - t)
-            seen = slice(first_visible(stop - 1, metadata.window, metadata.chunked), stop)
+            last = stop + (0 if scores.ahead_T is None else int(scores.ahead_T[t]))
+            seen = slice(first_visible(stop - 1, metadata.window, metadata.chunked), last)
             scores_HC = torch.einsum("he,che->hc", q_THE[t].double(), k_CHE[seen]) * scale
             if scores.soft_cap:
                 scores_HC = torch.tanh(scores_HC / scores.soft_cap) * scores.soft_cap
             if scores.alibi_slopes_H is not None:
-                distance_C = torch.arange(seen.start, stop) - (stop - 1)
+                distance_C = torch.arange(seen.start, last) - (stop - 1)
                 scores_HC = scores_HC + scores.alibi_slopes_H.double()[:, None] * distance_C.to(scores_HC.device)
             most_H = scores_HC.amax(1)
             weights_HC = (scores_HC - most_H[:, None]).exp()

@@ -100,6 +100,25 @@ def test_windows_and_scores(
     assert torch.allclose(out, expected, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_that_read_later_ones(window: int | None) -> None:
+    """Runs of tokens that attend to the whole run: in the middle, at the end of a chunk, and all of one; not those of other sequences."""
+    query_lens, seq_lens, head_dim = [1, 80, 30], [9, 95, 30], 32
+    metadata, num_blocks = make_metadata(query_lens, seq_lens, 0, window)
+    ahead_T = torch.zeros(sum(query_lens), dtype=torch.int32)
+    for begin, end in ((6, 27), (60, 81), (81, 111)):
+        ahead_T[begin:end] = torch.arange(end - begin - 1, -1, -1)
+    cache = random_cache(num_blocks, 2, head_dim)
+    q, kv = torch.randn(len(ahead_T), 4, head_dim), torch.randn(len(ahead_T), 2, 2, head_dim)
+    scores, scale = Scores(ahead_T=ahead_T), head_dim**-0.5
+    reference = cache.clone()
+    by_torch = TorchAttention().forward(q, kv[:, 0], kv[:, 1], reference, scale, metadata, scores)
+    expected = cases.dense_attention(q, reference, scale, metadata, scores)
+    assert relative_error(by_torch, expected) < 1e-5
+    out = TritonAttention().forward(q, kv[:, 0], kv[:, 1], cache, scale, metadata, scores)
+    assert relative_error(out, expected) < 1e-5
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8, torch.int8])
 def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> None:
     """Also steps without sequences, which write alone."""
