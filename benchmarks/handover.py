@@ -45,7 +45,7 @@ import msgspec
 from benchmarks.common import environment
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
-from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
+from compile_and_serve.runtime.messages import EngineRequest, EngineStats, RequestOutput
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -127,7 +127,8 @@ class _Engine:
     """An engine's client, and who waits for its requests. failures: sentences of requests that failed."""
 
     def __init__(self, client: Client) -> None:
-        self.client, self.seen, self.stats = client, dict[str, _Seen](), None
+        self.client, self.seen = client, dict[str, _Seen]()
+        self.stats: EngineStats | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> int:

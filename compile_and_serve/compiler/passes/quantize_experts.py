@@ -43,7 +43,7 @@ from compile_and_serve.custom_ops.moe.packed_experts import (
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, dtype_name
 from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
-from compile_and_serve.custom_ops.stored_weight import GroupedParts, Mxfp4Parts, Parts, ScaledParts, StoredWeight
+from compile_and_serve.custom_ops.stored_weight import Expression, GroupedParts, Mxfp4Parts, Parts, ScaledParts, StoredWeight
 
 KERNEL, PACKED_KERNEL = "quantized_experts", "packed_experts"
 
@@ -129,7 +129,8 @@ class QuantizeExperts(BasePass):
 
     def _pack(self, gm: GraphModule, args: dict[str, Any], linear: str, ctx: PassContext) -> str:
         """Replace a weight among the arguments by its values in the kernel's layout, with scales and offsets. → `CodeFormat.name`"""
-        node, offset, codes = args[linear], None, ""
+        node, codes = args[linear], ""
+        offset: Expression | None = None
         weight = weight_of(node)
         if weight is None:
             raise CannotQuantizeError("a weight is computed, not a parameter")
@@ -155,10 +156,8 @@ class QuantizeExperts(BasePass):
             code_format = _code_format(parts)
             form, codes = f"codes{parts.bits}", code_format.name
             values = ("pack_expert_codes_cpu", parts.codes, parts.bits)
-            scale, offset = (
-                None if one is None else ("pack_expert_scales_cpu", one, in_features, parts.group_size)
-                for one in (parts.scale, parts.offset)
-            )
+            scale = ("pack_expert_scales_cpu", parts.scale, in_features, parts.group_size)
+            offset = None if parts.offset is None else ("pack_expert_scales_cpu", parts.offset, in_features, parts.group_size)
         else:
             code_format = _code_format(parts)
             form, codes = f"codes{parts.bits}", code_format.name

@@ -89,6 +89,7 @@ class DraftSampling:
             column = {name: torch.tensor([[float(own[name][row])]]) for name in ("temperatures", "top_ps", "min_ps")}
             inverse, uniform, log_min_p = 1.0 / column["temperatures"], torch.tensor([[number]]), column["min_ps"].log()
             top_k, top_p = int(own["top_ks"][row]), column["top_ps"] if own["top_ps"][row] < 1.0 else None
+            token: torch.Tensor | int
             if 0 < top_k < logits_1V.shape[1]:
                 token, _ = sample_top_k(logits_1V, top_k, inverse, log_min_p, top_p, uniform)
             elif top_p is not None:
