@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores, cache_unsupported_reason
-from compile_and_serve.custom_ops.attention.torch_backend import TorchBackend
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.jit.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.state.kind import AttentionFeature
@@ -79,7 +79,7 @@ class CpuAttention(AttentionBackend):
         Steps with images whose tokens attend to later ones run in plain torch.
         """
         if scores.ahead_T is not None:
-            return TorchBackend().forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores)
+            return TorchAttention().forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores)
         return torch.ops.cas.cpu_attention.default(
             q_THE,
             k_TKE,

@@ -31,7 +31,7 @@ class ItemQueue(EncoderCache):
         """Rows that the tokens of a request read."""
         return sum(item.length for item in items_of(request))
 
-    def has_room(self, request: Request, start: int) -> bool:
+    def has_room(self, request: Request, start: int, budget: int) -> bool:
         """Whether the step can begin the request, or go on with it."""
         if request.block_ids:
             return True
