@@ -174,7 +174,7 @@ class Transfers:
         blocks = [[block for key in group_keys for block in pool.entry(key)] for group_keys in keys]
         taken = sum(block.is_free for group_blocks in blocks for block in group_blocks)
         ids: list[int] = []
-        if num_tokens and pool.num_free - taken >= manager.num_kept_free:
+        if num_tokens and pool.num_free - taken >= manager.num_promised:  # prefills under way need those
             block_ids = [[block.block_id for block in group_blocks] for group_blocks in blocks]
             connector.lend(block_ids, num_tokens)
             for group, group_keys in enumerate(keys):
