@@ -154,6 +154,8 @@ class GroupedParts:
     inputs. table: a name of `group_layout.TABLES`, without offsets. activations: dtype to which activations are rounded, one scale per
     token. input_order: int64 [I], the order of x's columns in which groups are adjacent. width: columns of codes, if those with the index
     I in the order are zeros.
+    scale_factor: [O, S], floating-point factors of the scales, each of several groups. offset_factor: the same of offsets, which then mean
+    minima −offset · factor. plain_scale: the product of scale and factor, where the file means it rounded otherwise.
     """
 
     codes: Expression
@@ -166,11 +168,27 @@ class GroupedParts:
     activations: torch.dtype | None = None
     input_order: Expression = None
     width: int | None = None
+    scale_factor: Expression = None
+    offset_factor: Expression = None
+    plain_scale: Expression = None
 
     @property
     def container_bits(self) -> int:
-        """Bits of a code as the kernels store it. They take integers in groups of 16 with 8 bits only."""
+        """Bits of a code as the kernels of linears store it. They take integers in groups of 16 with 8 bits only."""
         return 4 if self.bits <= 4 and (self.table or self.group_size % 32 == 0) else 8
+
+    @property
+    def compact_bits(self) -> int:
+        """The same of the kernels of experts."""
+        return self.bits if (self.bits, self.group_size) in ((5, 32), (6, 16)) else self.container_bits
+
+    def without_factors(self) -> GroupedParts:
+        """The same weight as kernels of linears take it."""
+        if self.scale_factor is None:
+            return self
+        scale = self.plain_scale if self.plain_scale is not None else ("times_factor", self.scale, self.scale_factor)
+        offset = self.offset if self.offset_factor is None else ("minus_times_factor", self.offset, self.offset_factor)
+        return replace(self, scale=scale, offset=offset, scale_factor=None, offset_factor=None, plain_scale=None)
 
     @property
     def layout(self) -> Any:
@@ -178,13 +196,13 @@ class GroupedParts:
         functions = [(part[0], *(a for a in part if isinstance(a, Text))) for part in (self.codes, self.offset) if isinstance(part, tuple)]
         # Without a table or zero points, the bits say what is subtracted from codes.
         zero_point = None if self.table or self.offset is not None else self.bits
-        parts = (self.offset is not None, self.input_groups is not None, zero_point)
+        parts = (self.offset is not None, self.input_groups is not None, self.scale_factor is not None, zero_point)
         return self.container_bits, self.group_size, *functions, self.table, *parts, self.activations
 
     def plain(self, dtype: torch.dtype) -> Expression:
         """As of `ScaledParts`."""
-        others = (self.bits, self.group_size, dtype, self.input_groups, Text(self.table))
-        return ("dequantize_groups", self.codes, self.scale, self.offset, *others)
+        one, others = self.without_factors(), (self.bits, self.group_size, dtype, self.input_groups, Text(self.table))
+        return ("dequantize_groups", one.codes, one.scale, one.offset, *others)
 
     def slow_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """As of `ScaledParts`."""
@@ -254,6 +272,20 @@ class QuantizedWeight:
 
     def plain(self, dtype: torch.dtype) -> Expression:
         return self.parts.plain(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DequantizedWeight:
+    """A `StoredWeight` that no kernel takes as it is stored. of_dtype: dtype → the parameter in it."""
+
+    of_dtype: Callable[[torch.dtype], Expression]
+    tensors: tuple[StoredTensor, ...]
+    unused: tuple[str, ...] = ()
+    is_quantized: bool = field(default=True, init=False)
+    parts: Parts | None = field(default=None, init=False)
+
+    def plain(self, dtype: torch.dtype) -> Expression:
+        return self.of_dtype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

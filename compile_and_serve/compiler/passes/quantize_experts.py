@@ -112,7 +112,8 @@ class QuantizeExperts(BasePass):
             asked = {_stored_activations(weight_of(weight), ctx) for weight in weights}
         kinds = {kind for _, kind in asked}
         if kinds == {"none"}:
-            return "none", None
+            rounds = any(dtype is not None for dtype, _ in asked)
+            return "none", f"Activations of experts over codes stay in {ctx.dtype}." if rounds else None
         kept = f"Activations of experts stay in {ctx.dtype}"
         if "none" in kinds:
             return "none", f"{kept}: the checkpoint asks for 8-bit activations of only one of gate/up and down."
@@ -131,12 +132,13 @@ class QuantizeExperts(BasePass):
         """Replace a weight among the arguments by its values in the kernel's layout, with scales and offsets. → `CodeFormat.name`"""
         node, codes = args[linear], ""
         offset: Expression | None = None
+        factor: Expression | None = None
         weight = weight_of(node)
         if weight is None:
             raise CannotQuantizeError("a weight is computed, not a parameter")
         expression = ctx.weights[weight].expression
         if self.scheme is None:
-            parts = stored_parts(expression, ctx.weights)
+            parts = stored_parts(expression, ctx.weights, is_compact=True)
         else:
             parts = quantized_parts(expression, ctx.weights, self.scheme.dtype, self.scheme.scales)
         in_features = tensor_of(node).shape[2]
@@ -158,21 +160,31 @@ class QuantizeExperts(BasePass):
             values = ("pack_expert_codes_cpu", parts.codes, parts.bits)
             scale = ("pack_expert_scales_cpu", parts.scale, in_features, parts.group_size)
             offset = None if parts.offset is None else ("pack_expert_scales_cpu", parts.offset, in_features, parts.group_size)
+            factor = _factors("pack_expert_factors_cpu", parts)
         else:
             code_format = _code_format(parts)
             form, codes = f"codes{parts.bits}", code_format.name
-            values, scale, offset = parts.codes, parts.scale, parts.offset
+            values, scale, offset, factor = parts.codes, parts.scale, parts.offset, _factors("plain_expert_factors", parts)
             if platform_of(ctx.device).runs_triton_kernels:
                 if (reason := triton_codes_unsupported_reason(code_format)) is not None:
                     raise CannotQuantizeError(reason)
                 values, scale = ("pack_expert_codes", values, parts.bits), ("pack_expert_scales", scale)
                 offset = None if offset is None else ("pack_expert_scales", offset)
+                factor = _factors("pack_expert_factors", parts)
         name = f"{weight}.{form}"
         args[linear] = ctx.defined_weight(gm, f"{name}.values", values, near=node)
         args[f"{linear}_scale"] = ctx.defined_weight(gm, f"{name}.scale", scale, near=node)
         if offset is not None:
             args[f"{linear}_offset"] = ctx.defined_weight(gm, f"{name}.offset", offset, near=node)
+        if factor is not None:
+            args[f"{linear}_factor"] = ctx.defined_weight(gm, f"{name}.factor", factor, near=node)
         return codes
+
+
+def _factors(function: str, parts: GroupedParts) -> Expression:
+    """The factors of scales and offsets in a layout; None where there are none."""
+    factors = [one for one in (parts.scale_factor, parts.offset_factor) if one is not None]
+    return (function, *factors) if factors else None
 
 
 def _code_format(parts: GroupedParts) -> CodeFormat:
@@ -198,4 +210,6 @@ def _stored(weight: str | None, ctx: PassContext) -> list[StoredWeight]:
 def _stored_activations(weight: str | None, ctx: PassContext) -> tuple[torch.dtype | None, Activations]:
     """The dtype of a checkpoint's weight, and the activations that it is made for."""
     parts = [one.parts for one in _stored(weight, ctx)]
+    if coded := [one for one in parts if isinstance(one, GroupedParts)]:
+        return coded[0].activations, "none"
     return next(((one.dtype, one.activations) for one in parts if isinstance(one, ScaledParts)), (None, "none"))

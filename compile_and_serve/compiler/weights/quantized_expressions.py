@@ -90,8 +90,11 @@ def quantized_parts(
     return parts
 
 
-def stored_parts(expression: Expression, weights: WeightTable) -> Parts:
-    """The form of an expression over weights that the checkpoint holds quantized. Raises `CannotQuantizeError`."""
+def stored_parts(expression: Expression, weights: WeightTable, *, is_compact: bool = False) -> Parts:
+    """The form of an expression over weights that the checkpoint holds quantized. Raises `CannotQuantizeError`.
+
+    is_compact: with factors, and codes of 5 and 6 bits where the checkpoint has such, which kernels of experts take.
+    """
     stored = [weights.stored.get(name) for name in weights.parameters(expression)]
     found = [one.parts for one in stored if one is not None and one.parts is not None]
     if len(found) < len(stored):
@@ -111,11 +114,16 @@ def stored_parts(expression: Expression, weights: WeightTable) -> Parts:
         return replace(parts, input_scale=("largest_scale", *inputs) if inputs else None)
     if not isinstance(parts, GroupedParts):
         return parts
+    if not is_compact:
+        parts = parts.without_factors()
+        if parts.table == "iq4_nl":
+            parts = replace(parts, codes=("iq4_nl_bytes", parts.codes), bits=8, table="")
+    bits = parts.compact_bits if is_compact else parts.container_bits
     width = None if parts.input_order is None else _shape(parts.input_order, weights)[0]
-    missing = (1 << (parts.container_bits - 1)) - (1 << (parts.bits - 1))
+    missing = (1 << (bits - 1)) - (1 << (parts.bits - 1))
     if missing and parts.offset is None and not parts.table:  # kernels take the zero point from the container's bits
         parts = replace(parts, codes=("add_to_codes", parts.codes, missing))
-    parts = replace(parts, bits=parts.container_bits, width=width)
+    parts = replace(parts, bits=bits, width=width)
     if parts.input_groups is None:
         return parts
     order = ("input_order", *dict.fromkeys(one.input_groups for one in found if isinstance(one, GroupedParts)))
@@ -144,7 +152,8 @@ def _parts(expression: Expression, weights: WeightTable, of_leaf: Callable[[Expr
             return _grouped_columns(first, function, arguments[1:], of, weights)
         if len({part.input_order for part in parts if isinstance(part, GroupedParts)}) > 1:
             raise CannotQuantizeError("merged linears have different orders of their inputs (act-order)")
-        return replace(first, codes=of("codes"), scale=of("scale"), offset=of("offset"))
+        fields = ("codes", "scale", "offset", "scale_factor", "offset_factor", "plain_scale")
+        return replace(first, **{name: of(name) for name in fields})
     if isinstance(first, Mxfp4Parts):
         if selects == "columns":
             _require_whole_blocks([expression], selects, MX_BLOCK, weights)
@@ -168,13 +177,17 @@ def _grouped_columns(
     if _shape(whole.scale, weights)[-1] == 1:
         return replace(whole, codes=codes)
     size = gcd(width, whole.group_size)
-    scales = [whole.scale, whole.offset]
-    if size < whole.group_size:
-        if size % 32:
-            raise CannotQuantizeError(f"a rank has {width} inputs, which divide groups of {whole.group_size} too finely")
-        scales = [None if one is None else ("divide_groups", one, whole.group_size // size) for one in scales]
-    scale, offset = (None if one is None else (function, one, *sizes) for one in scales)
-    return replace(whole, codes=codes, scale=scale, offset=offset, group_size=size)
+    if size < whole.group_size and size % 32:
+        raise CannotQuantizeError(f"a rank has {width} inputs, which divide groups of {whole.group_size} too finely")
+    groups, taken = _shape(whole.scale, weights)[-1], {}
+    for name in ("scale", "offset", "plain_scale", "scale_factor", "offset_factor"):
+        one = getattr(whole, name)
+        if one is None or (count := _shape(one, weights)[-1]) == 1:  # a factor of the whole row
+            continue
+        span = whole.group_size * (groups // count)
+        parts = span // gcd(width, span)
+        taken[name] = (function, one if parts == 1 else ("divide_groups", one, parts), *sizes)
+    return replace(whole, codes=codes, group_size=size, **taken)
 
 
 def _padded(whole: GroupedParts, function: str, sizes: Sequence[Any], codes: Expression, weights: WeightTable) -> GroupedParts:

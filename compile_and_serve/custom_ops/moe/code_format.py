@@ -100,6 +100,12 @@ def pack_expert_scales(scale_XOG: torch.Tensor) -> torch.Tensor:
     return scale_XOG.transpose(1, 2).contiguous()
 
 
+@weight_function("plain_expert_factors")
+def plain_expert_factors(*factors_XOS: torch.Tensor) -> torch.Tensor:
+    """As `pack_expert_factors`, for the plain layout. → [X, 1 or 2, O, S]"""
+    return torch.stack(factors_XOS, 1)
+
+
 @weight_function("pack_expert_factors")
 def pack_expert_factors(*factors_XOS: torch.Tensor) -> torch.Tensor:
     """Factors of scales, and of minima where the format has some, [X, O, S] each → [X, S, 1 or 2, O]"""

@@ -76,7 +76,10 @@ def pack_expert_codes_cpu(codes_XOI: torch.Tensor, bits: int) -> torch.Tensor:
 @weight_function("pack_expert_scales_cpu")
 def pack_expert_scales_cpu(scale_XOG: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
     """Scales or offsets [X, O, G] → [X, ceil(O / 16), G, 16]"""
-    return torch.stack([pack_scales_cpu(scale_OG, in_features, group_size) for scale_OG in scale_XOG])
+    is_float8 = scale_XOG.dtype == torch.float8_e4m3fn  # which torch does not pad
+    values_XOG = scale_XOG.view(torch.uint8) if is_float8 else scale_XOG
+    packed = torch.stack([pack_scales_cpu(scale_OG, in_features, group_size) for scale_OG in values_XOG])
+    return packed.view(scale_XOG.dtype) if is_float8 else packed
 
 
 @weight_function("pack_expert_factors_cpu")

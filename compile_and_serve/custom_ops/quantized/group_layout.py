@@ -30,7 +30,7 @@ CPU_INPUTS = 32  # inputs per block of the C++ layout
 PADDED_GROUP = 32  # inputs per group where a rank's inputs of a group are not adjacent
 
 # The number that each 4-bit code means, by the table's name; "" stands for integers.
-# nf4: quantiles of the normal distribution (QLoRA, appendix E). fp4: bitsandbytes' own 4-bit float, unlike OCP's e2m1.
+# nf4: quantiles of the normal distribution (QLoRA, appendix E). fp4: bitsandbytes' own 4-bit float, unlike OCP's e2m1. iq4_nl: GGUF's.
 TABLES: Mapping[str, tuple[float, ...]] = {
     "e2m1": E2M1_VALUES,
     "nf4": (
@@ -51,6 +51,7 @@ TABLES: Mapping[str, tuple[float, ...]] = {
         0.7229568362236023,
         1.0,
     ),
+    "iq4_nl": (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
     "fp4": tuple(sign * steps / 192 for sign in (1, -1) for steps in (0, 1, 128, 192, 64, 96, 32, 48)),
 }
 
@@ -107,10 +108,31 @@ def with_factors(
     groups = scale.shape[-1]
 
     def times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(factor.dtype, torch.float32)
+        wide = torch.promote_types(
+            torch.promote_types(factor.dtype, torch.float32), values.dtype if values.dtype == torch.float64 else factor.dtype
+        )
         return values.to(wide) * factor.to(wide).repeat_interleave(-(-groups // factor.shape[-1]), -1)[..., :groups]
 
     return times(scale, factors[0]), None if offset is None else -times(offset, factors[1])
+
+
+@weight_function("times_factor")
+def times_factor(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """values · factor of its groups. […, O, G], […, O, S] → float32 […, O, G] (float64 of float64)"""
+    return with_factors(values, None, (factor,))[0]
+
+
+@weight_function("minus_times_factor")
+def minus_times_factor(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """−values · factor, as `times_factor`."""
+    return -times_factor(values, factor)
+
+
+@weight_function("iq4_nl_bytes")
+def iq4_nl_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits as 8-bit integers with the zero point 128. uint8 → uint8"""
+    values = torch.tensor([int(value) + 128 for value in TABLES["iq4_nl"]], dtype=torch.uint8, device=codes.device)
+    return values[codes.long()]
 
 
 def padded_width(in_features: int, groups: int) -> int:

@@ -46,7 +46,7 @@ def _number_instructions(power_bits: str, subtract: str) -> tuple[str, ...]:
 BFLOAT16_PTX = tl.constexpr(_number_instructions("0x43004300", "sub.rn.bf16x2"))  # 128 in both halves
 FLOAT16_PTX = tl.constexpr(_number_instructions("0x64006400", "sub.rn.f16x2"))  # 1024 in both halves
 AHEAD = tl.constexpr(3)  # blocks by which scales are prefetched
-_NF4, _FP4 = tl.constexpr(TABLES["nf4"]), tl.constexpr(TABLES["fp4"])
+_NF4, _FP4, _IQ4_NL = (tl.constexpr(TABLES[name]) for name in ("nf4", "fp4", "iq4_nl"))
 
 
 @triton.jit
@@ -74,6 +74,8 @@ def from_table(codes, TABLE: tl.constexpr):
         return _e2m1(codes)
     elif TABLE == "nf4":
         return tl.where(codes >= 8, _of_eight(codes, _NF4, 8), _of_eight(codes, _NF4, 0))
+    elif TABLE == "iq4_nl":
+        return tl.where(codes >= 8, _of_eight(codes, _IQ4_NL, 8), _of_eight(codes, _IQ4_NL, 0))
     else:
         return tl.where(codes >= 8, _of_eight(codes, _FP4, 8), _of_eight(codes, _FP4, 0))
 

@@ -75,7 +75,7 @@ def _4bit_weight(name: str, linear: nn.Linear, kind: str, is_double: bool) -> Qu
     packed = StoredTensor(name=weight, shape=(out_features * in_features // 2, 1), dtype=torch.uint8)
     if not is_double:
         scales = [scales_tensor(f"{weight}.absmax", (blocks,), torch.float32, 4, kind)]
-        scale: Expression = ("block_maxima", f"{weight}.absmax", out_features)
+        maxima: Expression = ("block_maxima", f"{weight}.absmax", out_features)
     else:
         nested = scales_tensor(f"{weight}.nested_absmax", (-(-blocks // _NESTED_BLOCK),), torch.float32, 4, kind)
         scales = [
@@ -84,13 +84,12 @@ def _4bit_weight(name: str, linear: nn.Linear, kind: str, is_double: bool) -> Qu
             replace(nested, weight_power=0),  # the offset of QuantState would have to follow
             StoredTensor(name=state, shape=(_STATE_BYTES,), dtype=torch.uint8, fill=_example_state, padding=ord(" ")),
         ]
-        scale = ("nested_maxima", *(tensor.name for tensor in scales), out_features)
+        maxima = ("nested_maxima", *(tensor.name for tensor in scales), out_features)
     codes = ("high_nibble_first", weight, out_features, in_features)
-    return QuantizedWeight(
-        parts=GroupedParts(bits=4, group_size=_BLOCK, codes=codes, scale=scale, table=kind),
-        tensors=(packed, *scales),
-        unused=(f"{weight}.quant_map", state),
-    )
+    parts = GroupedParts(bits=4, group_size=_BLOCK, codes=codes, scale=maxima, table=kind)
+    if is_double:  # the file has fewer bits a scale than float32
+        parts = replace(parts, scale=("halves", maxima), scale_factor=("row_maxima", maxima), plain_scale=maxima)
+    return QuantizedWeight(parts=parts, tensors=(packed, *scales), unused=(f"{weight}.quant_map", state))
 
 
 def _8bit_weight(name: str, linear: nn.Linear) -> QuantizedWeight:
@@ -170,6 +169,19 @@ def nested_maxima(
     offset = _read_state(state)["nested_offset"] if is_real else 0.0
     scale = nested_absmax.repeat_interleave(_NESTED_BLOCK)[: absmax.numel()]
     return (quant_map[absmax.to(torch.int32)] * scale + offset).reshape(out_features, -1)
+
+
+@weight_function("row_maxima")
+def row_maxima(scale_OG: torch.Tensor) -> torch.Tensor:
+    """The largest scale of each row. → [O, 1]"""
+    return scale_OG.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+@weight_function("halves")
+def halves(scale_OG: torch.Tensor) -> torch.Tensor:
+    """Scales in float16, to be multiplied by `row_maxima`. → float16 [O, G] (float64 of float64)"""
+    scaled = scale_OG / row_maxima(scale_OG)
+    return scaled if scale_OG.dtype == torch.float64 else scaled.half()
 
 
 def _read_state(state: torch.Tensor) -> dict[str, float]:

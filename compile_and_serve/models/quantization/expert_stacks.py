@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, StoredWeight, TensorPart
+from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK
+from compile_and_serve.custom_ops.stored_weight import (
+    DequantizedWeight,
+    GroupedParts,
+    Mxfp4Parts,
+    QuantizedWeight,
+    StoredTensor,
+    StoredWeight,
+    TensorPart,
+)
 from compile_and_serve.custom_ops.weight_functions import WEIGHT_FUNCTIONS, Expression, Text, weight_function
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.quantization.checkpoint_format import linears_of
@@ -56,13 +65,11 @@ def with_stacked_experts(spec: ModelSpec, stored: Mapping[str, StoredWeight]) ->
     return found
 
 
-def _stacked(parameter: str, parts: Mapping[str, TensorPart], stored: Mapping[str, Any]) -> QuantizedWeight:
+def _stacked(parameter: str, parts: Mapping[str, TensorPart], stored: Mapping[str, Any]) -> StoredWeight:
     first_name, first = next(iter(stored.items()))
     one: GroupedParts = first.parts
     if any(other.parts.layout != one.layout or len(other.tensors) != len(first.tensors) for other in stored.values()):
         raise ModelConfigError(f"The experts' matrices of {parameter} are quantized in different ways, which is not supported.")
-    if one.input_groups is not None:
-        raise ModelConfigError(f"{parameter} is quantized with act-order, which is not supported for experts: use a checkpoint without it.")
     prefix = first_name.removesuffix("weight")
     order = sorted({part.first_row for part in parts.values()})
     num_experts = 1 + max(part.index for part in parts.values())
@@ -87,9 +94,21 @@ def _stacked(parameter: str, parts: Mapping[str, TensorPart], stored: Mapping[st
         function, *arguments = expression
         return ("of_each_expert", Text(function), len(order), *map(of_all, arguments))
 
-    unused = [name for weight in stored.values() for name in weight.unused]
-    whole = replace(one, codes=of_all(one.codes), scale=of_all(one.scale), offset=of_all(one.offset))
-    return QuantizedWeight(parts=whole, tensors=tuple(tensors), unused=tuple(unused))
+    unused = tuple(name for weight in stored.values() for name in weight.unused)
+    if one.input_groups is not None:  # each expert has its own order of inputs
+        return DequantizedWeight(of_dtype=lambda dtype: of_all(one.plain(dtype)), tensors=tuple(tensors), unused=unused)
+    if isinstance(one.scale, tuple) and isinstance(one.codes, tuple) and one.scale[0] == "powers_of_two":  # MXFP4
+        blocks = ("mxfp4_blocks", of_all(one.codes[1]))
+        return QuantizedWeight(parts=Mxfp4Parts(codes=blocks, scale=of_all(one.scale[1])), tensors=tuple(tensors), unused=unused)
+    fields = ("codes", "scale", "offset", "scale_factor", "offset_factor", "plain_scale")
+    whole = replace(one, **{name: of_all(getattr(one, name)) for name in fields})
+    return QuantizedWeight(parts=whole, tensors=tuple(tensors), unused=unused)
+
+
+@weight_function("mxfp4_blocks")
+def mxfp4_blocks(packed_XOH: torch.Tensor) -> torch.Tensor:
+    """uint8 [X, O, I / 2] → [X, O, I / 32, 16]"""
+    return packed_XOH.unflatten(2, (-1, MX_BLOCK // 2))
 
 
 @weight_function("of_each_expert")

@@ -4,8 +4,8 @@ Blocks are decoded to codes, scales and offsets per group of inputs, exactly.
 
 Shape legend: O rows (out features), B bytes of a row, I columns (in features), G groups of 32 columns (Q6_K: 16).
 
-ggml's ggml-common.h and ggml-quants.c define the blocks. Kinds of 5 and 6 bits, and IQ4_NL's table of 8-bit values, have codes of 8 bits,
-shifted so that the zero point is 128. The scales of K kinds are products of two stored numbers, which float32 holds exactly.
+ggml's ggml-common.h and ggml-quants.c define the blocks. The scales of K kinds are products of two stored numbers, which float32 holds
+exactly: small integers, and factors of a whole block.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, random_bits
-from compile_and_serve.custom_ops.weight_functions import Text, weight_function
+from compile_and_serve.custom_ops.weight_functions import Expression, Text, weight_function
 from compile_and_serve.models.quantization.checkpoint_format import register_checkpoint_format
 from compile_and_serve.models.quantization.expert_stacks import matrices_of
 from compile_and_serve.models.spec import ModelSpec
 
-_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufFormat:
-    """A kind of block. bits: of the codes. has_minima: whether there are offsets; otherwise the zero point is 2^(bits − 1).
+    """A kind of block. bits: of the codes. Without offsets, the zero point is 2^(bits − 1), or codes are of a table.
 
-    codes, scale, offset: bytes of blocks, uint8 [O, blocks, block_bytes] → [O, I] or [O, G].
+    codes, scale, offset, scale_factor, offset_factor: bytes of blocks, uint8 [O, blocks, block_bytes] → [O, I], [O, G] or [O, blocks].
+    The fields are as in `GroupedParts`.
     """
 
     block_inputs: int
@@ -39,7 +38,10 @@ class GgufFormat:
     codes: Callable[[torch.Tensor], torch.Tensor]
     scale: Callable[[torch.Tensor], torch.Tensor]
     offset: Callable[[torch.Tensor], torch.Tensor] | None = None
+    scale_factor: Callable[[torch.Tensor], torch.Tensor] | None = None
+    offset_factor: Callable[[torch.Tensor], torch.Tensor] | None = None
     group_size: int = 32
+    table: str = ""
 
     def blocks(self, rows_OB: torch.Tensor) -> torch.Tensor:
         """The rows' bytes, one block after the other."""
@@ -66,26 +68,18 @@ def _q5(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return _nibbles(blocks[:, :, at + 4 :]) | _fifth_bits(blocks, at)
 
 
-def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor([value + 128 for value in _IQ4_NL], dtype=torch.uint8, device=blocks.device)
-    return values[_nibbles(blocks[:, :, 2:]).long()].flatten(1)
-
-
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eight 6-bit scales and minima of a Q4_K or Q5_K block. → float32 [O, blocks, 8] each"""
-    packed = blocks[:, :, 4:16]
-    first, second, third = packed[:, :, 0:4], packed[:, :, 4:8], packed[:, :, 8:12]
-    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 2)
-    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 2)
-    return scales.float(), minima.float()
-
-
 def _k_scale(blocks: torch.Tensor) -> torch.Tensor:
-    return (_half(blocks, 0).float()[:, :, None] * _k_scales(blocks)[0]).flatten(1)
+    """The eight 6-bit scales of a Q4_K or Q5_K block. → uint8 [O, blocks · 8]"""
+    packed = blocks[:, :, 4:16]
+    first, third = packed[:, :, 0:4], packed[:, :, 8:12]
+    return torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 2).flatten(1)
 
 
 def _k_minimum(blocks: torch.Tensor) -> torch.Tensor:
-    return -(_half(blocks, 2).float()[:, :, None] * _k_scales(blocks)[1]).flatten(1)
+    """The eight 6-bit minima, which are subtracted."""
+    packed = blocks[:, :, 4:16]
+    second, third = packed[:, :, 4:8], packed[:, :, 8:12]
+    return torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 2).flatten(1)
 
 
 def _q4_k(blocks: torch.Tensor, at: int = 16) -> torch.Tensor:
@@ -105,12 +99,11 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low = torch.cat((low & 15, low >> 4), 3).flatten(2)  # four runs of 32 per half
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)
     high = ((blocks[:, :, 128:192].unflatten(2, (2, 1, 32)) >> shifts[:, None]) & 3) << 4
-    return (low | high.flatten(2)).flatten(1) + 96
+    return (low | high.flatten(2)).flatten(1)
 
 
 def _q6_k_scale(blocks: torch.Tensor) -> torch.Tensor:
-    scales = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
-    return (_half(blocks, 208).float()[:, :, None] * scales).flatten(1)
+    return blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1)
 
 
 def _scale_first(blocks: torch.Tensor) -> torch.Tensor:
@@ -119,6 +112,19 @@ def _scale_first(blocks: torch.Tensor) -> torch.Tensor:
 
 def _minimum_second(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 2)
+
+
+def _k_format(*, block_bytes: int, bits: int, codes: Callable[[torch.Tensor], torch.Tensor]) -> GgufFormat:
+    return GgufFormat(
+        block_inputs=256,
+        block_bytes=block_bytes,
+        bits=bits,
+        codes=codes,
+        scale=_k_scale,
+        offset=_k_minimum,
+        scale_factor=_scale_first,
+        offset_factor=_minimum_second,
+    )
 
 
 GGUF_FORMATS: Mapping[str, GgufFormat] = {
@@ -131,15 +137,19 @@ GGUF_FORMATS: Mapping[str, GgufFormat] = {
         scale=_scale_first,
         offset=_minimum_second,
     ),
-    "Q5_0": GgufFormat(block_inputs=32, block_bytes=22, bits=8, codes=lambda b: _q5(b, 2).flatten(1) + 112, scale=_scale_first),
+    "Q5_0": GgufFormat(block_inputs=32, block_bytes=22, bits=5, codes=lambda b: _q5(b, 2).flatten(1), scale=_scale_first),
     "Q5_1": GgufFormat(
-        block_inputs=32, block_bytes=24, bits=8, codes=lambda b: _q5(b, 4).flatten(1), scale=_scale_first, offset=_minimum_second
+        block_inputs=32, block_bytes=24, bits=5, codes=lambda b: _q5(b, 4).flatten(1), scale=_scale_first, offset=_minimum_second
     ),
     "Q8_0": GgufFormat(block_inputs=32, block_bytes=34, bits=8, codes=lambda b: b[:, :, 2:].flatten(1) ^ 128, scale=_scale_first),
-    "Q4_K": GgufFormat(block_inputs=256, block_bytes=144, bits=4, codes=_q4_k, scale=_k_scale, offset=_k_minimum),
-    "Q5_K": GgufFormat(block_inputs=256, block_bytes=176, bits=8, codes=_q5_k, scale=_k_scale, offset=_k_minimum),
-    "Q6_K": GgufFormat(block_inputs=256, block_bytes=210, bits=8, codes=_q6_k, scale=_q6_k_scale, group_size=16),
-    "IQ4_NL": GgufFormat(block_inputs=32, block_bytes=18, bits=8, codes=_iq4_nl, scale=_scale_first),
+    "Q4_K": _k_format(block_bytes=144, bits=4, codes=_q4_k),
+    "Q5_K": _k_format(block_bytes=176, bits=5, codes=_q5_k),
+    "Q6_K": GgufFormat(
+        block_inputs=256, block_bytes=210, bits=6, codes=_q6_k, scale=_q6_k_scale, scale_factor=lambda b: _half(b, 208), group_size=16
+    ),
+    "IQ4_NL": GgufFormat(
+        block_inputs=32, block_bytes=18, bits=4, codes=lambda b: _nibbles(b[:, :, 2:]).flatten(1), scale=_scale_first, table="iq4_nl"
+    ),
 }
 
 
@@ -182,13 +192,20 @@ def _has_whole_blocks(kind: str | None, weight_OI: torch.Tensor) -> bool:
 
 
 def _weight(name: str, weight_OI: torch.Tensor, kind_name: str) -> QuantizedWeight:
-    form, kind = GGUF_FORMATS[kind_name], Text(kind_name)
+    form = GGUF_FORMATS[kind_name]
+
+    def part(field: str) -> Expression:
+        return None if getattr(form, field) is None else ("gguf_part", name, Text(kind_name), Text(field))
+
     parts = GroupedParts(
         bits=form.bits,
         group_size=form.group_size,
-        codes=("gguf_part", name, kind, Text("codes")),
-        scale=("gguf_part", name, kind, Text("scale")),
-        offset=None if form.offset is None else ("gguf_part", name, kind, Text("offset")),
+        codes=part("codes"),
+        scale=part("scale"),
+        offset=part("offset"),
+        scale_factor=part("scale_factor"),
+        offset_factor=part("offset_factor"),
+        table=form.table,
     )
     out_features, in_features = weight_OI.shape
     num_bytes = in_features // form.block_inputs * form.block_bytes
@@ -199,7 +216,7 @@ def _weight(name: str, weight_OI: torch.Tensor, kind_name: str) -> QuantizedWeig
 
 @weight_function("gguf_part")
 def _part(rows_OB: torch.Tensor, kind: str, part: str) -> torch.Tensor:
-    """The "codes", "scale" or "offset" of blocks."""
+    """A field of `GgufFormat` of blocks."""
     form = GGUF_FORMATS[kind]
     decoded: torch.Tensor = getattr(form, part)(form.blocks(rows_OB))
     return decoded.contiguous()

@@ -24,7 +24,9 @@ def nvfp4_weight(name: str, linear: nn.Linear, *, codes: str, factor: str, divid
             bits=4,
             group_size=NVFP4_GROUP,
             codes=("low_nibble_first", codes),
-            scale=("divided_scales" if divides else "scaled_scales", scale, factor),
+            scale=scale,
+            scale_factor=("divisor_of_rows" if divides else "factor_of_rows", factor, scale),
+            plain_scale=("divided_scales" if divides else "scaled_scales", scale, factor),
             table="e2m1",
         ),
         tensors=(
@@ -48,6 +50,18 @@ def scaled_scales(scale_OG: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 def divided_scales(scale_OG: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     """compressed-tensors' NVFP4: float8 scales and `weight_global_scale`, one value. → float32 [O, G] (float64 of float64)"""
     return _wide(scale_OG) / _wide(divisor).reshape(1, 1)
+
+
+@weight_function("factor_of_rows")
+def factor_of_rows(factor: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
+    """`weight_scale_2` for each row. → float32 [O, 1] (float64 of float64)"""
+    return _wide(factor).reshape(1, 1).expand(scale_OG.shape[0], 1).contiguous()
+
+
+@weight_function("divisor_of_rows")
+def divisor_of_rows(divisor: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
+    """1 / `weight_global_scale` for each row. → float32 [O, 1] (float64 of float64)"""
+    return factor_of_rows(_wide(divisor).reciprocal(), scale_OG)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

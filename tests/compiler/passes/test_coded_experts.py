@@ -24,7 +24,9 @@ from tests.support.rewriting import KERNELS, check_verified, result_of, rewrite
 from tests.support.transformers_models import config_of
 
 QUICK = ("awq", "gptq-3-bits", "w8a16-channel", "nvfp4", "fp4-double")
-CODED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FORMATS if name != "llm-int8"]
+CODED = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FORMATS if name not in ("llm-int8", "gptq-act-order")
+]
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:
@@ -38,15 +40,15 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compile_and_serve.compiler.passes.quantize_experts.platform_of", lambda device: platform)
 
 
-def coded_weights(captured: CapturedGraph) -> list[tuple[str, dict[str, str], CodeFormat]]:
-    """Of each linear of experts: the parameter, the weights by argument ("", "_scale", …), and the format."""
+def coded_weights(captured: CapturedGraph) -> list[tuple[str, dict[str, str], CodeFormat | None]]:
+    """Of each linear of experts: the parameter, the weights by argument ("", "_scale", …), and the format (None: MXFP4)."""
     found = []
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         args = op_arguments(node)
-        for linear, form in zip(("gate_up", "down"), args["codes"].split("|"), strict=True):
+        for linear, form in zip(("gate_up", "down"), (args["codes"] or "|").split("|"), strict=True):
             names = {part: weight_of(args[f"{linear}{part}"]) for part in ("", "_scale", "_offset", "_factor")}
             kept = {part: name for part, name in names.items() if name is not None}
-            found.append((kept[""].rpartition(".codes")[0], kept, CodeFormat.of(form)))
+            found.append((kept[""].rsplit(".", 2)[0], kept, CodeFormat.of(form) if form else None))
     return found
 
 
@@ -65,6 +67,7 @@ def test_gpu_layout_holds_the_weights(name: str, size: int, monkeypatch: pytest.
     stored = [one for key, one in spec.quantized_weights.items() if "experts" in key]
     values = {tensor.name: tensor.example(0.05, generator) for one in stored for tensor in one.tensors}
     rank: Coordinates = ORIGIN if size == 1 else {"tensor": 1}
+    held = 0
     for parameter, names, form in coded_weights(captured):
         parts = {part: captured.weights[one].evaluate(values, coordinates=rank) for part, one in names.items()}
         expected = captured.weights[parameter].evaluate(values, coordinates=rank)
@@ -72,7 +75,12 @@ def test_gpu_layout_holds_the_weights(name: str, size: int, monkeypatch: pytest.
         linear = coded_linear.CodedLinear(
             parts[""], parts["_scale"], parts.get("_offset"), parts.get("_factor"), None, form, expected.shape[2]
         )
-        torch.testing.assert_close(dequantize(linear, torch.float32), expected, rtol=1e-6, atol=1e-7)
+        rtol = 5e-4 if "double" in name else 1e-6  # scales of doubly quantized weights get 16 bits
+        torch.testing.assert_close(dequantize(linear, torch.float32), expected, rtol=rtol, atol=1e-7)
+        held += sum(part.nbytes for part in parts.values())
+    texts = ("quant_state", "quant_map")  # large beside such small weights
+    in_file = sum(one.nbytes for key, one in values.items() if not any(text in key for text in texts)) / size
+    assert held <= (1.35 if "3-bits" in name else 1.05) * in_file  # codes of 3 bits are kept in 4
 
 
 @pytest.mark.parametrize(("name", "size"), [("awq", 2), ("nvfp4", 1)])

@@ -8,7 +8,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
+from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups, with_factors
 from compile_and_serve.models.quantization.gguf import GGUF_FORMATS
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
@@ -36,6 +36,8 @@ def test_dequantized_weights_equal_the_reference(kind: str) -> None:
     assert codes.shape == (5, 768)
     assert int(codes.max()) < 1 << form.bits
     offset = None if form.offset is None else form.offset(blocks)
-    out = dequantize_groups(codes, form.scale(blocks), offset, form.bits, form.group_size, torch.float32)
+    factors = tuple(one(blocks) for one in (form.scale_factor, form.offset_factor) if one is not None)
+    scale, offset = with_factors(form.scale(blocks), offset, factors)
+    out = dequantize_groups(codes, scale, offset, form.bits, form.group_size, torch.float32, table=form.table)
     expected = torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
     assert torch.equal(out, expected)

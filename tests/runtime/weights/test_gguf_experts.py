@@ -99,11 +99,10 @@ def test_another_family_has_other_names(tmp_path: Path) -> None:
         assert torch.equal(held(blocks)[name], tensor), name
 
 
-# The kernels' share of the file's bytes: scales of K kinds are in float32, and codes of 5 and 6 bits take 8.
-SHARES = {"Q4_0": 1.05, "Q8_0": 1.05, "Q4_K_M": 1.43}
+KEPT = ["Q8_0", "Q4_K_M", *(pytest.param(name, marks=pytest.mark.slow) for name in SAME if name not in ("Q8_0", "Q4_K"))]
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", KEPT)
 def test_compiled_experts_keep_their_codes(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", (SAME | MIXED)[name])
     spec = build_model(read_config(file), dtype=torch.float32)
@@ -114,4 +113,5 @@ def test_compiled_experts_keep_their_codes(name: str, tmp_path: Path) -> None:
     assert (row["matched"], row["near_misses"]) == (1, [])
     assert relative_error(logits(model), logits(load(file))) < 2e-3
     kept = sum(tensor.nbytes for key, tensor in model.weights.items() if "experts" in key)  # type: ignore[attr-defined]
-    assert kept <= SHARES[name] * stack_bytes(file)
+    print(name, "takes", round(kept / stack_bytes(file), 3), "of the file")
+    assert kept <= 1.05 * stack_bytes(file)

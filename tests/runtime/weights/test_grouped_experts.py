@@ -40,6 +40,7 @@ FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 FORMATS: dict[str, dict[str, Any]] = {
     "awq": AWQ,
     "gptq": GPTQ,
+    "gptq-act-order": GPTQ | {"desc_act": True},  # dequantized
     "gptq-3-bits": GPTQ | {"bits": 3},
     "gptq-v2-channel": GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1, "sym": True},
     "auto-round": {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "dynamic": None, "extra_config": KEPT},
@@ -87,7 +88,12 @@ def test_dequantized_experts_are_exact(name: str, family: str, request: pytest.F
             assert torch.equal(held[key], value), key
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-3-bits", "w4a16-zeros", "nvfp4", "nf4", "nf4-double", "llm-int8"])
+ON_CPU = ("awq", "gptq-3-bits", "nvfp4", "mxfp4", "nf4-double", "llm-int8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ON_CPU else pytest.mark.slow) for name in FORMATS if "act-order" not in name]
+)
 def test_compiled_experts_keep_their_codes(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write(plain, tmp_path, name)
     spec = build_model(read_config(quantized), dtype=torch.float32)
@@ -98,11 +104,12 @@ def test_compiled_experts_keep_their_codes(name: str, plain: Path, tmp_path: Pat
     row = next(row for row in model.report["passes"] if row["name"] == "quantize_experts")
     assert (row["matched"], row["near_misses"]) == (1, [])
     assert relative_error(logits(model), logits(load(dequantized))) < 2e-3
-    # The kernels keep scales of NVFP4 and NF4 in float32 for 32 inputs at most, and codes of 3 bits in 4.
-    if name in ("awq", "w4a16-zeros", "llm-int8"):
-        stored = sum(t.nbytes for key, t in load_file(quantized / "model.safetensors").items() if ".experts." in key)
-        held = sum(tensor.nbytes for key, tensor in model.weights.items() if "experts" in key)
-        assert held <= 1.05 * stored
+    # The texts of bitsandbytes' states are large beside such small weights.
+    tensors = load_file(quantized / "model.safetensors").items()
+    stored = sum(t.nbytes for key, t in tensors if ".experts." in key and "quant_state" not in key and "quant_map" not in key)
+    held = sum(tensor.nbytes for key, tensor in model.weights.items() if "experts" in key)  # type: ignore[attr-defined]
+    print(name, "takes", round(held / stored, 3), "of the file")
+    assert held <= (1.35 if "3-bits" in name else 1.05) * stored  # codes of 3 bits are kept in 4
 
 
 @pytest.mark.parametrize("name", ["nf4", "llm-int8"])
@@ -116,10 +123,8 @@ def test_experts_that_bitsandbytes_left_alone_are_found(name: str, plain: Path, 
     assert torch.equal(logits(found), logits(load(dequantized)))
 
 
-def test_experts_in_part_or_with_act_order_are_one_sentence(plain: Path, tmp_path: Path) -> None:
-    config = {**read_config(plain), "quantization_config": GPTQ | {"desc_act": True}}
-    with pytest.raises(ModelConfigError, match="is quantized with act-order, which is not supported for experts"):
-        build_model(config, dtype=torch.float32)
+def test_experts_in_part_are_one_sentence(plain: Path) -> None:
+    config = {**read_config(plain)}
     config["quantization_config"] = AWQ | {"modules_to_not_convert": ["mlp.gate", "experts.1.up_proj"]}
     with pytest.raises(ModelConfigError, match="only some of the experts' matrices of .*gate_up_proj: expected all or none"):
         build_model(config, dtype=torch.float32)
