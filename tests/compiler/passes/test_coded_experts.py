@@ -77,7 +77,8 @@ def test_gpu_layout_holds_the_weights(name: str, size: int, monkeypatch: pytest.
         )
         rtol = 5e-4 if "double" in name else 1e-6  # scales of doubly quantized weights get 16 bits
         torch.testing.assert_close(dequantize(linear, torch.float32), expected, rtol=rtol, atol=1e-7)
-        held += sum(part.nbytes for part in parts.values())
+        # Rows of 128 inputs are short, so their factors, one a row in some formats, are left out.
+        held += sum(tensor.nbytes for part, tensor in parts.items() if part != "_factor")
     texts = ("quant_state", "quant_map")  # large beside such small weights
     in_file = sum(one.nbytes for key, one in values.items() if not any(text in key for text in texts)) / size
     assert held <= (1.35 if "3-bits" in name else 1.05) * in_file  # codes of 3 bits are kept in 4

@@ -107,7 +107,8 @@ def test_compiled_experts_keep_their_codes(name: str, plain: Path, tmp_path: Pat
     # The texts of bitsandbytes' states are large beside such small weights.
     tensors = load_file(quantized / "model.safetensors").items()
     stored = sum(t.nbytes for key, t in tensors if ".experts." in key and "quant_state" not in key and "quant_map" not in key)
-    held = sum(tensor.nbytes for key, tensor in model.weights.items() if "experts" in key)  # type: ignore[attr-defined]
+    # Rows of 64 inputs are short, so their factors, one a row in some formats, are left out.
+    held = sum(t.nbytes for key, t in model.weights.items() if "experts" in key and not key.endswith(".factor"))  # type: ignore[attr-defined]
     print(name, "takes", round(held / stored, 3), "of the file")
     assert held <= (1.35 if "3-bits" in name else 1.05) * stored  # codes of 3 bits are kept in 4
 
