@@ -30,7 +30,7 @@ CODED = [
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:
-    sizes = EXPERTS["Qwen3MoeForCausalLM"] | {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 128} | changes
+    sizes = EXPERTS["Qwen3MoeForCausalLM"] | {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 256} | changes
     return build_model(config_of("Qwen3MoeForCausalLM", **sizes, quantization_config=FORMATS[name]), dtype=torch.float32)
 
 
