@@ -60,6 +60,17 @@ def test_tokens_and_logits_are_those_of_transformers(checkpoint: Checkpoint) -> 
     core.shutdown()
 
 
+def test_preemption_changes_no_token(checkpoint: Checkpoint) -> None:
+    """A cache of so few blocks that requests with audio lose theirs."""
+    prompts: dict[str, Sounds] = {f"{name} {again}": parts for again in range(2) for name, parts in PROMPTS.items()}
+    longest = max(len(hearing_request(name, parts, checkpoint.processor)[0].prompt_token_ids) for name, parts in prompts.items())
+    length = longest + 28
+    core = checkpoint.engine(num_kv_blocks=length // 4 + 8, max_model_len=length)
+    checkpoint.check(core, prompts)
+    assert core._scheduler.stats().num_preemptions > 0
+    core.shutdown()
+
+
 def test_prefixes_end_where_audio_differs(checkpoint: Checkpoint) -> None:
     core = checkpoint.engine()
     turn: Sounds = [TEXT[2], 0.7, TEXT[1]]

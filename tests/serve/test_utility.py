@@ -199,8 +199,8 @@ async def test_examples_of_the_documentation_work(server: Server, start_server: 
     tried = 0
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            if "requestBody" not in operation:
-                continue
+            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
+                continue  # forms have files: test_transcriptions sends them
             reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
             [example] = schema["components"]["schemas"][reference.rsplit("/", 1)[1]]["examples"]
             if path == "/detokenize":  # the example's ids exceed the test vocabulary
