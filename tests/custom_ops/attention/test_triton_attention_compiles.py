@@ -32,7 +32,7 @@ ATTENTION = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 
              "BLOCK_H": 32, "BLOCK_K": 8, "WRITE_Q": True, "WRITE_K": False, "HAS_Q_NORM": False, "HAS_K_NORM": False,
              "HAS_ROPE": True, "PDL": True, "q_norm_ptr": None, "k_norm_ptr": None, "k_out_ptr": None,
              "WINDOW": 0, "CHUNKED": False, "HAS_CAP": False, "HAS_SINKS": False, "HAS_ALIBI": False, "sinks_ptr": None,
-             "slopes_ptr": None, "IS_CAUSAL": True, "RESIDENT": 1}
+             "slopes_ptr": None, "HAS_AHEAD": False, "ahead_ptr": None, "IS_CAUSAL": True, "RESIDENT": 1}
 GEMMA = {"NUM_HEADS": 8, "NUM_KV_HEADS": 4, "HEAD_DIM": 256, "BLOCK_R": 128, "BLOCK_E": 256, "WINDOW": 1024, "HAS_CAP": True,
          "HAS_SINKS": True, "HAS_ALIBI": True, "sinks_ptr": "", "slopes_ptr": ""}
 SAMPLING = {"CHUNK": 8192, "CHUNKS": 16, "STEP": 2048, "BLOCK": 128, "BLOCK_J": 16, "BLOCKS": 1024, "CANDIDATES": 1024, "KEY_BITS": 16,
@@ -77,6 +77,8 @@ for num_seqs in (1, 64, 256):
 for chunked in (False, True):
     constants = {"BLOCK_Q": 64, "BLOCK_C": 32, "STAGES": 2, "SKIP_SINGLE": False, "CHUNKED": chunked}
     found[f"window prefill {chunked}"] = shared(_prefill_kernel, every | constants, 4, bf16)
+ahead = {key: value for key, value in (every | constants).items() if key != "ahead_ptr"} | {"HAS_AHEAD": True}
+found["ahead prefill"] = shared(_prefill_kernel, ahead, 4, bf16 | {"ahead_ptr": "*i32"})
 nothing = {n: None for n in ("temperature_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "block_max_ptr")}
 found["greedy"] = shared(_draw_kernel, SAMPLING | nothing | {"GREEDY": True}, 8, {"rank_ptr": "*u64"})
 found["draw"] = shared(_draw_kernel, SAMPLING | {"GREEDY": False}, 8, {"rank_ptr": "*u64"})
@@ -96,5 +98,5 @@ print(json.dumps(found))
 
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
-    assert len(shared) == 22
+    assert len(shared) == 23
     assert max(shared.values()) <= LARGEST_SHARED
