@@ -3,7 +3,8 @@
     python -m benchmarks.speculation cpu [--model smollm2-135m] [--methods ngram suffix] [--tasks copy chat] [--repeats 5] [--threads 2]
     python -m benchmarks.speculation gpu MODEL_DIR [--methods ngram eagle3] [--tokens 4] [--batches 1 4 16 64] [--rate 0.8] [--profile]
 
-cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, rename in a program, quote a text), and free chat. The same
+cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, rename in a program, quote a text), free chat, and
+    questions of which the head of eagle3, which belongs to smollm2-135m, has not learned the answers. The same
     prompts run with and without speculation, one after another in turns, so that a change of the machine's load meets both. `ratio` is
     the median over the repeats of tokens per second with, divided by without. `equal`: whether all tokens were equal.
 gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are accepted with a given probability (0.8: 3.36 tokens a step for 4
@@ -83,6 +84,7 @@ def tasks() -> dict[str, list[str]]:
         "edit": [f"Here is a program:\n\n```python\n{PROGRAM}```\n\nWrite the same program again with the class named Wallet."],
         "quote": [f"{paragraph[:900]}\n\nQuote the first four sentences of this text exactly." for paragraph in paragraphs],
         "chat": CHAT,
+        "questions": (ROOT / "benchmarks/texts/questions.txt").read_text().splitlines()[::10],
     }
 
 
@@ -101,6 +103,8 @@ def run_cpu(args: argparse.Namespace) -> None:
         drafts: dict[str, Any] = {"method": method}
         if args.tokens is not None:
             drafts["num_speculative_tokens"] = args.tokens
+        if method == "eagle3":
+            drafts["model"] = str(ROOT / "tests/support/smollm2_eagle3")
         if method == "suffix":  # the repeats must not find the answers of those before them
             drafts["suffix_decoding_max_cached_requests"] = 0
         with LLM(args.model, **options) as plain, LLM(args.model, speculative_config=drafts, **options) as drafting:

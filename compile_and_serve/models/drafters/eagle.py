@@ -9,6 +9,7 @@ reads its own output at i in place of the hidden state of token i + 1, which the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,9 +141,10 @@ def eagle(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tu
 
 def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype) -> DrafterSpec:
     """An EAGLE-3 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
-    if tensors and not any("midlayer." in name for name in tensors):
+    if tensors and not any("midlayer." in name or "hidden_norm." in name for name in tensors):
         raise ModelConfigError(
-            "The drafter has no tensors of an EAGLE-3 head (midlayer.…): use the method eagle for an EAGLE-1 head, or another drafter."
+            "The drafter has no tensors of an EAGLE-3 head (midlayer.…, hidden_norm): use the method eagle for an EAGLE-1 head, or another "
+            "drafter."
         )
     config = {**config, "num_hidden_layers": 1, "tie_word_embeddings": False}
     decoder, num_layers = DecoderConfig.from_dict(config), num_layers_of(target)
@@ -160,6 +162,10 @@ def eagle3(config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, t
     plan = {name.replace("model.layers.*", "model.midlayer"): style for name, style in DECODER_TP_PLAN.items()}
     model = partial(Eagle3Model, decoder, norm_before_residual)
     spec = decoder_spec(lambda: EagleForCausalLM(model(), decoder, draft_vocab_size), decoder, config, dtype, tp_plan=plan)
+    # `speculators` writes the layer as the first of a list.
+    parameters = [name for name, _ in spec.module.named_parameters() if "midlayer." in name]
+    listed = {name.replace("model.midlayer.", f"{prefix}layers.0."): name for name in parameters for prefix in ("", "model.")}
+    spec = replace(spec, weight_map={**listed, **spec.weight_map})
     return DrafterSpec(
         spec=with_stored_weights(reads_hidden_states(spec, decoder.hidden_size, dtype)),
         target=with_hidden_states(checked_target(target), _eagle3_taps(config, num_layers)),

@@ -28,8 +28,11 @@ def parse_speculative_config(given: Mapping[str, Any] | str | None) -> Speculati
     unknown = [str(key) for key in given if key not in known]
     if unknown:
         raise ValueError(f"speculative_config has no key {', '.join(unknown):.200}: known are {', '.join(known)}.")
-    method: Any = given.get("method")
     methods = known_methods()
+    method: Any = given.get("method")
+    if method is None and isinstance(given.get("model"), str):
+        method = _method_of_model(given["model"])
+        given = {**given, "method": method}
     if not isinstance(method, str) or method not in methods:
         raise ValueError(f"speculative_config: method must be one of {', '.join(methods)}, got {method!r:.200}.")
     if given.get("num_speculative_tokens") is None:
@@ -37,6 +40,12 @@ def parse_speculative_config(given: Mapping[str, Any] | str | None) -> Speculati
     config = SpeculativeConfig(**given)
     _check(config)
     return config
+
+
+def _method_of_model(model: str) -> str:
+    """The method of a drafter that is given without one: what its name says, as in vLLM; else it is a draft model."""
+    name = model.lower().replace("-", "").replace("_", "")
+    return next((method for method in ("eagle3", "eagle", "medusa", "dflash") if method in name), "draft_model")
 
 
 def _check(config: SpeculativeConfig) -> None:

@@ -26,7 +26,9 @@ def open_drafter(path: Path) -> Checkpoint:
 def drafter_config(config: EngineConfig) -> dict[str, Any]:
     """The config.json of the model that `speculative_config` names."""
     assert config.drafter_path is not None
-    return read_config(config.drafter_path, is_whole=False)
+    given = read_config(config.drafter_path, is_whole=False)
+    inner = given.get("transformer_layer_config")  # as the package `speculators` writes it
+    return given if not isinstance(inner, dict) else {**inner, **{name: value for name, value in given.items() if value is not None}}
 
 
 def drafter_shapes(config: EngineConfig) -> Mapping[str, tuple[int, ...]]:
