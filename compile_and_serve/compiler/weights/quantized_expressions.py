@@ -179,7 +179,8 @@ def _grouped_columns(
     size = gcd(width, whole.group_size)
     if size < whole.group_size and size % 32:
         raise CannotQuantizeError(f"a rank has {width} inputs, which divide groups of {whole.group_size} too finely")
-    groups, taken = _shape(whole.scale, weights)[-1], {}
+    groups = _shape(whole.scale, weights)[-1]
+    taken: dict[str, Any] = {}
     for name in ("scale", "offset", "plain_scale", "scale_factor", "offset_factor"):
         one = getattr(whole, name)
         if one is None or (count := _shape(one, weights)[-1]) == 1:  # a factor of the whole row

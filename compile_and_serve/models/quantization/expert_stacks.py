@@ -101,8 +101,8 @@ def _stacked(parameter: str, parts: Mapping[str, TensorPart], stored: Mapping[st
         blocks = ("mxfp4_blocks", of_all(one.codes[1]))
         return QuantizedWeight(parts=Mxfp4Parts(codes=blocks, scale=of_all(one.scale[1])), tensors=tuple(tensors), unused=unused)
     fields = ("codes", "scale", "offset", "scale_factor", "offset_factor", "plain_scale")
-    whole = replace(one, **{name: of_all(getattr(one, name)) for name in fields})
-    return QuantizedWeight(parts=whole, tensors=tuple(tensors), unused=unused)
+    of_every: dict[str, Any] = {name: of_all(getattr(one, name)) for name in fields}
+    return QuantizedWeight(parts=replace(one, **of_every), tensors=tuple(tensors), unused=unused)
 
 
 @weight_function("mxfp4_blocks")
