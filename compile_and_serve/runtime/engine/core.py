@@ -26,11 +26,10 @@ from compile_and_serve.runtime.engine.data_groups import DataGroups, MovedReques
 from compile_and_serve.runtime.engine.elastic import Elastic
 from compile_and_serve.runtime.engine.expert_balance import ExpertBalancer
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
-from compile_and_serve.runtime.engine.schedulers import data_groups, make_schedulers, publish_events
+from compile_and_serve.runtime.engine.schedulers import data_groups, engine_info, make_schedulers, publish_events
 from compile_and_serve.runtime.ledger.records import Preparation
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
-    EngineInfo,
     EngineRequest,
     EngineStats,
     ErrorKind,
@@ -125,6 +124,7 @@ class EngineCore:
         if options.request_ledger and self._steps is None:
             weights = found.compile_report.get("loaded_bytes", 0)
             self._steps = StepLedger(weight_bytes=int(weights), page_bytes=found.page_bytes)
+<<<<<<< HEAD
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
             vocab_size=found.vocab_size,
@@ -142,6 +142,9 @@ class EngineCore:
             kv_transfer=transfer_info(self.config, found.dtype),
             max_logprobs=config.model.max_logprobs,
         )
+=======
+        self.info = engine_info(self.config, cache, found, self._scheduler)
+>>>>>>> 84a5bb75 (What clients are told is made beside the schedulers)
 
     def replace_ranks(self, config: EngineConfig, start: Callable[[], Executor]) -> None:
         """End the ranks, and go on with the unfinished requests on those that `start` brings then. No step may be in flight. If `start`
