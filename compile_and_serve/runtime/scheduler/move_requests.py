@@ -33,6 +33,7 @@ def adopt(scheduler: Scheduler, request: Request, tenant: Tenant) -> RequestOutp
         return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
     request.max_total_tokens = min(request.max_total_tokens, scheduler.max_len)
     request.decode_end = request.max_total_tokens - 1
+    request.end_len = min(request.end_len, request.max_total_tokens)
     request.key = (*request.key[:-1], float(next(scheduler._numbers)))
     if request.adapter is not None:
         scheduler.adapter_slots.num_unfinished[request.adapter] += 1
