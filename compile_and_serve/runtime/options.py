@@ -181,6 +181,7 @@ def _check_data_groups(config: EngineConfig) -> None:
     }
     elastic = {
         "enable_lora": config.enable_lora,
+        "kv_transfer_config": config.kv_transfer is not None,
         "distributed_executor_backend 'ray'": parallel.executor == "ray",
         "data_parallel_size without enable_expert_parallel": parallel.data_parallel_size > 1,
     }

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.connector.handover.engine_side import note_seed, transfer_info, with_handover
+from compile_and_serve.runtime.connector.handover.engine_side import note_seed, with_handover
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.engine.adapters import Adapters
@@ -40,8 +40,7 @@ from compile_and_serve.runtime.messages import (
     UtilityOptions,
     ignore_stage,
 )
-from compile_and_serve.runtime.sampling.checks import verify_token_ids
-from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.sampling.checks import verify_token_ids, with_vocabulary
 from compile_and_serve.runtime.scheduler.canary import Canary
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
@@ -124,27 +123,7 @@ class EngineCore:
         if options.request_ledger and self._steps is None:
             weights = found.compile_report.get("loaded_bytes", 0)
             self._steps = StepLedger(weight_bytes=int(weights), page_bytes=found.page_bytes)
-<<<<<<< HEAD
-        self.info = EngineInfo(
-            max_model_len=found.max_model_len,
-            vocab_size=found.vocab_size,
-            num_kv_blocks=found.num_blocks * len(schedulers),
-            block_size=config.cache.block_size,
-            dtype=found.dtype,
-            device=found.device,
-            max_running=self._scheduler.max_num_seqs,
-            max_sequence_len=self._scheduler.max_len,
-            prefix_caching=cache.enable_prefix_caching,
-            max_in_flight=None if options.max_in_flight is None else options.max_in_flight * len(schedulers),
-            compile_report=found.compile_report,
-            pooling=found.pooling,
-            media=found.media,
-            kv_transfer=transfer_info(self.config, found.dtype),
-            max_logprobs=config.model.max_logprobs,
-        )
-=======
         self.info = engine_info(self.config, cache, found, self._scheduler)
->>>>>>> 84a5bb75 (What clients are told is made beside the schedulers)
 
     def replace_ranks(self, config: EngineConfig, start: Callable[[], Executor]) -> None:
         """End the ranks, and go on with the unfinished requests on those that `start` brings then. No step may be in flight. If `start`
@@ -193,7 +172,7 @@ class EngineCore:
             chosen = msgspec.structs.replace(request.pooling, pooling=self.info.pooling.pooling)
             request = msgspec.structs.replace(request, pooling=chosen)
         params.verify()
-        params = _with_vocabulary(params, vocab_size)
+        params = with_vocabulary(params, vocab_size)
         request = msgspec.structs.replace(request, sampling_params=params)
         verify_token_ids(params, request.stop_token_ids, vocab_size)
         prompt = request.prompt_token_ids
@@ -514,13 +493,3 @@ class EngineCore:
         if self._handovers is not None:
             self._handovers.close()
         self.executor.shutdown()
-
-
-def _with_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """`params` with the number of tokens in place of -1 log-probabilities."""
-    changes = {
-        name: vocab_size
-        for name in ("logprobs", "prompt_logprobs")
-        if (value := getattr(params, name)) is not None and not 0 <= value <= vocab_size
-    }
-    return msgspec.structs.replace(params, **changes) if changes else params

@@ -6,6 +6,7 @@ import logging
 
 from compile_and_serve.runtime.config import CacheConfig, EngineConfig
 from compile_and_serve.runtime.connector.configured import configured_connector
+from compile_and_serve.runtime.connector.handover.engine_side import transfer_info
 from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.engine.data_groups import DataGroups
 from compile_and_serve.runtime.engine.router import Router
@@ -103,5 +104,6 @@ def engine_info(config: EngineConfig, cache: CacheConfig, found: WorkerInfo, sch
         compile_report=found.compile_report,
         pooling=found.pooling,
         media=found.media,
+        kv_transfer=transfer_info(config, found.dtype),
         max_logprobs=config.model.max_logprobs,
     )
