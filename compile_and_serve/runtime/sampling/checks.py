@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from compile_and_serve.runtime.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORD_TOKENS, SamplingParams, SamplingParamsError
 
 _SHOWN = 20  # wrong ids that a message names
