@@ -1,6 +1,6 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
-    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--pp N] [--quick] [--out FILE]
+    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--ep] [--dp N] [--pp N] [--quick] [--out FILE]
                              [--work startup,load,decode,prefill,mixed,long,contexts,samples,profile] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
@@ -19,8 +19,9 @@ load (not by default): the requests of `mixed`, three times from the moment that
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens. `decodes`: the steps of decodes alone, by batch size.
     `bubble`: with `--pp`, the share of the time in which the last stage waits for the one before.
-long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of each; with `--max-model-len 32768`. `prompt_tok_s` is of
-    all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
+long (not by default): 16 prompts of 24000 tokens at once, or those of `--long`, then 128 tokens of each; with `--max-model-len 32768`.
+    `prompt_tok_s` is of all prompts with one token each; `step_ms` and `tok_s` are of the time that 128 further tokens take; the rest is of
+    the steps in which all prompts' sequences decode, as for decode.
 contexts (not by default): decode steps over prompts of `--contexts` tokens, for each of `--batches` up to 32 that fits into the KV cache
     and `--max-model-len` (take 131072, and `--kv-cache-dtype fp8` for larger batches). `step_ms`: the median from the end of a step to
     the end of the next. `read_gb`, `bandwidth`: as of decode. The rows follow once more as a table. For dense models on one rank.
@@ -124,6 +125,7 @@ class Bench:
             "eager": self.args.eager,
             "tp": self.args.tp,
             "pp": self.args.pp,
+            "dp": self.args.dp,
             "label": self.args.label,
             **row,
             **environment(),
@@ -279,19 +281,21 @@ class Bench:
     def long(self) -> None:
         from benchmarks.gpu_timing import StepTimes
 
-        count, context, new = 16, 24000, 128
+        (count, context), new = self.args.long, 128
         self.generate(self.prompts(2, context), [1, 1])
         one = self.generate(self.prompts(count, context), [1] * count)[0]
-        with StepTimes(self.executor) as times:
+        with nullcontext() if self.worker is None else StepTimes(self.executor) as times:
             many = self.generate(self.prompts(count, context), [new + 1] * count)[0]
         self.emit(
             work="long",
             n=count,
             prompt=context,
             s=round(many, 3),
+            step_ms=round((many - one) / new * 1e3, 3),
+            tok_s=round(count * new / (many - one), 1),
             prompt_tok_s=round(count * context / one, 1),
             total_tok_s=round(count * (context + new + 1) / many, 1),
-            **times.of_decodes(count),
+            **({} if times is None else times.of_decodes(count)),
         )
 
     def contexts(self) -> None:
@@ -370,6 +374,9 @@ def main() -> None:
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=[4096, 16384, 65536, 130000])
+    parser.add_argument(
+        "--long", type=lambda text: tuple(int(part) for part in text.split(",")), default=(16, 24000), help="of long: prompts, their tokens"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--label", default="")

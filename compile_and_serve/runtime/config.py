@@ -363,6 +363,9 @@ class ParallelConfig:
     master_key_file: Path | None = _parallel_option(
         None, "File with a secret that all hosts share, at least 16 bytes. Several hosts need it.", flag_type=str
     )
+    enable_elastic_ep: bool = _parallel_option(
+        False, "Let the number of data-parallel groups that share experts be changed while serving, by /scale_elastic_ep."
+    )
     disable_custom_all_reduce: bool = _parallel_option(False, "Use NCCL for all-reduces even if the ranks can access each other's memory.")
 
 

@@ -91,6 +91,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
 
 def _with_data_groups(config: EngineConfig) -> EngineConfig:
     """With experts spread over ranks, data_parallel_size is the number of groups of one engine, not of replicas."""
+    if config.parallel.enable_elastic_ep and config.parallel.executor is None:  # also a single rank may end, so it is a process
+        config = replace(config, parallel=replace(config.parallel, executor="mp"))
     size = config.parallel.data_parallel_size
     if not config.compile.enable_expert_parallel or size == 1:
         return config
@@ -177,6 +179,14 @@ def _check_data_groups(config: EngineConfig) -> None:
         "verify_state": config.verify_state,
         "runner 'pooling'": config.model.runner == "pooling",
     }
+    elastic = {
+        "enable_lora": config.enable_lora,
+        "kv_transfer_config": config.kv_transfer is not None,
+        "distributed_executor_backend 'ray'": parallel.executor == "ray",
+        "data_parallel_size without enable_expert_parallel": parallel.data_parallel_size > 1,
+    }
+    if parallel.enable_elastic_ep and (refused := [name for name, is_given in (given | elastic).items() if is_given]):
+        raise ValueError(f"enable_elastic_ep does not go with {refused[0]}: leave one of them out.")
     wrong = [name for name, is_given in given.items() if is_given]
     if groups > 1 and wrong:
         raise ValueError(f"Data-parallel attention over {groups} groups of ranks does not go with {wrong[0]}: leave one of them out.")

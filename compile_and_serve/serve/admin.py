@@ -25,6 +25,8 @@ ADMIN_PATHS = frozenset(
         "/wake_up",
         "/is_sleeping",
         "/reset_prefix_cache",
+        "/scale_elastic_ep",
+        "/is_scaling_elastic_ep",
         "/server_info",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",

@@ -45,6 +45,7 @@ from compile_and_serve.serve.routers import (
     audio,
     chat,
     completions,
+    elastic,
     health,
     information,
     invocations,
@@ -173,6 +174,7 @@ def create_app(
     if settings.admin_routes:
         app.include_router(information.admin_router)
         app.include_router(sleep.router)
+        app.include_router(elastic.router)
         app.include_router(live.router)
     if settings.profile_dir is not None:
         app.include_router(profile.router)

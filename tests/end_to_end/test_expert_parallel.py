@@ -5,6 +5,7 @@ Pieces are not compiled, for compiling is not the subject.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.expert_balance import measure, write_skewed
+from compile_and_serve.custom_ops.mesh import EXPERT
 from compile_and_serve.runtime.engine.core import EngineCore
 from tests.support.all_families import write_family
 from tests.support.engines import request, run_requests, tiny_config, tokens_of
@@ -70,3 +72,33 @@ def test_ranks_with_experts_of_their_own_say_what_one_rank_says(architecture: st
         meshes += [{"tensor_parallel_size": 4}, {"data_parallel_size": 2, "tensor_parallel_size": 2}]
     for mesh in meshes:
         assert run(folder, **mesh, enable_expert_parallel=True, **options) == expected, mesh
+
+
+@pytest.mark.slow
+def test_ranks_join_and_leave(tmp_path: Path) -> None:
+    """Experts are spread anew each time, while requests run."""
+    folder = write_family(tmp_path / "model", "Qwen2MoeForCausalLM")
+    options: dict[str, Any] = {"load_format": "auto", "enforce_eager": False, "use_cache": False, "block_size": 16, "num_kv_blocks": 64}
+    requests = [
+        request(f"r{i}", [(i * 131 + at * at * 7) % 317 + 3 for at in range(9 + 8 * i)], max_tokens=40, ignore_eos=True) for i in range(4)
+    ]
+    expected = tokens_of(run_requests(EngineCore(tiny_config(folder, **options)), requests))
+    core = EngineCore(tiny_config(folder, **options, enable_expert_parallel=True, enable_elastic_ep=True))
+    try:
+        assert core.elastic is not None
+        for size in (2, 1):
+            found: dict[str, list[int]] = {one.request_id: [] for one in requests}
+            for one in requests:
+                core.add_request(one)
+            done = core.elastic.scale(size)
+            while core.has_work() or not done.done():
+                if not core.elastic.holds_steps and not done.done() and any(len(tokens) > 20 for tokens in found.values()):
+                    time.sleep(0.05)  # so that requests are left when the new ranks join
+                    continue
+                for output in core.step().outputs:
+                    found[output.request_id] += output.new_token_ids
+            done.result()
+            assert core.executor.mesh.of_axis(EXPERT) == size
+            assert found == expected
+    finally:
+        core.shutdown()

@@ -37,7 +37,7 @@ ENGINE_FLAGS = {
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp",
     "--kv-offloading-size", "--kv-offload-dir", "--kv-offload-dir-size", "--pipeline-parallel-size", "-pp", "--enable-expert-parallel",
-    "-ep", "--enable-eplb", "--eplb-config", "--num-redundant-experts",
+    "-ep", "--enable-eplb", "--eplb-config", "--num-redundant-experts", "--enable-elastic-ep",
     "--pipeline-parallel-layers", "--data-parallel-size", "-dp", "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port",
     "--master-key-file",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",

@@ -93,7 +93,7 @@ class FakeStep:
 class Worker:
     """Has room for 100 - 10 · rank blocks. `padded_tokens` of its stats is the number of blocks that it was given."""
 
-    def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None]) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None], **_: object) -> None:
         self._orders = json.loads((config.model.path / ORDERS).read_text())
         self._rank, self._replica = rank.index, config.parallel.data_parallel_rank
         self.runner = None

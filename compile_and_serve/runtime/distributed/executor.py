@@ -36,7 +36,11 @@ def report_shared_stages(on_stage: StageCallback, who: str) -> StageCallback:
 
 
 class RankFailedError(RuntimeError):
-    """A rank is gone or its step failed. The message is one sentence that names the rank."""
+    """A rank is gone or its step failed. The message is one sentence that names the rank. rank: its number; None: of several."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class StepHandle(Protocol):

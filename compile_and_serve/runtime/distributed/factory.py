@@ -8,7 +8,7 @@ from compile_and_serve.runtime.distributed.hosts import HostRanks
 from compile_and_serve.runtime.distributed.local_ranks import LocalRanks
 from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor
 from compile_and_serve.runtime.distributed.ray_ranks import RayRanks
-from compile_and_serve.runtime.messages import StageCallback
+from compile_and_serve.runtime.messages import StageCallback, ignore_stage
 
 
 def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
@@ -26,5 +26,13 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
         return DistributedExecutor(config, RayRanks(config), on_stage)
     if parallel.num_hosts > 1:
         return DistributedExecutor(config, HostRanks(config), on_stage)
-    host = LocalRanks(config.device, parallel.data_parallel_rank * config.mesh.size, config.compile.work_dir)
-    return DistributedExecutor(config, host, on_stage)
+    return DistributedExecutor(config, _local_ranks(config), on_stage)
+
+
+def stage_executor(config: EngineConfig, num_before: int) -> DistributedExecutor:
+    """Start ranks beside `num_before` ranks that they are to replace, up to where they must join: see `DistributedExecutor`."""
+    return DistributedExecutor(config, _local_ranks(config), ignore_stage, num_before=num_before)
+
+
+def _local_ranks(config: EngineConfig) -> LocalRanks:
+    return LocalRanks(config.device, config.parallel.data_parallel_rank * config.mesh.size, config.compile.work_dir)

@@ -30,6 +30,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     DropAdapter,
     FromRank,
     IdleTaskDone,
+    JoinRanks,
     LoadAdapter,
     ProfileRank,
     ProgressReport,
@@ -37,6 +38,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     RankLoaded,
     RankReady,
     RankStage,
+    RankStaged,
     RunIdleTask,
     RunStep,
     SleepChanged,
@@ -64,7 +66,7 @@ _POLL_MS = 100
 _STOP_SECONDS = 5.0
 _REPORTS = 6  # progress reports of a rank within that time
 
-Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleTaskDone, SleepChanged)
+Message = TypeVar("Message", RankStaged, RankLoaded, RankReady, StepDone, IdleTaskDone, SleepChanged)
 
 
 class RankHost(Protocol):
@@ -136,9 +138,20 @@ class DistributedExecutor:
 
     on_stage: reports the start-up of rank 0. stuck_seconds: how long a step may go without any rank making progress.
     Construction raises `ValueError` (wrong options or files) or `RankFailedError`; the message names the rank.
+
+    num_before: ranks of an engine that is to be replaced; they still run and hold the first devices. The ranks then do what they can beside
+    these, and `join` does the rest, once these have ended. None: there is none, and `join` need not be called.
     """
 
-    def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback, *, stuck_seconds: float = STUCK_SECONDS) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: RankHost,
+        on_stage: StageCallback,
+        *,
+        stuck_seconds: float = STUCK_SECONDS,
+        num_before: int | None = None,
+    ) -> None:
         self.mesh = config.mesh
         self._host = host
         self._stuck_seconds = stuck_seconds
@@ -157,23 +170,42 @@ class DistributedExecutor:
         self._last_progress = 0.0  # by `_clock`
         self._last_poll = 0.0  # by the system's clock
         self._commands: list[zmq.Socket[bytes]] = []
+        self._config = config
         try:
-            host.launch(self._bootstraps(config))
-            loaded = [self._receive(RankLoaded) for _ in range(self.mesh.size)]
-            num_blocks = min(message.info.num_blocks for message in loaded)
-            if any(message.info.groups != loaded[0].info.groups for message in loaded):
-                raise ValueError("The stages of the model keep different state: each must have the same state groups as the others.")
-            self._broadcast(StartRank(num_blocks))
-            for _ in range(self.mesh.size):
-                self._receive(RankReady)
+            host.launch(self._bootstraps(config, num_before))
+            if num_before is not None:
+                for _ in range(self.mesh.size):
+                    self._receive(RankStaged)
+            else:
+                self._take_in()
         except BaseException:
             self._has_failed = True
             self.shutdown()
             raise
+
+    def join(self) -> None:
+        """Let staged ranks join and warm up. Raises as the construction does."""
+        try:
+            self._broadcast(JoinRanks())
+            self._take_in()
+        except BaseException:
+            self._has_failed = True
+            self.shutdown()
+            raise
+
+    def _take_in(self) -> None:
+        """Agree on the number of KV blocks, and wait until every rank has warmed up."""
+        loaded = [self._receive(RankLoaded) for _ in range(self.mesh.size)]
+        num_blocks = min(message.info.num_blocks for message in loaded)
+        if any(message.info.groups != loaded[0].info.groups for message in loaded):
+            raise ValueError("The stages of the model keep different state: each must have the same state groups as the others.")
+        self._broadcast(StartRank(num_blocks))
+        for _ in range(self.mesh.size):
+            self._receive(RankReady)
         answering = next(message.info for message in loaded if message.rank == self.mesh.answering_rank)
         self.info = msgspec.structs.replace(answering, num_blocks=num_blocks)
         self._has_idle_tasks = answering.has_idle_tasks
-        self._grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), answering.vocab_size)
+        self._grammars = GrammarCompiler(lambda: load_model_tokenizer(self._config.model), answering.vocab_size)
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""
@@ -281,7 +313,7 @@ class DistributedExecutor:
             self._host.keys.close()
         self._context.destroy(linger=0)
 
-    def _bootstraps(self, config: EngineConfig) -> list[RankBootstrap]:
+    def _bootstraps(self, config: EngineConfig, num_before: int | None) -> list[RankBootstrap]:
         """Bind one socket for each rank's commands and one for all answers."""
         host = self._host
         if host.keys is not None:
@@ -312,6 +344,8 @@ class DistributedExecutor:
                     report_seconds=self._stuck_seconds / _REPORTS,
                     keys=None if host.keys is None else host.keys.ranks,
                     log_format=current_format(),
+                    is_staged=num_before is not None,
+                    device_is_taken=index < (num_before or 0),
                 )
             )
         return bootstraps
@@ -436,11 +470,11 @@ class DistributedExecutor:
                 break
         if silent:
             rank = min(silent)
-            raise RankFailedError(f"Rank {rank} of {self.mesh.size} {ended[rank]}.")
+            raise RankFailedError(f"Rank {rank} of {self.mesh.size} {ended[rank]}.", rank)
         first = failures[0]
         if first.is_user_error:
             raise ValueError(f"Rank {first.rank} of {self.mesh.size}: {first.reason}")
-        raise RankFailedError(f"Rank {first.rank} of {self.mesh.size} {first.reason}")
+        raise RankFailedError(f"Rank {first.rank} of {self.mesh.size} {first.reason}", first.rank)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -15,6 +15,10 @@ class StartRank(msgspec.Struct, tag="start"):
     num_blocks: int
 
 
+class JoinRanks(msgspec.Struct, tag="join"):
+    """All ranks are staged, and those of before are gone: load what is not loaded, and join the others."""
+
+
 class RunStep(msgspec.Struct, tag="step"):
     """Run one step."""
 
@@ -69,7 +73,19 @@ class StopRank(msgspec.Struct, tag="stop"):
     """End the process."""
 
 
-ToRank = StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | SleepRank | WakeRank | ProfileRank | StopRank
+ToRank = (
+    StartRank
+    | JoinRanks
+    | RunStep
+    | CompileGrammar
+    | LoadAdapter
+    | DropAdapter
+    | RunIdleTask
+    | SleepRank
+    | WakeRank
+    | ProfileRank
+    | StopRank
+)
 
 
 class RankStage(msgspec.Struct, tag="stage"):
@@ -79,6 +95,12 @@ class RankStage(msgspec.Struct, tag="stage"):
     stage: str
     seconds: float
     detail: str
+
+
+class RankStaged(msgspec.Struct, tag="staged"):
+    """The rank has done what it can beside the ranks of before, and waits for `JoinRanks`."""
+
+    rank: int
 
 
 class RankLoaded(msgspec.Struct, tag="loaded"):
@@ -149,5 +171,15 @@ class RankFailed(msgspec.Struct, tag="failed"):
 
 
 FromRank = (
-    RankStage | RankLoaded | RankReady | StepDone | TransfersEnded | AdapterRead | IdleTaskDone | SleepChanged | ProgressReport | RankFailed
+    RankStage
+    | RankStaged
+    | RankLoaded
+    | RankReady
+    | StepDone
+    | TransfersEnded
+    | AdapterRead
+    | IdleTaskDone
+    | SleepChanged
+    | ProgressReport
+    | RankFailed
 )

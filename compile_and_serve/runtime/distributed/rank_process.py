@@ -38,6 +38,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     DropAdapter,
     FromRank,
     IdleTaskDone,
+    JoinRanks,
     LoadAdapter,
     ProfileRank,
     ProgressReport,
@@ -45,6 +46,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     RankLoaded,
     RankReady,
     RankStage,
+    RankStaged,
     RunIdleTask,
     RunStep,
     SleepChanged,
@@ -83,6 +85,7 @@ class RankBootstrap:
 
     commands, answers: ZMQ addresses. log_level: of the logger `compile_and_serve`. log_format: of the engine's
     process. folder: where the sockets lie; None if the engine is on another host.
+    is_staged: wait for `JoinRanks` before joining the other ranks. device_is_taken: a rank of before holds the device until then.
     report_seconds: interval between progress reports while steps run. keys: of the sockets, if they are encrypted.
     """
 
@@ -95,6 +98,8 @@ class RankBootstrap:
     report_seconds: float = 10.0
     keys: RankKeys | None = None
     log_format: LogFormat = "text"
+    is_staged: bool = False
+    device_is_taken: bool = False
 
 
 class RankProcess:
@@ -145,7 +150,14 @@ class RankProcess:
         """Load the model and warm up; False if the engine stopped the rank before that."""
         from compile_and_serve.runtime.runner.worker import Worker
 
-        self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
+        bootstrap = self._bootstrap
+        before_join = self._wait_to_join if bootstrap.is_staged else None
+        try:
+            self._worker = Worker(
+                bootstrap.config, bootstrap.rank, self._report_stage, before_join=before_join, device_is_taken=bootstrap.device_is_taken
+            )
+        except _StoppedError:
+            return False
         platform = self._worker.platform
         self._results: _Results = (
             _ThreadedResults(self._report_step, platform) if platform.is_asynchronous else _ImmediateResults(self._report_step)
@@ -158,6 +170,15 @@ class RankProcess:
         freeze_heap()
         self._send(RankReady(self._rank))
         return True
+
+    def _wait_to_join(self) -> None:
+        self._send(RankStaged(self._rank))
+        while True:
+            with suppress(zmq.Again):
+                command = self._decoder.decode(self._commands.recv())
+                if isinstance(command, JoinRanks):
+                    return
+                raise _StoppedError
 
     def _serve(self) -> None:
         worker, results = self._worker, self._results
@@ -236,6 +257,10 @@ class RankProcess:
         logger.log(logging.DEBUG if is_user_error else logging.ERROR, "Rank %d %s.", self._rank, what, exc_info=error)
         self._send(RankFailed(self._rank, reason, is_user_error))
         return EXIT_FAILURE
+
+
+class _StoppedError(Exception):
+    """The engine does not need the rank any more."""
 
 
 Report = Callable[["PendingStep", "WorkerStats"], None]

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,18 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.connector.handover.engine_side import note_seed, transfer_info, with_handover
+from compile_and_serve.runtime.connector.handover.engine_side import note_seed, with_handover
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.engine.adapters import Adapters
-from compile_and_serve.runtime.engine.data_groups import DataGroups
+from compile_and_serve.runtime.engine.data_groups import DataGroups, MovedRequest
+from compile_and_serve.runtime.engine.elastic import Elastic
 from compile_and_serve.runtime.engine.expert_balance import ExpertBalancer
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
-from compile_and_serve.runtime.engine.schedulers import data_groups, make_schedulers, publish_events
+from compile_and_serve.runtime.engine.schedulers import data_groups, engine_info, make_schedulers, publish_events
 from compile_and_serve.runtime.ledger.records import Preparation
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
-    EngineInfo,
     EngineRequest,
     EngineStats,
     ErrorKind,
@@ -40,8 +40,7 @@ from compile_and_serve.runtime.messages import (
     UtilityOptions,
     ignore_stage,
 )
-from compile_and_serve.runtime.sampling.checks import verify_token_ids
-from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.sampling.checks import verify_token_ids, with_vocabulary
 from compile_and_serve.runtime.scheduler.canary import Canary
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
@@ -67,6 +66,27 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self.executor: Executor = make_executor(config, on_stage)
+        # Replicas must not give their requests the same seeds.
+        self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._host_gap = 0.0
+        self._idle_since: float | None = None
+        # When the oldest step in flight began: at the end of the step before it, so that host time between two steps counts.
+        self._step_began: float | None = None
+        self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
+        self._is_profiling = False
+        self._to_profile: str | None = None  # what `Executor.profile` is to be called with
+        self._asleep: set[str] = set()  # tags
+        self._refusal: str | None = None  # why new requests are refused
+        self._broken_by: BaseException | None = None  # the error with which a step failed
+        self._steps: StepLedger | None = None
+        self._ended: list[RequestOutput] = []  # requests that no other ranks could go on with
+        self._moved: list[MovedRequest] = []  # from ranks that are gone, while there are no others
+        self.elastic = Elastic(self, config) if config.parallel.enable_elastic_ep else None
+        self._begin(config)
+
+    def _begin(self, config: EngineConfig) -> None:
+        """Schedule for the ranks that the executor has."""
         found = self.executor.info
         options = config.scheduler.for_device(
             is_asynchronous=found.is_asynchronous, longest_whole_prompt=found.max_model_len if found.whole_prompts else None
@@ -83,9 +103,8 @@ class EngineCore:
         schedulers = make_schedulers(self.config, cache, found)
         self._pools = [one.manager.pool for one in schedulers]
         self._handovers = None if config.kv_transfer is None else schedulers[0].handovers
-        self._scheduler: Scheduler | DataGroups = (
-            schedulers[0] if len(schedulers) == 1 else data_groups(schedulers, self.config, cache, found)
-        )
+        is_one = len(schedulers) == 1 and self.elastic is None
+        self._scheduler: Scheduler | DataGroups = schedulers[0] if is_one else data_groups(schedulers, self.config, cache, found)
         self._events = publish_events(self.config, schedulers)
         self.adapters = Adapters(
             self.executor,
@@ -93,48 +112,49 @@ class EngineCore:
             max_on_host=max(config.max_cpu_loras or 0, config.compile.max_loras),
             is_used=self._scheduler.adapter_slots.is_used,
         )
-        # Replicas must not give their requests the same seeds.
-        self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._depth = self.config.max_steps_in_flight
         self._captures_due = 0  # as of the last idle task
-        self._host_gap = 0.0
-        self._idle_since: float | None = None
-        # When the oldest step in flight began: at the end of the step before it, so that host time between two steps counts.
-        self._step_began: float | None = None
         self.canary: Canary | None = None
         if config.verify_state and found.groups:
             self.canary = Canary(self._pools[0], found.groups, schedulers[0].requests, steps_in_flight=self._depth)
         self.experts: ExpertBalancer | None = None
         if config.expert_balance is not None and found.spread is not None:
             self.experts = ExpertBalancer(config.expert_balance, found.spread)
-        self._steps: StepLedger | None = None
-        if options.request_ledger:
+        if options.request_ledger and self._steps is None:
             weights = found.compile_report.get("loaded_bytes", 0)
             self._steps = StepLedger(weight_bytes=int(weights), page_bytes=found.page_bytes)
-        self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
+        self.info = engine_info(self.config, cache, found, self._scheduler)
+
+    def replace_ranks(self, config: EngineConfig, start: Callable[[], Executor]) -> None:
+        """End the ranks, and go on with the unfinished requests on those that `start` brings then. No step may be in flight. If `start`
+        raises, this may be called again.
+        """
+        if isinstance(self._scheduler, DataGroups):
+            self._moved += self._scheduler.take_all()
+        self.executor.shutdown()
+        for publisher, _ in self._events:
+            publisher.close()
+        self._events = []
+        self.executor = start()
+        self._begin(config)
+        moved, self._moved = self._moved, []
+        for one in moved:
+            assert isinstance(self._scheduler, DataGroups)
+            if (output := self._scheduler.adopt(one)) is not None:
+                self._ended.append(output)
+
+    def end_group(self, group: int | None, reason: str) -> StepOutputs:
+        """A rank of a data group is gone: end the group's requests, and forget all steps in flight. group: None: all groups."""
+        assert isinstance(self._scheduler, DataGroups)
+        self._in_flight.clear()
+        self._broken_by = self._step_began = self._idle_since = self._to_profile = None
         self._is_profiling = False
-        self._to_profile: str | None = None  # what `Executor.profile` is to be called with
-        self._asleep: set[str] = set()  # tags
-        self._refusal: str | None = None  # why new requests are refused
-        self._broken_by: BaseException | None = None  # the error with which a step failed
-        self.info = EngineInfo(
-            max_model_len=found.max_model_len,
-            vocab_size=found.vocab_size,
-            num_kv_blocks=found.num_blocks * len(schedulers),
-            block_size=config.cache.block_size,
-            dtype=found.dtype,
-            device=found.device,
-            max_running=self._scheduler.max_num_seqs,
-            max_sequence_len=self._scheduler.max_len,
-            prefix_caching=cache.enable_prefix_caching,
-            max_in_flight=None if options.max_in_flight is None else options.max_in_flight * len(schedulers),
-            compile_report=found.compile_report,
-            pooling=found.pooling,
-            media=found.media,
-            kv_transfer=transfer_info(self.config, found.dtype),
-            max_logprobs=config.model.max_logprobs,
-        )
+        return StepOutputs(outputs=self._scheduler.fail_group(group, reason), stats=self.stats())
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Whether a launched step is not over."""
+        return bool(self._in_flight)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request with all its sequences.
@@ -152,7 +172,7 @@ class EngineCore:
             chosen = msgspec.structs.replace(request.pooling, pooling=self.info.pooling.pooling)
             request = msgspec.structs.replace(request, pooling=chosen)
         params.verify()
-        params = _with_vocabulary(params, vocab_size)
+        params = with_vocabulary(params, vocab_size)
         request = msgspec.structs.replace(request, sampling_params=params)
         verify_token_ids(params, request.stop_token_ids, vocab_size)
         prompt = request.prompt_token_ids
@@ -221,7 +241,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._in_flight) or self._scheduler.has_work()
+        return bool(self._in_flight) or bool(self._ended) or self._scheduler.has_work()
 
     def step(self) -> StepOutputs:
         """Launch as many steps as may be in flight, wait for the oldest, and return its outputs (none without work).
@@ -233,16 +253,22 @@ class EngineCore:
                 f"An earlier step failed ({type(self._broken_by).__name__}: {self._broken_by}), so the engine's state is "
                 "unknown: create a new engine."
             ) from self._broken_by
+        if self.elastic is not None:
+            self.elastic.poll()
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self.executor
         self.poll_adapters()
         failed = self._requests_not_prepared() if self._preparing else []
         if self._handovers is not None:
             failed += self._handovers.take()
+        if self._ended:
+            failed, self._ended = failed + self._ended, []
         depth = self._depth
         if executor.stats().captures_due > self._captures_due:
             depth = 1  # a graph can be captured only while nothing is in flight
             if not in_flight:
                 self._idle(requests_wait=True)
+        if self.elastic is not None and self.elastic.holds_steps:
+            depth = 0
         while len(in_flight) < depth and self._to_profile is None:
             with DeferInterrupt():  # on the CPU, launching a step computes it
                 scheduled = scheduler.schedule()
@@ -436,6 +462,8 @@ class EngineCore:
             self.profile(str(given.get("folder", "")))
         if method in ("ping", "profile"):
             return {"ok": True}
+        if method == "is_scaling_elastic_ep":
+            return {"is_scaling_elastic_ep": self.elastic is not None and self.elastic.is_scaling}
         if method == "reset_prefix_cache":
             is_reset = self._scheduler.reset_prefix_cache()
             self._publish_events()
@@ -465,13 +493,3 @@ class EngineCore:
         if self._handovers is not None:
             self._handovers.close()
         self.executor.shutdown()
-
-
-def _with_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """`params` with the number of tokens in place of -1 log-probabilities."""
-    changes = {
-        name: vocab_size
-        for name in ("logprobs", "prompt_logprobs")
-        if (value := getattr(params, name)) is not None and not 0 <= value <= vocab_size
-    }
-    return msgspec.structs.replace(params, **changes) if changes else params

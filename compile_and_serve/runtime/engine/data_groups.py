@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,12 +22,21 @@ from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.ledger.records import Preparation
 from compile_and_serve.runtime.messages import NOBODY, EngineRequest, EngineStats, RequestOutput, Tenant, TenantStats
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
+from compile_and_serve.runtime.scheduler.move_requests import adopt, take_all
 from compile_and_serve.runtime.scheduler.request import NOTHING, Request
 from compile_and_serve.runtime.scheduler.request_checks import check_places
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, StepShape, step_without_tokens
 
 NO_STEP = -1  # number of a part in which its group computes padding
+
+
+class MovedRequest(NamedTuple):
+    """A sequence between two engines' schedulers. source: as it came."""
+
+    request: Request
+    tenant: Tenant
+    source: EngineRequest
 
 
 class DataGroups:
@@ -46,7 +55,7 @@ class DataGroups:
         self.max_num_seqs = sum(one.max_num_seqs for one in members)
         self.max_len = min(one.max_len for one in members)
         self._structured: set[str] = set()  # unfinished requests with structured output
-        self._movable: dict[str, EngineRequest] = {}  # unfinished ones of one sequence
+        self._movable: dict[str, EngineRequest] = {}  # of each unfinished sequence
         self._has_limits = False  # a key has a limit of running sequences
         self._next_step = 0
 
@@ -67,8 +76,7 @@ class DataGroups:
             raise
         if request.sampling_params.structured_outputs is not None:
             self._structured.update(request.request_ids)
-        if not request.siblings:
-            self._movable[request.request_id] = request
+        self._movable |= {one.request_id: one for one in request.sequences()}
         self._has_limits |= request.tenant is not None and request.tenant.max_running is not None
 
     def _check_places(self, request: EngineRequest) -> None:
@@ -102,6 +110,33 @@ class DataGroups:
         self._forget([output.request_id for output in outputs])
         self._router.forget_prefixes()
         return outputs
+
+    def fail_group(self, group: int | None, reason: str) -> list[RequestOutput]:
+        """End the requests of one group with the error `reason`; None: of all."""
+        members = self.members if group is None else [self.members[group]]
+        outputs = [output for member in members for output in member.fail_all(reason)]
+        self._forget([output.request_id for output in outputs])
+        return outputs
+
+    def take_all(self) -> list[MovedRequest]:
+        """Take all unfinished requests out, in the order of their arrival. Other groups may `adopt` them."""
+        taken = [pair for member in self.members for pair in take_all(member)]
+        taken.sort(key=lambda pair: (*pair[0].key[:-1], pair[0].arrival_time))
+        return [MovedRequest(request, tenant, self._movable[request.request_id]) for request, tenant in taken]
+
+    def adopt(self, moved: MovedRequest) -> RequestOutput | None:
+        """Queue a request that other groups had. → its end, if it is too long for this KV cache."""
+        index = self._router.route(moved.source)
+        request_id = moved.request.request_id
+        output = adopt(self.members[index], moved.request, moved.tenant)
+        if output is not None:
+            self._router.finish(request_id)
+            return output
+        self._movable[request_id] = moved.source
+        if moved.source.sampling_params.structured_outputs is not None:
+            self._structured.add(request_id)
+        self._has_limits |= moved.tenant.max_running is not None
+        return None
 
     def has_work(self) -> bool:
         """See `Scheduler.has_work`."""

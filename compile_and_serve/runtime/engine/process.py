@@ -42,6 +42,7 @@ from compile_and_serve.runtime.messages import (
     StepOutputs,
     ToEngine,
     UtilityCall,
+    UtilityOptions,
     UtilityResult,
 )
 
@@ -79,7 +80,7 @@ class EngineProcess:
         self._sent_pending_work: dict[str, int] = {}  # of `EngineStats`, as sent last
         self._shutdown: Shutdown | None = None
         self._sleep_calls: list[tuple[Client, UtilityCall]] = []  # to sleep, once no request is left, and what came behind it
-        self._loads: list[tuple[Client, int, Future[None]]] = []  # of adapters, with the number of the call that waits
+        self._loads: list[tuple[Client, int, Future[None]]] = []  # of adapters or ranks, with the number of the call that waits
 
     def run(self) -> int:
         """Build the engine and serve until told to stop. Returns the process's exit status."""
@@ -104,6 +105,17 @@ class EngineProcess:
         return 0
 
     def _serve(self) -> None:
+        elastic = self._core.elastic
+        while True:
+            try:
+                return self._serve_with_ranks()
+            except RankFailedError as error:
+                if elastic is None:
+                    raise
+                self._tell(elastic.fail(error))
+                elastic.restart()
+
+    def _serve_with_ranks(self) -> None:
         core = self._core
         while True:
             self._heartbeat.begin_turn()
@@ -213,18 +225,29 @@ class EngineProcess:
             if call.method == "load_adapter" and call.adapter is not None:
                 self._loads.append((client, call.call_id, self._core.load_adapter(call.adapter)))
                 return
+            if call.method == "scale_elastic_ep":
+                self._loads.append((client, call.call_id, self._scale(call.options)))
+                return
             result.value = self._core.utility(call.method, call.adapter, call.options)
         except ValueError as error:
             result.error = str(error)
         self._socket.send(client, result)
 
+    def _scale(self, options: UtilityOptions) -> Future[None]:
+        if self._core.elastic is None:
+            raise ValueError("The number of ranks is fixed: start the server with --enable-elastic-ep.")
+        return self._core.elastic.scale(options.get("new_data_parallel_size"))
+
     def _answer_loads(self) -> None:
         """Answer the calls whose adapters every rank has read, or one could not read."""
+        if self._core.elastic is not None:
+            self._core.elastic.poll()
         self._core.poll_adapters()
         for client, call_id, load in self._loads:
             if load.done():
                 error = load.exception()
                 self._socket.send(client, UtilityResult(call_id=call_id, error=None if error is None else str(error)))
+                self._ready = EngineReady(info=self._core.info)  # for those who connect later
         self._loads = [entry for entry in self._loads if not entry[2].done()]
 
     def _abort_all(self) -> None:

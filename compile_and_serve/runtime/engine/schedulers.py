@@ -6,10 +6,12 @@ import logging
 
 from compile_and_serve.runtime.config import CacheConfig, EngineConfig
 from compile_and_serve.runtime.connector.configured import configured_connector
+from compile_and_serve.runtime.connector.handover.engine_side import transfer_info
 from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.engine.data_groups import DataGroups
 from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.kv_events.publisher import EventPublisher
+from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 from compile_and_serve.runtime.scheduler.item_queue import ItemQueue
@@ -83,3 +85,25 @@ def publish_events(config: EngineConfig, schedulers: list[Scheduler]) -> list[tu
             number = config.parallel.data_parallel_rank * len(schedulers) + group
             publishers.append((EventPublisher(config.kv_events, number), recorder))
     return publishers
+
+
+def engine_info(config: EngineConfig, cache: CacheConfig, found: WorkerInfo, scheduler: Scheduler | DataGroups) -> EngineInfo:
+    """What clients are told of all groups together."""
+    num_groups, limit = config.mesh.data, config.scheduler.max_in_flight
+    return EngineInfo(
+        max_model_len=found.max_model_len,
+        vocab_size=found.vocab_size,
+        num_kv_blocks=found.num_blocks * num_groups,
+        block_size=cache.block_size,
+        dtype=found.dtype,
+        device=found.device,
+        max_running=scheduler.max_num_seqs,
+        max_sequence_len=scheduler.max_len,
+        prefix_caching=cache.enable_prefix_caching,
+        max_in_flight=None if limit is None else limit * num_groups,
+        compile_report=found.compile_report,
+        pooling=found.pooling,
+        media=found.media,
+        kv_transfer=transfer_info(config, found.dtype),
+        max_logprobs=config.model.max_logprobs,
+    )

@@ -42,7 +42,7 @@ from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprob
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, StepShape, WorkerStats
+from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
 from compile_and_serve.runtime.structured.masks import GrammarSequence, MaskedRows, TokenMasks
 from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
@@ -133,7 +133,7 @@ class ModelRunner(BaseRunner):
         self._mask_seconds: dict[str, float] = {}  # of this step
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.mesh.size == 1
-        self._last_shape: StepShape | None = None
+        self._padded_as: tuple[int, bool, bool] | None = None  # of the last step's shape
         self._shares_memory = platform.shares_host_memory
         if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.
@@ -146,8 +146,9 @@ class ModelRunner(BaseRunner):
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         batch, sampler, shape = self.batch, self.sampler, scheduled.shape
         self._update_requests(scheduled)
-        if shape != self._last_shape:
-            self._last_shape = shape
+        padded_as = None if shape is None else (shape.tokens, shape.is_decode, shape.is_apart)
+        if padded_as != self._padded_as:
+            self._padded_as = padded_as
             batch.forget_advanced()  # the step may be padded to another size
         if self.stages is not None and self.drafter is not None and scheduled.drafts:
             self.stages.send_back(self.drafter.drafts)
@@ -210,7 +211,7 @@ class ModelRunner(BaseRunner):
     def run_step(self, step: Step, *, with_sampling: bool) -> None:
         """Run a step of no requests in the place of one of theirs."""
         self._steps_of_layout = self.plain_steps
-        self._last_step, self._last_shape = None, None
+        self._last_step, self._padded_as = None, None
         self.batch.forget_advanced()
         self.padded_tokens += step.padded_tokens
         result = self._compute(step, with_sampling=with_sampling)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -61,7 +62,18 @@ class Worker:
     the options.
     """
 
-    def __init__(self, config: EngineConfig, rank: Rank, on_stage: StageCallback) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: Rank,
+        on_stage: StageCallback,
+        *,
+        before_join: Callable[[], None] | None = None,
+        device_is_taken: bool = False,
+    ) -> None:
+        """before_join: returns once the rank may join the others; until then ranks of before run. It is called before the device's memory
+        is needed if it `device_is_taken`, else once the weights are loaded.
+        """
         self.rank = rank
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
@@ -70,8 +82,16 @@ class Worker:
         use_threads(config.num_threads, num_sharing)
         if platform.runs_cpp_kernels:
             build_cpu_kernels(quantized=config.compile.quantization is not None)
-        join_ranks(rank, device, on_stage)
+        # Ranks that share more than experts choose kernels together before they compile.
+        loads_first = rank.mesh.tensor == rank.mesh.pipe == 1 and (platform.shares_host_memory or not device_is_taken)
+        if before_join is None or not loads_first:
+            if before_join is not None:
+                before_join()
+            join_ranks(rank, device, on_stage)
         loaded = self.loaded = load_model(config, rank, device, on_stage)
+        if before_join is not None and loads_first:
+            before_join()
+            join_ranks(rank, device, on_stage)
         self._graphs = loaded.graph_runners(logs=rank.index == 0)
         self._said_all_captured = False
         self._started: WarmUp | None = None  # the runner with its cache and what remains of its warm-up; None while the worker sleeps

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from compile_and_serve.runtime.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORD_TOKENS, SamplingParams, SamplingParamsError
 
 _SHOWN = 20  # wrong ids that a message names
@@ -59,3 +61,13 @@ def _verify(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     ids = "token ids" if len(wrong) > 1 else "token id"
     raise SamplingParamsError(param, f"{param} has {ids} {shown:.500}{more}, but the model's ids are 0 to {vocab_size - 1}.")
+
+
+def with_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """`params` with the number of tokens in place of -1 log-probabilities."""
+    changes = {
+        name: vocab_size
+        for name in ("logprobs", "prompt_logprobs")
+        if (value := getattr(params, name)) is not None and not 0 <= value <= vocab_size
+    }
+    return msgspec.structs.replace(params, **changes) if changes else params

@@ -293,6 +293,14 @@ class AsyncEngine:
                 await self._tell_sleeping(was_sleeping)
                 raise
 
+    async def scale(self, num_groups: int) -> None:
+        """Let the engine have so many data groups. Raises `ValueError` if it cannot. The change goes on where the caller does not wait."""
+        await self.client.utility("scale_elastic_ep", None, {"new_data_parallel_size": num_groups})
+
+    async def is_scaling(self) -> bool:
+        """Whether the number of data groups is being changed."""
+        return bool((await self.client.utility("is_scaling_elastic_ep"))["is_scaling_elastic_ep"])
+
     async def set_sleeping(self, is_sleeping: bool) -> None:
         """Refuse or accept requests. To refuse them returns once the engine has received all that were accepted: it is told to sleep next,
         and would refuse the others.

@@ -127,7 +127,7 @@ DECISIONS: Mapping[str, Decision] = {
     **_ignored("a rank reads its own experts alone", "--enable-ep-weight-filter"),
     **_ignored("tokens of data-parallel groups are gathered", "--all2all-backend"),
     **_ignored("experts are placed in order, and --enable-eplb moves them", "--expert-placement-strategy"),
-    **_refused("the number of ranks is fixed", "--enable-elastic-ep --elastic-ep-max-dp-size"),
+    **_ignored("nothing is reserved for ranks that may come", "--elastic-ep-max-dp-size"),
     **_ignored(
         "steps are not divided into micro-batches", "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold"
     ),
