@@ -15,9 +15,8 @@ import torch
 
 from compile_and_serve.custom_ops.library import EXPERT_PLACEMENT, EXPERT_SLOTS
 from compile_and_serve.custom_ops.mesh import EXPERT
+from compile_and_serve.custom_ops.moe.turns import TURNS
 from compile_and_serve.custom_ops.weight_functions import weight_function
-
-TURNS = 32
 
 
 def num_slots(num_experts: int, size: int, num_redundant: int = 0) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from compile_and_serve.custom_ops.moe.placement import TURNS
+from compile_and_serve.custom_ops.moe.turns import TURNS
 
 Placement = list[int]
 Turns = dict[int, list[int]]  # expert with several slots → the slot of each turn

@@ -15,7 +15,8 @@ from compile_and_serve.compiler.passes.expert_parallel import PLACEMENT
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
 from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE, GATHER_TOKENS, SCATTER_TOKENS
 from compile_and_serve.custom_ops.mesh import Mesh
-from compile_and_serve.custom_ops.moe.placement import TURNS, even_turns, first_experts, take_experts
+from compile_and_serve.custom_ops.moe.placement import even_turns, first_experts, take_experts
+from compile_and_serve.custom_ops.moe.turns import TURNS
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.runner.spread_experts import check_experts
 from tests.models.test_registry import EXPERTS

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from compile_and_serve.custom_ops.moe.placement import TURNS, first_experts, num_slots
+from compile_and_serve.custom_ops.moe.placement import first_experts, num_slots
+from compile_and_serve.custom_ops.moe.turns import TURNS
 from compile_and_serve.runtime.engine.expert_balance import ExpertBalancer
 from compile_and_serve.runtime.engine.expert_placement import balanced, balanced_turns, imbalance, loads_of_ranks, moves_between
 from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig, parse_eplb_config
