@@ -107,7 +107,7 @@ class QuantizeExperts(BasePass):
         """The activations of experts with these weights, and a sentence where they are not what is asked for."""
         asked: set[tuple[torch.dtype | None, Activations]]
         if self.scheme is not None:
-            asked = {(self.scheme.dtype, self.scheme.activations)}
+            asked = {(None if self.scheme.activations == "none" else self.scheme.dtype, self.scheme.activations)}
         else:
             asked = {_stored_activations(weight_of(weight), ctx) for weight in weights}
         kinds = {kind for _, kind in asked}
@@ -208,8 +208,9 @@ def _stored(weight: str | None, ctx: PassContext) -> list[StoredWeight]:
 
 
 def _stored_activations(weight: str | None, ctx: PassContext) -> tuple[torch.dtype | None, Activations]:
-    """The dtype of a checkpoint's weight, and the activations that it is made for."""
+    """The dtype that a checkpoint's weight is made for activations in (None: the model's), and how kernels here round them to it."""
     parts = [one.parts for one in _stored(weight, ctx)]
     if coded := [one for one in parts if isinstance(one, GroupedParts)]:
         return coded[0].activations, "none"
-    return next(((one.dtype, one.activations) for one in parts if isinstance(one, ScaledParts)), (None, "none"))
+    rounded = (one for one in parts if isinstance(one, ScaledParts) and one.activations != "none")
+    return next(((one.dtype, one.activations) for one in rounded), (None, "none"))

@@ -2,6 +2,8 @@
 // bfloat16 dot product; each has a generic version.
 #pragma once
 
+#include <cstring>
+
 #include "vectors.h"
 
 namespace cas {
@@ -112,6 +114,12 @@ inline f32x16 max_of(f32x16 a, f32x16 b) {
 inline f32x16 round16(f32x16 x) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX__)  // a sum with a large number would be fused with a product that x is, and round only once
+    __m256 halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    for (__m256& half : halves) half = _mm256_round_ps(half, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    std::memcpy(&x, halves, sizeof(x));
+    return x;
 #else
     return (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 leaves no bits for a fraction
 #endif
