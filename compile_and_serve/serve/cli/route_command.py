@@ -48,5 +48,6 @@ def route_command(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     app = create_router_app(DisaggregatingRouter(prefill, decode, events=prefill_events or [], block_size=block_size))
     listener = open_socket(host, port)
+    listener.listen(2048)  # who reads the next line may connect at once
     typer.echo(f"Routing on http://{host}:{listener.getsockname()[1]}")
     uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5)).run(sockets=[listener])
