@@ -252,7 +252,8 @@ def test_flags_without_effect_are_named_with_the_reason() -> None:
     assert found.ignored == [
         "--code-revision has no effect: the code of a model is that of --revision.",
         "--swap-space has no effect: preempted sequences are computed again, not swapped.",
-        "--mm-processor-cache-gb has no effect: threads of the server prepare images, videos and audio, and each rank runs the encoder whole.",
+        "--mm-processor-cache-gb has no effect: threads of the server prepare images, videos and audio, "
+        "and each rank runs the encoder whole.",
         "--compilation-config.custom_ops has no effect: the compiler is another; see --pass and --force-pass.",
     ]
 
