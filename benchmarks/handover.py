@@ -330,7 +330,7 @@ class _Server:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=sys.stderr, start_new_session=True)
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def wait(self) -> None:
         """Until it answers."""

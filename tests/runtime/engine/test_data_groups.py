@@ -140,11 +140,10 @@ def test_what_does_not_go_with_groups(model_dir: Path, options: dict[str, Any], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_collectives_over_groups(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]], size: int) -> None:
+def test_collectives_over_groups(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]]) -> None:
     """All groups run as many tokens and rows in each step, or their ranks could not meet."""
     options = {"enforce_eager": False, "user_passes": ["tests.support.meeting_groups:MeetBeforeLinears"]}
-    core = start(model_dir, cache_dir=shared_cache_dir, tensor_parallel_size=size, **options)
+    core = start(model_dir, cache_dir=shared_cache_dir, **options)
     try:
         assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
         one = mixed_requests()[2]
