@@ -109,7 +109,7 @@ def test_images_offline_go_through_the_folders_processor(tmp_path: Path) -> None
 def test_compiled(tmp_path: Path) -> None:
     checkpoint = Checkpoint("llava_next", tmp_path)
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)
-    assert core.info.compile_report["encoder.reason"] == "transformers' encoder reads sizes of images on the host"
+    assert core.info.compile_report["encoder.reason"] == "transformers' encoder reads sizes of images and audio on the host"
     checkpoint.check(core, PROMPTS)
     core.shutdown()
 

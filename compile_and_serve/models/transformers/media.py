@@ -203,6 +203,7 @@ class ItemModule(nn.Module):
     def __init__(self, merging: Merging, model: Any, width: int) -> None:
         super().__init__()
         module = model.get_submodule(merging.name)
+        head = model.get_output_embeddings()  # some classes ask the decoder, which is replaced below
         self._forward = module.forward
         self._parameters_of_forward = inspect.signature(module.forward).parameters
         self._gives_back = not merging.decoder
@@ -214,7 +215,6 @@ class ItemModule(nn.Module):
             embedding = self._embedding[0]
             setattr(module, merging.decoder, _DecoderCall(getattr(module, merging.decoder).config, embedding))
             module.get_input_embeddings = lambda: embedding
-        head = model.get_output_embeddings()
         *path, last = merging.name.split(".")
         if len(path) == 1:  # inside of the base model, under its name
             self.add_module(path[0], nn.ModuleDict({last: module}))
