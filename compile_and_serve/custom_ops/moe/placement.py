@@ -16,6 +16,7 @@ import torch
 from compile_and_serve.custom_ops.library import EXPERT_PLACEMENT, EXPERT_SLOTS
 from compile_and_serve.custom_ops.mesh import EXPERT
 from compile_and_serve.custom_ops.moe.turns import TURNS
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.weight_functions import weight_function
 
 
@@ -62,7 +63,7 @@ def first_table(any_weight: torch.Tensor, num_experts: int, slots: int, size: in
 
 def slots_of_pairs(ids_TK: torch.Tensor, placement_XC: torch.Tensor) -> torch.Tensor:
     """The rank's slot of each pair, or S for a pair of another rank. ids_TK: experts. placement_XC: int32. → int32 [T, K]"""
-    if ids_TK.is_cuda:
+    if platform_of(ids_TK.device).runs_cuda_kernels:
         # imported here, because Triton may be missing
         from compile_and_serve.custom_ops.moe.triton_placement import slots_of_pairs as on_cuda
 

@@ -124,11 +124,17 @@ def test_a_draft_model_that_does_not_fit_is_one_sentence(folder: Path, tmp_path:
     assert str(error.value).count("\n") == 0
 
 
-def test_a_model_that_forgets_tokens_takes_no_drafter_of_all_tokens(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_reads_the_window_of_a_model_that_forgets_tokens(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     windowed = changed(folder, tmp_path / "window", architectures=["MistralForCausalLM"], sliding_window=32)
-    with pytest.raises(ValueError, match=r"keeps only the last tokens of a sequence \(its window is 32\)"):
-        EngineCore(tiny_config(windowed, speculative_config=speculation(folder)))
-    EngineCore(tiny_config(windowed, speculative_config=speculation(windowed))).shutdown()
+    expected = tokens_of(run(windowed, hard_requests(), None)[0])
+    for drafter, is_told in ((folder, True), (windowed, False)):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            drafted = run(windowed, hard_requests(), speculation(drafter))[0]
+        assert ("The drafter reads the last 32 tokens of a sequence" in caplog.text) == is_told
+        assert tokens_of(drafted) == expected
 
 
 @pytest.mark.slow
