@@ -40,7 +40,7 @@ def test_drafted_steps_replay_their_graphs(method: str, tmp_path: Path, monkeypa
     stats = core.stats()
     assert stats.spec_decode_num_accepted_tokens > 40
     assert made[0].stats.replays["full"] > 8
-    assert (made[0].stats.replays.get("draft", 0) > 20) == (method == "draft_model")
+    assert (made[0].stats.replays.get("draft", 0) > 15) == (method == "draft_model")
     assert stats.num_free_blocks == stats.num_total_blocks
     core.shutdown()
 
