@@ -34,8 +34,9 @@ def test_tokens_are_as_from_one_engine(tmp_path: Path, kind: str) -> None:
         folder, options = write_tiny_model(tmp_path / "model"), DRAFTS
     else:
         folder = write_family(tmp_path / "model", kind)
-    giver = EngineCore(tiny_config(folder, kv_transfer_config={"kv_role": "kv_producer"}, **options))
-    taker = EngineCore(tiny_config(folder, kv_transfer_config={"kv_role": "kv_both"}, **options))
+    patient = {"kv_connector_extra_config": {"lease_seconds": 300, "load_seconds": 60}}
+    giver = EngineCore(tiny_config(folder, kv_transfer_config={"kv_role": "kv_producer", **patient}, **options))
+    taker = EngineCore(tiny_config(folder, kv_transfer_config={"kv_role": "kv_both", **patient}, **options))
     try:
         requests = [request(f"{number}", prompt_of(number, length)) for number, length in enumerate((100, 33, 64, 70))]
         given, found = {}, {}
