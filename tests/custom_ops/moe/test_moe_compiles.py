@@ -132,7 +132,7 @@ for form, facts_of_form in FORMS.items():
     made = codes(*facts_of_form)
     for direct, choices in ((True, m._DIRECT), (False, {*m._FEW, *m._SOME, *m._MORE, *m._MANY})):
         for tiles in choices:
-            if form != "awq" and tiles not in SOME:
+            if tiles not in SOME:
                 continue
             sizes = dict(DIRECT=direct, BLOCK_P=tiles.block_p, STAGES=tiles.stages, ROWS_FIRST=tiles.rows_first, DOT=tl.bfloat16,
                          PTX=True, HAS_BIAS=False) | made | ({"order_ptr": None} if direct else {})
