@@ -9,7 +9,7 @@ import pytest
 from tests.support.hopper import run_script
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # hundreds of kernels
 
 SCRIPT = """
 import json
