@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
 from tests.support.hearing_models import CLASSES, RATE, Sounds, hearing_request, processor_of, reference, sound, write_hearing
+from tests.support.media_reference import check_generated
 from tests.support.vision_models import TEXT
 
 QUICK = ("qwen2_audio", "qwen2_5_omni")
@@ -39,13 +41,7 @@ class Checkpoint:
     def check(self, core: EngineCore, prompts: dict[str, Sounds]) -> None:
         """All prompts at once give what transformers generates for each."""
         made = [hearing_request(name, parts, self.processor) for name, parts in prompts.items()]
-        outputs = run_requests(core, [one for one, _ in made])
-        for one, sounds in made:
-            tokens, logprobs = reference(self.model, self.processor, one, sounds)
-            steps = outputs[one.request_id]
-            assert [token for step in steps for token in step.new_token_ids] == tokens, one.request_id
-            found = [entry.logprobs[0] for step in steps for entry in step.new_logprobs or ()]
-            assert found == pytest.approx(logprobs, abs=1e-3), one.request_id
+        check_generated(core, made, partial(reference, self.model, self.processor))
 
 
 @pytest.fixture(scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
+from tests.support.media_reference import check_generated
 from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, video_request, write_seeing
 from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts, picture
 
@@ -38,13 +40,7 @@ class Checkpoint:
     def check(self, core: EngineCore, prompts: dict[str, Parts]) -> None:
         """All prompts at once give what transformers generates for each."""
         made = [seeing_request(name, parts, self.processor) for name, parts in prompts.items()]
-        outputs = run_requests(core, [one for one, _ in made])
-        for one, images in made:
-            tokens, logprobs = reference(self.model, self.processor, one, images)
-            steps = outputs[one.request_id]
-            assert [token for step in steps for token in step.new_token_ids] == tokens, one.request_id
-            found = [entry.logprobs[0] for step in steps for entry in step.new_logprobs or ()]
-            assert found == pytest.approx(logprobs, abs=1e-3), one.request_id
+        check_generated(core, made, partial(reference, self.model, self.processor))
 
 
 @pytest.fixture(scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES])

@@ -17,9 +17,9 @@ import torch
 
 from compile_and_serve.custom_ops.state.kind import (
     AttentionFeature,
+    BesideTokens,
     ExampleTokens,
     GroupLayout,
-    StateKind,
     StateTensor,
     one_behind_the_other,
 )
@@ -29,7 +29,7 @@ CROSS_CACHES = "cross_caches"  # the name of the group, and the model's argument
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrossAttention:
+class CrossAttention(BesideTokens):
     """Layers keep what `KVCacheSpec` says for each row of the items of a request. An input says how many rows each token reads
     (`CROSS_ROWS`).
 
@@ -39,27 +39,7 @@ class CrossAttention:
     max_rows: int
     is_required: bool = True
     unit: ClassVar[Literal["items"]] = "items"
-    window: ClassVar[int | None] = None
-    is_shareable: ClassVar[bool] = True
-    snapshots: ClassVar[bool] = False
-    rollback_tokens: ClassVar[int] = 0
     features: ClassVar[frozenset[AttentionFeature]] = frozenset(("cross",))
-
-    def with_state_dtype(self, dtype: torch.dtype) -> CrossAttention:
-        """It is not recurrent."""
-        return self
-
-    def dtype_of(self, tensor: StateTensor, cache_dtype: torch.dtype) -> torch.dtype:
-        """The KV cache's."""
-        return tensor.dtype or cache_dtype
-
-    def can_roll_back(self, num_tokens: int) -> bool:
-        """Tokens change nothing."""
-        return True
-
-    def covers(self, other: StateKind) -> bool:
-        """It keeps no tokens."""
-        return False
 
     def layout(self, tensors: Mapping[str, StateTensor], tokens_per_page: int, page_bytes: int | None = None) -> GroupLayout:
         """As of tokens, but the pages hold rows."""

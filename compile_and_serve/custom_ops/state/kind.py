@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -174,3 +174,29 @@ class StateKind(Protocol):
         num_columns: of a block table; None: as few as the sequences need. writes: if False, the step changes no state.
         """
         ...
+
+
+class BesideTokens:
+    """What kinds of state have in common that steps of tokens do not change: `Rows` and `CrossAttention`."""
+
+    __slots__ = ()
+    window: ClassVar[int | None] = None
+    is_shareable: ClassVar[bool] = True
+    snapshots: ClassVar[bool] = False
+    rollback_tokens: ClassVar[int] = 0
+
+    def with_state_dtype(self, dtype: torch.dtype) -> Self:
+        """It is not recurrent."""
+        return self
+
+    def dtype_of(self, tensor: StateTensor, cache_dtype: torch.dtype) -> torch.dtype:
+        """The KV cache's, unless the tensor has its own."""
+        return tensor.dtype or cache_dtype
+
+    def can_roll_back(self, num_tokens: int) -> bool:
+        """Tokens change nothing."""
+        return True
+
+    def covers(self, other: StateKind) -> bool:
+        """It keeps no tokens."""
+        return False

@@ -14,10 +14,10 @@ import torch
 
 from compile_and_serve.custom_ops.state.kind import (
     AttentionFeature,
+    BesideTokens,
     ExampleTokens,
     GroupLayout,
     LayerState,
-    StateKind,
     StateTensor,
     one_behind_the_other,
 )
@@ -36,30 +36,11 @@ class EncoderRow(LayerState):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class Rows(BesideTokens):
     """The model's argument for a tensor is [R, width]. An input says which row each token reads (`ENCODER_ROW`, `read_rows`)."""
 
     unit: ClassVar[Literal["rows"]] = "rows"
-    window: ClassVar[int | None] = None
-    is_shareable: ClassVar[bool] = True
     features: ClassVar[frozenset[AttentionFeature]] = frozenset()
-    snapshots: ClassVar[bool] = False
-    rollback_tokens: ClassVar[int] = 0
-
-    def with_state_dtype(self, dtype: torch.dtype) -> Rows:
-        """It is not recurrent."""
-        return self
-
-    def dtype_of(self, tensor: StateTensor, cache_dtype: torch.dtype) -> torch.dtype:
-        return tensor.dtype or cache_dtype
-
-    def can_roll_back(self, num_tokens: int) -> bool:
-        """Tokens change nothing."""
-        return True
-
-    def covers(self, other: StateKind) -> bool:
-        """It keeps no tokens."""
-        return False
 
     def layout(self, tensors: Mapping[str, StateTensor], tokens_per_page: int, page_bytes: int | None = None) -> GroupLayout:
         """A "page" is one row of each tensor."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -253,7 +252,7 @@ class LoadedModel:
             vocab_size=spec.vocab_size,
             groups=[
                 StateGroupInfo(
-                    _GROUP_KINDS[group.kind.unit],
+                    unit,
                     block_size=layout.tokens_per_page or layout.rows_per_page or self.config.cache.block_size,
                     window=group.kind.window,
                     pages_per_slot=layout.pages_per_slot,
@@ -262,6 +261,7 @@ class LoadedModel:
                     max_items_pages=self.pages.columns_of_items([group]).get(group.name, 0),
                 )
                 for group, layout in ((group, self.pages.groups[group.name]) for group in spec.paged_state)
+                if (unit := group.kind.unit) != "rows"  # none: it tells the type checker
             ],
             drafts_run_ahead=graphs is not None and graphs.drafts_run_ahead and advances_on_device(spec.inputs),
             prefix_caching_unsupported=prefix_caching_unsupported(spec),
@@ -277,9 +277,6 @@ class LoadedModel:
             encoder=self.encoder_info,
             media=None if spec.encoder is None else media_info(self.config.model, spec),
         )
-
-
-_GROUP_KINDS: Mapping[str, Literal["tokens", "slot", "items"]] = {"tokens": "tokens", "slot": "slot", "items": "items"}
 
 
 def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage: StageCallback) -> LoadedModel:

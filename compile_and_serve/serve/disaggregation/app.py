@@ -24,6 +24,7 @@ from compile_and_serve.serve.disaggregation.pool import ServerPool
 from compile_and_serve.serve.disaggregation.requests import PARAMS, PATHS, can_be_split, passed_headers, prompt_bytes, prompt_request
 from compile_and_serve.serve.errors import error_body
 from compile_and_serve.serve.http.request_scope import TIMEOUT_HEADER
+from compile_and_serve.serve.http.responses import until_disconnect
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class DisaggregatingRouter:
             try:
                 with _deadline(headers, began) as left:
                     url = self.prefill.urls[index] + request.url.path
-                    answer = await self._until_gone(request, self.http.post(url, content=content, headers=_json_headers(left)))
+                    answer = await until_disconnect(request.receive, self.http.post(url, content=content, headers=_json_headers(left)))
             except httpx.HTTPError as error:
                 self.counts["prefill_retries"] += 1
                 self._note(self.prefill, index, error)
@@ -165,7 +166,7 @@ class DisaggregatingRouter:
                         sent = self.http.build_request(
                             request.method, pool.urls[index] + _target(request), content=content, headers=_json_headers(left)
                         )
-                    answer = await self._until_gone(request, self.http.send(sent, stream=True))
+                    answer = await until_disconnect(request.receive, self.http.send(sent, stream=True))
                     if answer is None:
                         pool.finish(name)
                         return Response(status_code=499)
@@ -175,7 +176,7 @@ class DisaggregatingRouter:
                     elif "text/event-stream" in answer.headers.get("content-type", ""):
                         return self._stream(pool, index, name, answer)
                     else:
-                        await self._until_gone(request, answer.aread())
+                        await until_disconnect(request.receive, answer.aread())
                         pool.finish(name)
                         return Response(answer.content, answer.status_code, passed_headers(answer.headers))
                 except httpx.HTTPError as error:
@@ -202,17 +203,6 @@ class DisaggregatingRouter:
                 await answer.aclose()
 
         return StreamingResponse(chunks(), answer.status_code, passed_headers(answer.headers))
-
-    async def _until_gone(self, request: Request, work: Any) -> Any:
-        """The result of `work`; None, and `work` is cancelled, if the client disconnects first."""
-        task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            watcher.cancel()
-            task.cancel()
 
     def _note(self, pool: ServerPool, index: int, error: httpx.HTTPError) -> None:
         logger.warning("%s failed on a request: %s %s", pool.urls[index], type(error).__name__, error)
@@ -242,11 +232,6 @@ class DisaggregatingRouter:
                 labels = f'{{kind="{kind}",server="{url}"}}'
                 lines += [f"cas:route_server_up{labels} {int(is_up)}", f"cas:route_server_requests_total{labels} {sent}"]
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
 
 
 @contextmanager
