@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from compile_and_serve.serve.cli.bench.metrics import RequestTrace, summarize
+from compile_and_serve.serve.cli.bench.online import arrival_delays
 from tests.serve.test_cli import SMALL_ENGINE, run
 
 
@@ -224,23 +226,17 @@ def test_serve_fails_if_every_request_fails() -> None:
     assert "every request failed, the first with: HTTP 503" in err
 
 
-def test_poisson_arrivals_are_spread_and_seeded() -> None:
-    gaps = []
-    for _ in range(2):
-        with server() as (url, handler):
-            arguments = ["--num-prompts", "8", "--request-rate", "40", "--seed", "3"]
-            code, _, err = run("bench", "serve", "--base-url", url, *arguments)
-        assert code == 0, err
-        gaps.append([later - earlier for earlier, later in zip(handler.arrivals, handler.arrivals[1:], strict=False)])
-    expected_total = sum_of_delays(8, 40.0, seed=3)
-    for found in gaps:  # a busy machine delays arrivals
-        assert expected_total - 0.05 < sum(found) < expected_total + 2.0
+def test_poisson_arrivals_are_spread() -> None:
+    """The last request is sent when it is due, however late a busy machine lets it arrive. All at once would take 0.2 s."""
+    with server() as (url, _):
+        code, out, err = run("bench", "serve", "--base-url", url, "--num-prompts", "8", "--request-rate", "4", "--seed", "3")
+    assert code == 0, err
+    due = sum(arrival_delays(random.Random(3), 8, 4.0))
+    assert due > 1
+    assert due <= json.loads(out)["seconds"] < 10 * due
 
 
-def sum_of_delays(count: int, rate: float, seed: int) -> float:
-    """Seconds from the first to the last arrival of the Poisson process with this seed."""
-    import random
-
-    from compile_and_serve.serve.cli.bench.online import arrival_delays
-
-    return sum(arrival_delays(random.Random(seed), count, rate)[1:])
+def test_poisson_arrivals_are_seeded() -> None:
+    delays = [arrival_delays(random.Random(seed), 2000, 4.0) for seed in (3, 3, 4)]
+    assert delays[0] == delays[1] != delays[2]
+    assert sum(delays[0]) / 2000 == pytest.approx(1 / 4, rel=0.1)

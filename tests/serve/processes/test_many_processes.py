@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -42,10 +43,20 @@ def api_pids(server: ServerProcess) -> list[int]:
     text = Path("/proc/net/tcp").read_text()
     inodes = {line.split()[9] for line in text.splitlines()[1:] if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"}
     for pid in server.engine_pids():
-        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{fd}")]
+        links = open_files(pid)
         if any(f"socket:[{inode}]" in links for inode in inodes):
             listening.append(pid)
     return listening
+
+
+def open_files(pid: int) -> set[str]:
+    """What a process's descriptors point to, without those that are closed while this looks."""
+    links = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        for file in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.add(os.readlink(f"/proc/{pid}/fd/{file}"))
+    return links
 
 
 def body(text: str, **fields: Any) -> dict[str, Any]:
