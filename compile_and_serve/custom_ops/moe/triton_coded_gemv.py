@@ -186,21 +186,22 @@ def _add_code_products(
     CODES_PTX: tl.constexpr = BFLOAT16_CODES_PTX if tl.bfloat16 == DOT else FLOAT16_CODES_PTX
     for part in tl.static_range(NUM_PARTS):
         ok_B1 = (blocks_B * COLUMNS < inputs - part * WORDS)[:, None]
-        group_B = tl.minimum((blocks_B * COLUMNS + part * WORDS) // GROUP_SIZE, num_groups - 1)
-        scales = scales_at(scale_ptr, factor_ptr, expert, rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 0)
-        second_scales = scales_at(scale_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 0)
-        if MINIMA:
-            minima = scales_at(offset_ptr, factor_ptr, expert, rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1)
-            second_minima = scales_at(offset_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1)
-            zeros = tl.zeros(scales.shape, dtype=tl.float32)
-            second_zeros = zeros
-        elif offset_ptr is not None:
-            at_B = (expert * num_groups + group_B) * num_rows
-            zeros = tl.load(offset_ptr + at_B + rows_B).to(tl.float32)
-            second_zeros = tl.load(offset_ptr + at_B + second_rows_B).to(tl.float32)
-        else:
-            zeros = tl.full(scales.shape, 8.0, dtype=tl.float32)
-            second_zeros = zeros
+        if part * WORDS % GROUP_SIZE == 0:  # else the group of the part before
+            group_B = tl.minimum((blocks_B * COLUMNS + part * WORDS) // GROUP_SIZE, num_groups - 1)
+            scales = scales_at(scale_ptr, factor_ptr, expert, rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 0)
+            second_scales = scales_at(scale_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 0)
+            if MINIMA:
+                minima = scales_at(offset_ptr, factor_ptr, expert, rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1)
+                second_minima = scales_at(offset_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1)
+                zeros = tl.zeros(scales.shape, dtype=tl.float32)
+                second_zeros = zeros
+            elif offset_ptr is not None:
+                at_B = (expert * num_groups + group_B) * num_rows
+                zeros = tl.load(offset_ptr + at_B + rows_B).to(tl.float32)
+                second_zeros = tl.load(offset_ptr + at_B + second_rows_B).to(tl.float32)
+            else:
+                zeros = tl.full(scales.shape, 8.0, dtype=tl.float32)
+                second_zeros = zeros
         if PTX:
             pairs_BC = blocks_B[:, None] * (COLUMNS // 2) + part * PAIRS + tl.arange(0, PAIRS)[None, :]
             x_BC = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pairs_BC, mask=ok_B1, other=0)
@@ -309,38 +310,41 @@ def _coded_gemv_down_kernel(
     total = tl.zeros((BLOCKS * ROWS, PAIRS), dtype=tl.float32)
     let_next_start(PDL)
     wait_for_previous(PDL)
-    for k in tl.static_range(TOP_K):
-        pair = token * TOP_K + k
-        expert = tl.load(experts_ptr + pair).to(tl.int64)
-        weight = tl.load(weights_ptr + pair).to(tl.float32)
-        num_blocks, inputs = NUM_BLOCKS, features
-        if SPREAD:  # of another rank's pair, nothing is read and zero is added
-            is_here = expert < num_slots
-            expert, weight = tl.where(is_here, expert, 0), tl.where(is_here, weight, 0.0)
-            num_blocks, inputs = tl.where(is_here, NUM_BLOCKS, 0), tl.where(is_here, features, 0)
-        w, scales = w_ptr + expert * NUM_BLOCKS * outputs * PAIRS, scale_ptr + expert * NUM_BLOCKS * outputs
-        tiles = ()
-        for start in tl.static_range(0, NUM_BLOCKS, BLOCKS):
-            first = _words(w, start + blocks_B, rows_B, num_blocks, outputs)
-            second = _words(w, start + blocks_B, second_rows_B, num_blocks, outputs)
-            first_scales = _block_scales(scales, start + blocks_B, rows_B, num_blocks, outputs, TABLE)
-            second_scales = _block_scales(scales, start + blocks_B, second_rows_B, num_blocks, outputs, TABLE)
-            tiles += ((first, first_scales, second, second_scales),)  # type: ignore[assignment]
-        if HAS_BIAS:
-            bias_R = bias_ptr + expert * outputs + rows_R
-            sum_R += weight * tl.load(bias_R, mask=ok_R, other=0.0).to(tl.float32)
-            second_sum_R += weight * tl.load(bias_R + ROWS, mask=second_ok_R, other=0.0).to(tl.float32)
-        acc = tl.zeros((BLOCKS * ROWS, PAIRS), dtype=tl.float32)
-        for step in tl.static_range(len(tiles)):
-            if TABLE == _MXFP4:
-                acc = _add_mxfp4_products(acc, tiles[step], h_ptr + pair * features, step * BLOCKS + blocks_B, inputs, PTX)
-            else:
-                acc = _add_code_products(
-                    acc, tiles[step][0], tiles[step][2], h_ptr + pair * features, step * BLOCKS + blocks_B, rows_B, second_rows_B,
-                    scale_ptr, offset_ptr, factor_ptr, expert, outputs, num_groups, inputs, GROUP_SIZE, MINIMA, PER_FACTOR, FACTORS,
-                    POWER, PTX,
-                )  # fmt: skip
-        total += acc * weight
+    # Loads of as many experts are in flight. With all of them, Triton takes minutes where an expert has many scales.
+    UNROLL: tl.constexpr = TOP_K if TABLE == _MXFP4 else 4 if FACTORS == 0 and TOP_K % 4 == 0 else 2 if TOP_K % 2 == 0 else 1
+    for first_k in tl.range(0, TOP_K, UNROLL):
+        for k in tl.static_range(UNROLL):
+            pair = token * TOP_K + first_k + k
+            expert = tl.load(experts_ptr + pair).to(tl.int64)
+            weight = tl.load(weights_ptr + pair).to(tl.float32)
+            num_blocks, inputs = NUM_BLOCKS, features
+            if SPREAD:  # of another rank's pair, nothing is read and zero is added
+                is_here = expert < num_slots
+                expert, weight = tl.where(is_here, expert, 0), tl.where(is_here, weight, 0.0)
+                num_blocks, inputs = tl.where(is_here, NUM_BLOCKS, 0), tl.where(is_here, features, 0)
+            w, scales = w_ptr + expert * NUM_BLOCKS * outputs * PAIRS, scale_ptr + expert * NUM_BLOCKS * outputs
+            tiles = ()
+            for start in tl.static_range(0, NUM_BLOCKS, BLOCKS):
+                first = _words(w, start + blocks_B, rows_B, num_blocks, outputs)
+                second = _words(w, start + blocks_B, second_rows_B, num_blocks, outputs)
+                first_scales = _block_scales(scales, start + blocks_B, rows_B, num_blocks, outputs, TABLE)
+                second_scales = _block_scales(scales, start + blocks_B, second_rows_B, num_blocks, outputs, TABLE)
+                tiles += ((first, first_scales, second, second_scales),)  # type: ignore[assignment]
+            if HAS_BIAS:
+                bias_R = bias_ptr + expert * outputs + rows_R
+                sum_R += weight * tl.load(bias_R, mask=ok_R, other=0.0).to(tl.float32)
+                second_sum_R += weight * tl.load(bias_R + ROWS, mask=second_ok_R, other=0.0).to(tl.float32)
+            acc = tl.zeros((BLOCKS * ROWS, PAIRS), dtype=tl.float32)
+            for step in tl.static_range(len(tiles)):
+                if TABLE == _MXFP4:
+                    acc = _add_mxfp4_products(acc, tiles[step], h_ptr + pair * features, step * BLOCKS + blocks_B, inputs, PTX)
+                else:
+                    acc = _add_code_products(
+                        acc, tiles[step][0], tiles[step][2], h_ptr + pair * features, step * BLOCKS + blocks_B, rows_B, second_rows_B,
+                        scale_ptr, offset_ptr, factor_ptr, expert, outputs, num_groups, inputs, GROUP_SIZE, MINIMA, PER_FACTOR, FACTORS,
+                        POWER, PTX,
+                    )  # fmt: skip
+            total += acc * weight
     if HAS_RESIDUAL:  # loads while the sums are reduced
         residual_R = residual_ptr + token.to(tl.int64) * residual_stride + rows_R
         sum_R += tl.load(residual_R, mask=ok_R, other=0.0).to(tl.float32)
