@@ -24,6 +24,11 @@ Of a folder with a config.json alone, the weights are random; llama.cpp runs LFM
 If the engine ran in bfloat16, too, such a line also has each figure's ratio to bfloat16. With --beside, each line has the other engine's
 time divided by this engine's, turn by turn: [minimum, median, maximum] of wall time and of CPU time.
 
+With --busy, each case runs again while so many other processes compute without a pause. `busy` says how many, and `of_idle` has each
+figure's ratio to that of the idle machine:
+
+    python -m benchmarks.cpu --engines compile-and-serve:as-is llama.cpp:as-is --cases decode --busy 1 4
+
 llama.cpp runs if --llama-python (by default this Python) can import `llama_cpp`. To build it (about 8 minutes):
 
     python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
@@ -37,6 +42,7 @@ vLLM's CPU build (--vllm-python) needs its own environment:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -44,6 +50,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +141,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, help="of decodes")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--vllm-python", default=sys.executable)
+    parser.add_argument("--busy", type=int, nargs="*", default=[], help="numbers of processes that compute beside the engines")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -170,10 +178,25 @@ def main() -> None:
             }
             workers.append(Worker(name, pythons.get(engine, sys.executable), job))
         for index, case in enumerate(cases):
-            take_turns(workers, index, case, args.repeats)
-            print_case(workers, case, args.model, args.beside)
+            idle: dict[str, dict[str, float]] = {}
+            for busy in (0, *args.busy):
+                with busy_processes(busy):
+                    take_turns(workers, index, case, args.repeats)
+                print_case(workers, case, args.model, args.beside, busy, idle)
         for worker in workers:
             worker.end()
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that compute without a pause."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def speedups(values: dict[str, float], bfloat16: dict[str, float]) -> dict[str, float]:
@@ -259,8 +282,10 @@ def take_turns(workers: list[Worker], index: int, case: dict[str, Any], repeats:
             worker.cpu_rounds.append((first_cpu, full_cpu))
 
 
-def print_case(workers: list[Worker], case: dict[str, Any], model: str, beside: str | None) -> None:
-    """Print one line for each engine: its figures, or its error."""
+def print_case(
+    workers: list[Worker], case: dict[str, Any], model: str, beside: str | None, busy: int, idle: dict[str, dict[str, float]]
+) -> None:
+    """Print one line for each engine: its figures, or its error. idle: filled in without busy processes, compared with beside them."""
     by_name = {worker.name: worker for worker in workers if worker.error is None}
     for worker in workers:
         job = worker.job
@@ -273,11 +298,19 @@ def print_case(workers: list[Worker], case: dict[str, Any], model: str, beside: 
             "threads": job["threads"],
             "case": case["name"],
         }
+        if busy:
+            common["busy"] = busy
         where = {"load_average": round(os.getloadavg()[1], 1), "device": cpu_name(), **environment()}
         if worker.error is not None:
             print(json.dumps({**common, "error": worker.error, **where}), flush=True)
             continue
         values: dict[str, Any] = figures(case, worker.rounds)
+        if not busy:
+            idle[worker.name] = dict(values)
+        elif worker.name in idle:
+            rates = [key for key in values if key.endswith("_tokens_per_second")]
+            of_idle = {key: round(values[key] / idle[worker.name][key], 2) for key in rates}
+            values = {**values, "of_idle": of_idle}
         plain = by_name.get(job["engine"])
         if plain is not None and plain is not worker:
             values |= speedups(values, figures(case, plain.rounds))
