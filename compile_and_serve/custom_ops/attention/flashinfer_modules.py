@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 Variant = Literal["fa2", "fa3"]
 
 _LONGEST_CAUSE = 300  # characters
-# `flashinfer_prefill` calls the modules of these versions.
-FIRST_VERSION, FIRST_UNKNOWN_VERSION = (0, 6, 11), (0, 8, 0)
+# `flashinfer_prefill` calls the modules of these versions. Their arguments have changed from one patch version to the next.
+FIRST_VERSION, FIRST_UNKNOWN_VERSION = (0, 6, 11), (0, 7, 5)
 
 
 def flashinfer_version() -> tuple[int, ...]:

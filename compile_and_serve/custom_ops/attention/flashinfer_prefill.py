@@ -1,7 +1,7 @@
 """FlashInfer's prefill kernels: planned once for the prompts of a step, then run in every layer.
 
 The functions of a built module are called directly. FlashInfer's own wrappers would call them with the same arguments, but importing the
-wrappers takes a second of Python, for which the first requests would wait. The arguments are those of FlashInfer 0.6.11 to 0.7: see its
+wrappers takes a second of Python, for which the first requests would wait. The arguments are those of FlashInfer 0.6.11 to 0.7.4: see its
 csrc/batch_prefill_jit_binding.cu and csrc/batch_prefill_sm90_jit_binding.cu, and gen_batch_prefill_module for the last ones.
 
 Shape legend: T tokens of the prompts, S prompts, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block, J pages
@@ -92,6 +92,8 @@ class FlashInferPrefill:
             arguments += [-1, False, 0]  # splits of any size, and no other kernel beside
             if flashinfer_version() >= (0, 6, 16):
                 arguments.append(0)  # prompts of any lengths
+            if flashinfer_version() >= (0, 7, 4):
+                arguments.append(False)  # nor are those of later plans alike
         plan_info = module.plan(*arguments)
         self._run = module.paged_run if pages else module.ragged_run
         self._memory_and_plan = (*self._memory, plan_info)

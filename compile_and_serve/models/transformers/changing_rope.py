@@ -10,6 +10,7 @@ Shape legend: T tokens of the step, E dimensions that RoPE rotates.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,7 @@ def follow_lengths(model: Any) -> tuple[LengthRegimes | None, dict[str, torch.Te
 
 def _computes_again(model: Any) -> bool:
     """Whether the class's `generate` drops the cache of a sequence that outgrows the original length."""
-    code = getattr(type(model).prepare_inputs_for_generation, "__code__", None)
+    code = getattr(inspect.unwrap(type(model).prepare_inputs_for_generation), "__code__", None)
     return code is not None and "original_max_position_embeddings" in code.co_consts
 
 

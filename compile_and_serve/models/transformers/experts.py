@@ -73,7 +73,7 @@ def _experts_forward(module: Any, hidden_TD: torch.Tensor, ids_TK: torch.Tensor,
 def expert_parts(model: PreTrainedModel) -> dict[str, TensorPart]:
     """Checkpoint tensor name → the part of a stacked parameter that it is, where checkpoints name each expert's matrices."""
     parts: dict[str, TensorPart] = {}
-    conversions = get_model_conversion_mapping(model)
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one.reverse_transform() for one in reversed(conversions) if type(one) is WeightRenaming]
     for name, parameter in model.named_parameters():
         converter = next((one for one in conversions if stacks_experts(one, name)), None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Chunk, PrefixChange, WeightConverter, WeightRenaming, WeightTransform, rename_source_key
 
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor
 from compile_and_serve.custom_ops.weight_functions import weight_function
@@ -21,6 +23,11 @@ def chunk_of_rows(weight: torch.Tensor, number: int, count: int) -> torch.Tensor
     return weight.chunk(count)[number].contiguous()
 
 
+def _reversed(rules: Sequence[WeightTransform]) -> list[WeightTransform]:
+    """What turns names of the class into those of a checkpoint. rules: of the names only, they turn those of a checkpoint into the class's."""
+    return [one.reverse_transform() for one in reversed(rules) if isinstance(one, WeightRenaming)]
+
+
 def _splits_rows(converter: WeightConverter) -> bool:
     """Whether a rule of the conversion mapping splits one tensor into equal parts of its rows, as queries, keys and values."""
     operations = converter.operations
@@ -29,8 +36,8 @@ def _splits_rows(converter: WeightConverter) -> bool:
 
 def split_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, ArrangedWeight]:
     """By parameter, how a checkpoint holds those that are parts of one of its tensors."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [one.reverse_transform() for one in reversed(conversions) if isinstance(one, WeightRenaming)]
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = _reversed(conversions)
     found: dict[str, ArrangedWeight] = {}
     for converter in conversions:
         if not (isinstance(converter, WeightConverter) and _splits_rows(converter)):
@@ -60,8 +67,9 @@ def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
     tied = set(model.all_tied_weights_keys)
     conversions = get_model_conversion_mapping(model)
     # Files of today and of old: what renames names of old alone would rename those of today, too.
-    tables = (conversions, get_model_conversion_mapping(model, add_legacy=False))
-    renamings = [[one.reverse_transform() for one in reversed(table) if isinstance(one, WeightRenaming)] for table in tables]
+    today = get_model_conversion_mapping(model, add_legacy=False)
+    new = [one for one in today if not isinstance(one, PrefixChange)]  # `save_pretrained` of a model that was not loaded adds no prefix
+    renamings = [_reversed(rules) for rules in (conversions, today, new)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     names: dict[str, str | None] = dict.fromkeys(tied)
     prefix = f"{model.base_model_prefix}."

@@ -9,7 +9,7 @@ import torch
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint
 
 # Put before every name by torch.compile, DistributedDataParallel and PEFT, and by models that read more than text.
-_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "language_model.", "text_model.")
+_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "thinker.", "language_model.", "text_model.")
 _BASE = "model."
 _BASES_OF_TEXT = ("model.language_model.", "model.text_model.")
 

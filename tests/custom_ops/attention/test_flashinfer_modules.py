@@ -118,7 +118,7 @@ def test_a_step_waits_for_modules_that_are_being_loaded(modules: FlashInferModul
 
 
 @pytest.mark.parametrize(
-    ("version", "is_known"), [("0.6.10.post1", False), ("0.6.11", True), ("0.6.15.post1", True), ("0.7.2.post1", True), ("0.8.0", False)]
+    ("version", "is_known"), [("0.6.10.post1", False), ("0.6.11", True), ("0.6.15.post1", True), ("0.7.4", True), ("0.7.5", False)]
 )
 def test_only_known_versions_are_called(version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(runs_cuda_kernels=True, compute_capability=(9, 0))
@@ -126,7 +126,7 @@ def test_only_known_versions_are_called(version: str, is_known: bool, monkeypatc
     monkeypatch.setattr(flashinfer_modules, "find_spec", lambda name: name)
     monkeypatch.setattr(flashinfer_modules, "version", lambda name: version)
     reason = flashinfer_unavailable_reason(torch.device("cuda"))
-    assert reason == (None if is_known else f"how the kernels of FlashInfer {version} are called is not known (install >=0.6.11,<0.8.0)")
+    assert reason == (None if is_known else f"how the kernels of FlashInfer {version} are called is not known (install >=0.6.11,<0.7.5)")
 
 
 def test_the_extra_has_the_known_versions() -> None:

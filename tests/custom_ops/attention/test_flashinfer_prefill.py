@@ -13,7 +13,7 @@ from compile_and_serve.custom_ops.attention import flashinfer_modules
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape, FlashInferPrefill
 
 
-@pytest.mark.parametrize(("version", "num_arguments"), [("0.6.15.post1", 19), ("0.6.16.post4", 20), ("0.7.2.post1", 20)])
+@pytest.mark.parametrize(("version", "num_arguments"), [("0.6.15.post1", 19), ("0.6.16.post4", 20), ("0.7.2.post1", 20), ("0.7.4", 21)])
 def test_a_plan_has_as_many_arguments_as_the_version_takes(version: str, num_arguments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_modules, "version", lambda name: version)
     planned: list[tuple[Any, ...]] = []

@@ -128,7 +128,16 @@ class TestTying:
 class TestNames:
     @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"])
     @pytest.mark.parametrize(
-        "prefix", ["", "_orig_mod.model.", "module.model.", "base_model.model.model.", "language_model.model.", "model.language_model."]
+        "prefix",
+        [
+            "",
+            "_orig_mod.model.",
+            "module.model.",
+            "base_model.model.model.",
+            "thinker.model.",
+            "language_model.model.",
+            "model.language_model.",
+        ],
     )
     def test_other_prefixes(self, architecture: str, prefix: str, tmp_path: Path) -> None:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "Moe" in architecture else {}
