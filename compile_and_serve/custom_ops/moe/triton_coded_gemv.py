@@ -192,7 +192,9 @@ def _add_code_products(
             second_scales = scales_at(scale_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 0)
             if MINIMA:
                 minima = scales_at(offset_ptr, factor_ptr, expert, rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1)
-                second_minima = scales_at(offset_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1)
+                second_minima = scales_at(
+                    offset_ptr, factor_ptr, expert, second_rows_B, group_B, num_rows, num_groups, PER_FACTOR, FACTORS, 1
+                )
                 zeros = tl.zeros(scales.shape, dtype=tl.float32)
                 second_zeros = zeros
             elif offset_ptr is not None:
