@@ -24,7 +24,7 @@ def chunk_of_rows(weight: torch.Tensor, number: int, count: int) -> torch.Tensor
 
 
 def _reversed(rules: Sequence[WeightTransform]) -> list[WeightTransform]:
-    """What turns names of the class into those of a checkpoint. rules: of the names only, they turn those of a checkpoint into the class's."""
+    """What turns names of the class into those of a checkpoint. rules: what turns those of a checkpoint into those of the class."""
     return [one.reverse_transform() for one in reversed(rules) if isinstance(one, WeightRenaming)]
 
 
