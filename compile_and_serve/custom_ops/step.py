@@ -24,6 +24,7 @@ from compile_and_serve.custom_ops.step_data import ArrayInfo, RequestArrays, Ste
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
 LOGITS = "logits"
+ALIGNMENT_QUERIES = "alignment_queries"  # of the heads of cross-attention that tell which rows a token speaks of
 HIDDEN_STATES = "hidden_states"  # after the last norm: what embeddings are pooled from
 SEQUENCES = "sequences"  # where ops of a model without state find the step's `StepLengths`
 CLASS_LOGITS = "class_logits"  # of a sequence classifier

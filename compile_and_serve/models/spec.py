@@ -80,6 +80,8 @@ class ModelSpec:
         a group of the kind `CrossAttention`: a row then has the keys and values of each layer, one layer behind the other. The encoder
         keeps no state; its inputs read arrays of media items; it has no tokens (`input_ids` are 0). max_model_len: tokens of the longest
         item. Both read one checkpoint, in which each knows the other's tensors (`weight_map`: None).
+    decoder_start: tokens with which the decoder begins, of a model whose encoder reads the prompt (as the array `SOURCE_IDS`). Empty: the
+        prompt is the decoder's.
     eager_reason: of an encoder that runs as it is written, on one item at a time: why, as a clause. It takes tensors by name, which
         `whole_items.unpacked` gives, and returns a row for each token of the item. None: it is compiled.
     """
@@ -100,6 +102,7 @@ class ModelSpec:
     whole_prompts: bool = False
     length_regimes: LengthRegimes | None = None
     encoder: ModelSpec | None = None
+    decoder_start: tuple[int, ...] = ()
     eager_reason: str | None = None
 
     @property

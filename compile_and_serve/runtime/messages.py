@@ -142,13 +142,15 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
     ids: the chosen (or prompt) token, then the k likeliest, best first. logprobs: one for each id, natural log, of the
     distribution before temperature and filters (unless --logprobs-mode says otherwise). rank: 1-based rank of ids[0].
-    other_ranks: ranks of the last ids, those of `logprob_token_ids`.
+    other_ranks: ranks of the last ids, those of `logprob_token_ids`. attention: float32 [A, R], where `aligned_rows` asks for it: what the
+        token before gave each row of the encoder, by the model's alignment heads.
     """
 
     ids: list[int]
     logprobs: list[float]
     rank: int
     other_ranks: list[int] = []
+    attention: bytes = b""
 
     def rank_at(self, position: int) -> int:
         """1-based rank of ids[position]."""
@@ -271,6 +273,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     pooling: PoolingInfo | None = None  # None: the engine generates tokens
     media: MediaInfo | None = None  # None: the model reads only text
     kv_transfer: KVTransferInfo | None = None  # None: it hands no requests to others, and takes none
+    max_source_len: int | None = None  # of a prompt that an encoder reads; None: the prompt is the decoder's
+    decoder_start: list[int] = []  # what the decoder begins with, in place of the prompt
 
 
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):

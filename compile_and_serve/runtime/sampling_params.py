@@ -59,7 +59,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: the form that the output must have, e.g. a JSON schema.
     repetition_detection: ends an output that repeats itself, with the finish reason "repetition".
     speculate: False keeps the request out of speculative decoding, which changes no token.
-    speech_rules: of a transcript; set by the engine's own clients.
+    speech_rules: of a transcript. aligned_rows: R, rows of the encoder for `TokenLogprobs.attention` of `prompt_logprobs`; 0: none. Both
+        are set by the engine's own clients.
     """
 
     n: int = 1
@@ -93,6 +94,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     repetition_detection: RepetitionDetectionParams | None = None
     speculate: bool = True
     speech_rules: SpeechRules | None = None
+    aligned_rows: int = 0
 
     @property
     def is_greedy(self) -> bool:

@@ -62,6 +62,8 @@ async def answer_with_beams(
     """
     if any(one.structured_outputs is not None for one in params):
         raise ApiError(400, "Tools that must be called cannot be combined with use_beam_search.", "use_beam_search")
+    if context.inputs.info.max_source_len is not None:
+        raise ApiError(400, "Beam search does not run models whose encoder reads the prompt.", "use_beam_search")
     tokenizer = context.inputs.tokenizer
     searches = []
     with user_errors():

@@ -13,6 +13,7 @@ from compile_and_serve.runtime.messages import EngineRequest
 from tests.support.engines import request
 
 ROWS, BANDS, VOCAB_SIZE, MAX_LEN = 30, 16, 200, 96
+ALIGNMENT_HEADS = [[0, 1], [1, 0], [1, 3]]
 
 
 def write_whisper(folder: Path) -> Any:
@@ -43,6 +44,7 @@ def write_whisper(folder: Path) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
+    model.generation_config.alignment_heads = ALIGNMENT_HEADS
     model.save_pretrained(folder)
     return model
 
@@ -61,6 +63,29 @@ def speech_request(name: str, prompt: list[int], number: int, **params: Any) -> 
     one = request(name, prompt, ignore_eos=True, **params)
     one.media = [item_of(number)]
     return one
+
+
+def _attended(model: Any, tokens: list[int], number: int) -> tuple[torch.Tensor, ...]:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        heard = model.model.encoder(torch.from_numpy(mel_of(number).T[None].copy()))
+        given: Any = model(encoder_outputs=heard, decoder_input_ids=torch.tensor([tokens]), output_attentions=True)
+    return tuple(given.cross_attentions)
+
+
+def cross_attention(model: Any, tokens: list[int], number: int) -> torch.Tensor:
+    """float32 [tokens, alignment heads, ROWS]: the weights of transformers' model"""
+    given = _attended(model, tokens, number)
+    return torch.stack([given[layer][0, head] for layer, head in ALIGNMENT_HEADS], dim=1)
+
+
+def token_times(model: Any, tokens: list[int], number: int, *, begin: int, num_rows: int) -> np.ndarray:
+    """float32: the times in seconds that transformers gives the tokens from `begin` on, of a recording of `num_rows` rows"""
+    from transformers.generation.utils import GenerateEncoderDecoderOutput
+
+    given = GenerateEncoderDecoderOutput(sequences=torch.tensor([tokens]), cross_attentions=(_attended(model, tokens, number),))
+    times = model._extract_token_timestamps(given, ALIGNMENT_HEADS, num_frames=2 * num_rows, num_input_ids=begin)
+    return times[0, begin:-1].numpy()
 
 
 def greedy(model: Any, prompt: list[int], number: int, count: int) -> list[int]:

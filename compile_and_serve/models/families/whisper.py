@@ -20,7 +20,17 @@ from compile_and_serve.custom_ops.attention.encoder_attention import encoder_att
 from compile_and_serve.custom_ops.state.cross import CROSS_CACHES, CrossAttention
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, POSITIONS, TOKENS, StepInput, StepOutput, TokenBatch
+from compile_and_serve.custom_ops.step import (
+    ALIGNMENT_QUERIES,
+    DECODER_INPUTS,
+    LOGITS,
+    POSITIONS,
+    ROWS,
+    TOKENS,
+    StepInput,
+    StepOutput,
+    TokenBatch,
+)
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor
 from compile_and_serve.models.config import UnsupportedConfigError, positive_int
 from compile_and_serve.models.decoder_spec import on_meta
@@ -29,6 +39,7 @@ from compile_and_serve.models.families import register_model
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
 from compile_and_serve.models.vision.patches import array_input, flatten_inputs
 
+ALIGNMENT_HEADS = "alignment_heads"  # in the config: [layer, head] of cross-attention, which tell when a token is said
 MEL = "mel"  # the encoder's array: two frames of 10 ms for each row
 
 TP_PLAN: Mapping[str, ShardStyle] = {
@@ -56,13 +67,13 @@ BESIDE = StepInput(name="beside", dtype=torch.int64, dims=(2, TOKENS), fill=_row
 
 
 class SelfAttention(nn.Module):
-    """Attention of tokens to those before them. The keys have no bias."""
+    """Attention of tokens to those before them. Whisper's keys have no bias."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, key_bias: bool = False) -> None:
         super().__init__()
         self.head_dim = width // num_heads
         self.q_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(3))
-        self.k_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=key_bias)
 
     def forward(self, x_TD: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q_proj, self.k_proj, self.v_proj))
@@ -77,9 +88,10 @@ class CrossAttentionLayer(nn.Module):
         self.head_dim = width // num_heads
         self.q_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
 
-    def forward(self, x_TD: torch.Tensor, cross_cache: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cross_cache: torch.Tensor, rows_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ the result, and the queries [T, H, E]"""
         q_THE = self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
-        return self.out_proj(cross_attention(q_THE, cross_cache, rows_T, self.head_dim**-0.5).flatten(1))
+        return self.out_proj(cross_attention(q_THE, cross_cache, rows_T, self.head_dim**-0.5).flatten(1)), q_THE
 
 
 class DecoderLayer(nn.Module):
@@ -91,10 +103,13 @@ class DecoderLayer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
         self.activation = ACTIVATIONS[config.get("activation_function", "gelu")]
 
-    def forward(self, x_TD: torch.Tensor, kv_cache: torch.Tensor, cross_cache: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_TD: torch.Tensor, kv_cache: torch.Tensor, cross_cache: torch.Tensor, rows_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), kv_cache)
-        x_TD = x_TD + self.encoder_attn(self.encoder_attn_layer_norm(x_TD), cross_cache, rows_T)
-        return x_TD + self.fc2(self.activation(self.fc1(self.final_layer_norm(x_TD))))
+        heard_TD, q_THE = self.encoder_attn(self.encoder_attn_layer_norm(x_TD), cross_cache, rows_T)
+        x_TD = x_TD + heard_TD
+        return x_TD + self.fc2(self.activation(self.fc1(self.final_layer_norm(x_TD)))), q_THE
 
 
 class Decoder(nn.Module):
@@ -106,6 +121,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(positive_int(config, "decoder_layers")))
         self.layer_norm = nn.LayerNorm(width)
         self.embed_scale = width**0.5 if config.get("scale_embedding") else 1.0
+        self.alignment_heads: list[list[int]] = config.get(ALIGNMENT_HEADS) or []
 
     def forward(
         self,
@@ -115,16 +131,20 @@ class Decoder(nn.Module):
         cross_caches: list[torch.Tensor],
         logits_indices: torch.Tensor,
         rows_T: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """→ the hidden states of the rows, and the queries [S, A, E] of the A alignment heads; None: there are none"""
         x_TD = self.embed_tokens(input_ids) * self.embed_scale + self.embed_positions(positions)
+        queries = []
         for layer, kv_cache, cross_cache in zip(self.layers, kv_caches, cross_caches, strict=True):
-            x_TD = layer(x_TD, kv_cache, cross_cache, rows_T)
-        return self.layer_norm(x_TD[logits_indices])
+            x_TD, q_THE = layer(x_TD, kv_cache, cross_cache, rows_T)
+            queries.append(q_THE)
+        aligned = [queries[layer][logits_indices, head] for layer, head in self.alignment_heads]
+        return self.layer_norm(x_TD[logits_indices]), torch.stack(aligned, dim=1) if aligned else None
 
 
 class WhisperForConditionalGeneration(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T], a KV cache and a cross cache per layer, logits_indices int64 [S],
-    cross_rows int32 [T]) → logits [S, V]
+    cross_rows int32 [T]) → logits [S, V], and the alignment heads' queries [S, A · E] where the config has such heads
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -142,18 +162,20 @@ class WhisperForConditionalGeneration(nn.Module):
         cross_caches: list[torch.Tensor],
         logits_indices: torch.Tensor,
         cross_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.proj_out(self.model["decoder"](input_ids, positions, kv_caches, cross_caches, logits_indices, cross_rows))
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        x_SD, q_SAE = self.model["decoder"](input_ids, positions, kv_caches, cross_caches, logits_indices, cross_rows)
+        logits_SV = self.proj_out(x_SD)
+        return logits_SV if q_SAE is None else (logits_SV, q_SAE.flatten(1))
 
 
 class EncoderAttention(nn.Module):
     """Attention of rows to those of their item."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, key_bias: bool = False) -> None:
         super().__init__()
         self.head_dim = width // num_heads
         self.q_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(3))
-        self.k_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=key_bias)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q_proj, self.k_proj, self.v_proj))
@@ -210,9 +232,9 @@ def _windows(*parts_TD: torch.Tensor) -> torch.Tensor:
 class KeysAndValues(nn.Module):
     """Of one layer's cross-attention."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, key_bias: bool = False) -> None:
         super().__init__()
-        self.k_proj, self.v_proj = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.k_proj, self.v_proj = nn.Linear(width, width, bias=key_bias), nn.Linear(width, width)
 
 
 class WhisperEncoder(nn.Module):
@@ -247,6 +269,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     }
     for kernel in kernels.values():
         del theirs[kernel.tensors[0].name]
+    aligned = len(config.get(ALIGNMENT_HEADS) or []) * width // heads
     unused: dict[str, str | None] = {"proj_out.weight": None} if config.get("tie_word_embeddings", True) else {}
     return ModelSpec(
         module=decoder,
@@ -258,6 +281,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         vocab_size=vocab_size,
         max_model_len=positive_int(config, "max_target_positions"),
         inputs=(*DECODER_INPUTS, CROSS_ROWS),
+        outputs=(StepOutput(name=LOGITS), *([StepOutput(name=ALIGNMENT_QUERIES, dims=(ROWS, aligned))] if aligned else [])),
         weight_map={**unused, **dict.fromkeys([*theirs, *(kernel.tensors[0].name for kernel in kernels.values())])},
         tp_plan=TP_PLAN,
         encoder=ModelSpec(

@@ -16,7 +16,7 @@ class TranscriptionOptions:
     """task: "translate" gives English. language: ISO 639-1 or its English name; None: the model says. prompt: text that stands before the
     recording's. temperature: 0 rises by 0.2 while a window's result looks wrong, if `falls_back`; another number is that alone.
     timestamps: the model says where segments begin and end; recordings of more than one window always have them.
-    words: times of words. seed: of temperatures above 0. wants_no_speech: `Segment.no_speech_prob` of every segment.
+    words: times of words, and so of segments. seed: of temperatures above 0. wants_no_speech: `Segment.no_speech_prob` of every segment.
     previous_text: a window's text is the next one's prompt.
 
     A window's result looks wrong if it compresses by more than `compression_limit`, or its tokens' mean log-probability is below
@@ -43,8 +43,6 @@ class TranscriptionOptions:
             raise TranscriptionError(f"The task must be transcribe or translate, got {self.task!r:.100}.")
         if not 0.0 <= self.temperature <= 2.0:
             raise TranscriptionError(f"temperature must be in [0, 2], got {self.temperature}.")
-        if self.words:
-            raise TranscriptionError("Times of words are not computed: ask for those of segments (timestamp_granularities=segment).")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 from compile_and_serve.runtime.audio.options import TranscriptionError
 
 SECONDS_PER_TIMESTAMP = 0.02
+ALIGNMENT_REFUSED = "alignment_refused"  # in a config: why no times of words are computed, as a clause
 # ISO 639-1 codes (and two of ISO 639-3) of the languages that Whisper knows, with their English names.
 LANGUAGES = dict(
     pair.split(":")

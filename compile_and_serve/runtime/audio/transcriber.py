@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import zlib
+from asyncio import to_thread
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
+from compile_and_serve.runtime.audio.alignment import token_rows, word_spans
 from compile_and_serve.runtime.audio.mel import FRAMES_PER_SECOND, HOP, SAMPLE_RATE, log_mel
-from compile_and_serve.runtime.audio.options import TEMPERATURES, Segment, Transcription, TranscriptionError, TranscriptionOptions
-from compile_and_serve.runtime.audio.speech_tokens import SECONDS_PER_TIMESTAMP, SpeechTokens
+from compile_and_serve.runtime.audio.options import TEMPERATURES, Segment, Transcription, TranscriptionError, TranscriptionOptions, Word
+from compile_and_serve.runtime.audio.speech_tokens import ALIGNMENT_REFUSED, SECONDS_PER_TIMESTAMP, SpeechTokens
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -43,6 +46,7 @@ class Completed(Protocol):
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +60,24 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The answer: generated tokens, and an entry for each."""
+    """The answer: generated tokens, and an entry for each. prompt: for each token of the prompt behind the first, if that was asked for."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
+    prompt: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def of(cls, completion: Completed) -> Decoded:
         """Of a completion."""
-        return cls(list(completion.token_ids), list(completion.logprobs or ()))
+        prompt = [one for one in completion.prompt_logprobs or () if one is not None]
+        return cls(list(completion.token_ids), list(completion.logprobs or ()), prompt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """Of a window. tokens: without the one that ends a transcript."""
+    """Of a window. begin: the prompt. tokens: without the one that ends a transcript."""
 
+    begin: list[int]
     tokens: list[int]
     text: str
     temperature: float
@@ -83,9 +90,20 @@ class Transcriber:
 
     sample_rate = SAMPLE_RATE
 
-    def __init__(self, tokens: SpeechTokens, tokenizer: SpeechTokenizer, *, num_bands: int, num_rows: int, max_len: int) -> None:
-        """num_bands: M. num_rows: of the encoder, for a window. max_len: tokens of prompt and transcript of a window."""
-        self.tokens, self.tokenizer = tokens, tokenizer
+    def __init__(
+        self,
+        tokens: SpeechTokens,
+        tokenizer: SpeechTokenizer,
+        *,
+        num_bands: int,
+        num_rows: int,
+        max_len: int,
+        words_refused: str | None = None,
+    ) -> None:
+        """num_bands: M. num_rows: of the encoder, for a window. max_len: tokens of prompt and transcript of a window. words_refused: why
+        times of words are not computed, as a clause.
+        """
+        self.tokens, self.tokenizer, self.words_refused = tokens, tokenizer, words_refused
         self.num_bands, self.num_rows, self.max_len = num_bands, num_rows, max_len
 
     @classmethod
@@ -102,6 +120,7 @@ class Transcriber:
             num_bands=int(config["num_mel_bins"]),
             num_rows=int(config["max_source_positions"]),
             max_len=int(config["max_target_positions"]),
+            words_refused=config.get(ALIGNMENT_REFUSED),
         )
 
     @property
@@ -127,6 +146,11 @@ class TranscriptionJob:
         tokens = transcriber.tokens
         if options.task != "transcribe" and options.task not in tokens.tasks:
             raise TranscriptionError("The model knows English alone, so it cannot translate: transcribe instead.")
+        if options.words and transcriber.words_refused is not None:
+            raise TranscriptionError(
+                f"Times of words are not computed: {transcriber.words_refused}. "
+                "Ask for those of segments (timestamp_granularities=segment)."
+            )
         self.transcriber, self.options = transcriber, options
         self.result: Transcription | None = None
         self._language = None if options.language is None else tokens.language_of(options.language)
@@ -142,7 +166,7 @@ class TranscriptionJob:
     async def segments(self, decode: Callable[[Decode], Awaitable[Decoded]]) -> AsyncIterator[Segment]:
         """The segments, each as soon as it is known. decode: asks the engine."""
         run = self.run()
-        answer: Decoded | None = None
+        answer: Any = None
         while True:
             try:
                 one = run.send(answer)
@@ -151,13 +175,15 @@ class TranscriptionJob:
             answer = None
             if isinstance(one, Segment):
                 yield one
-            else:
+            elif isinstance(one, Decode):
                 answer = await decode(one)
+            else:
+                answer = await to_thread(one)
 
-    def run(self) -> Generator[Decode | Segment, Decoded | None, Transcription]:
-        """Yields what the engine is to decode, to be answered by `send`, and segments. Returns the whole."""
+    def run(self) -> Generator[Decode | Segment | Callable[[], Any], Any, Transcription]:
+        """Yields what the engine is to decode and what is to be called, to be answered by `send`, and segments. Returns the whole."""
         size = self.transcriber.window_frames
-        has_times = self.options.timestamps or not self._is_short
+        has_times = self.options.timestamps or self.options.words or not self._is_short
         result = Transcription(task=self.options.task, language=self._language or "en", duration=self._duration)
         prompt, seek = self._prompt, 0
         while seek < self._num_frames:
@@ -172,8 +198,11 @@ class TranscriptionJob:
             if silence > self.options.no_speech_limit and found.avg_logprob < self.options.logprob_limit:
                 seek += num_frames
                 continue
+            token_words = (yield from self._words(found, item, seek, num_frames)) if self.options.words else None
             pieces, passed = self._cut(found.tokens, seek, num_frames) if has_times else ([(found.tokens, 0.0, self._duration)], num_frames)
+            behind = 0
             for tokens, start, end in pieces:
+                first, behind = behind, behind + len(tokens)
                 text = self._text(tokens)
                 if not text.strip() or (has_times and start == end):
                     continue
@@ -188,6 +217,7 @@ class TranscriptionJob:
                     avg_logprob=found.avg_logprob,
                     compression_ratio=found.compression_ratio,
                     no_speech_prob=silence,
+                    words=None if token_words is None else [word for at, word in token_words if first <= at < behind],
                 )
                 result.segments.append(segment)
                 yield segment
@@ -269,17 +299,53 @@ class TranscriptionJob:
             )
             answer = yield Decode(begin, params, [item])
             assert answer is not None
-            found = self._judge(answer, temperature)
+            found = self._judge(begin, answer, temperature)
             if found.compression_ratio <= options.compression_limit and found.avg_logprob >= options.logprob_limit:
                 break
         return found
 
-    def _judge(self, answer: Decoded, temperature: float) -> _Result:
+    def _words(
+        self, found: _Result, item: MediaItem, seek: int, num_frames: int
+    ) -> Generator[Decode | Callable[[], Any], Any, list[tuple[int, Word]]]:
+        """The words of a window, each with the place of its first token. Its tokens are computed once more, as a prompt."""
+        tokens, size = self.transcriber.tokens, len(found.begin)
+        prompt = [*found.begin, *found.tokens, tokens.end][: self.transcriber.max_len - 1]
+        rows = max(1, num_frames // _FRAMES_PER_ROW)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, aligned_rows=rows, ignore_eos=True, detokenize=False, speculate=False
+        )
+        answer: Decoded | None = yield Decode(prompt, params, [item])
+        assert answer is not None
+        entries = answer.prompt
+        if len(entries) <= size:
+            return []
+        weights_TAR = np.stack([np.frombuffer(one.attention, np.float32).reshape(-1, rows) for one in entries[size:]])
+        begins: np.ndarray = yield lambda: token_rows(weights_TAR)
+        # A token's row of weights belongs to what is said behind it: it ends where that begins.
+        ends = seek / FRAMES_PER_SECOND + np.append(begins, begins[-1]) * SECONDS_PER_TIMESTAMP
+        chances = np.exp([one.logprobs[0] for one in entries[size - 1 :]])
+        words, at = [], 0
+        for is_text, run in groupby(found.tokens[: len(chances)], lambda token: token < tokens.end):
+            piece = list(run)
+            for text, first, behind in word_spans(piece, self._text, self._language or "en") if is_text else ():
+                start = ends[at + first - 1] if at + first else seek / FRAMES_PER_SECOND
+                word = Word(
+                    word=text,
+                    start=round(min(float(start), self._duration), 2),
+                    end=round(min(float(ends[min(at + behind, len(ends)) - 1]), self._duration), 2),
+                    probability=float(chances[at + first : at + behind].mean()),
+                )
+                words.append((at + first, word))
+            at += len(piece)
+        return words
+
+    def _judge(self, begin: list[int], answer: Decoded, temperature: float) -> _Result:
         end = self.transcriber.tokens.end
         tokens = [token for token in answer.token_ids if token != end]
         text = self._text(tokens)
         raw = text.encode()
         return _Result(
+            begin=begin,
             tokens=tokens,
             text=text,
             temperature=temperature,

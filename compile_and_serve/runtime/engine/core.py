@@ -44,6 +44,7 @@ from compile_and_serve.runtime.sampling.checks import verify_token_ids, with_voc
 from compile_and_serve.runtime.scheduler.canary import Canary
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
+from compile_and_serve.runtime.scheduler.source_prompts import for_encoder
 from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
@@ -179,6 +180,8 @@ class EngineCore:
         if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
+        request = for_encoder(request, self.executor.info.encoder)
+        prompt = request.prompt_token_ids
         if request.kv_transfer is not None:
             request = with_handover(request, self.info.kv_transfer)
             params = request.sampling_params

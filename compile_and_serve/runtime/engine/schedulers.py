@@ -106,4 +106,6 @@ def engine_info(config: EngineConfig, cache: CacheConfig, found: WorkerInfo, sch
         media=found.media,
         kv_transfer=transfer_info(config, found.dtype),
         max_logprobs=config.model.max_logprobs,
+        max_source_len=found.encoder.max_item_tokens if found.encoder is not None and found.encoder.decoder_start else None,
+        decoder_start=[] if found.encoder is None else found.encoder.decoder_start,
     )

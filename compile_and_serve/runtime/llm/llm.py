@@ -238,6 +238,8 @@ class LLM(PoolingMethods, TranscriptionMethods):
         starts = [self._job(prompt, limits) for prompt in many]
         if any(start.media for start in starts):
             raise ValueError("Beam search reads no images: use generate.")
+        if self.info.max_source_len is not None:
+            raise ValueError("Beam search does not run models whose encoder reads the prompt: use generate.")
         end_ids = [] if params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_token_ids
         searches = [
             BeamSearch(width=params.beam_width, max_tokens=params.max_tokens, end_ids=end_ids, length_penalty=params.length_penalty)

@@ -44,13 +44,17 @@ class HeldRequest:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRows:
     """Rows of logits that speak of a prompt. begin: first row; targets: int64 token ids that the rows are asked
-    about.
+    about. request: whose prompt it is.
     """
 
-    request_id: str
+    request: HeldRequest
     begin: int
     targets: np.ndarray
     count: int  # alternatives a row
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 @dataclass(kw_only=True, slots=True)

@@ -257,7 +257,7 @@ class InputBatch(BaseBatch):
             if len(targets):
                 indices.append(starts[row] + np.arange(len(targets)))
                 layout.prompt_rows.append(
-                    PromptRows(request_id=request.request_id, begin=num_logits, targets=targets, count=request.params.prompt_logprobs)
+                    PromptRows(request=request, begin=num_logits, targets=targets, count=request.params.prompt_logprobs)
                 )
                 num_logits += len(targets)
         return indices

@@ -39,6 +39,7 @@ from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, c
 from compile_and_serve.runtime.runner.cross_encoder import CrossEncoder
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
+from compile_and_serve.runtime.runner.generation_files import with_generation_files
 from compile_and_serve.runtime.runner.item_encoder import ItemEncoder, with_longest_item
 from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, embedded_info, encoder_info, row_bytes
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
@@ -275,7 +276,7 @@ class LoadedModel:
                 *([] if self.encoder_info is None or self.encoder_info.fills_items else [embedded_info(spec)]),
             ],
             encoder=self.encoder_info,
-            media=None if spec.encoder is None else media_info(self.config.model, spec),
+            media=None if spec.encoder is None or spec.decoder_start else media_info(self.config.model, spec),
         )
 
 
@@ -286,6 +287,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     if config.model.runner != "generate":
         model_config = with_answers(with_base_class(model_config, config.model), config.model)
     config = with_cache_dtype(config, model_config, device)
+    model_config = with_generation_files(model_config, config)
     dtype = model_dtype(config, device)
     cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
     spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(

@@ -17,7 +17,7 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainR
 from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
 from compile_and_serve.custom_ops.platform import Platform, platform_of
 from compile_and_serve.custom_ops.state.cross import CrossAttention
-from compile_and_serve.custom_ops.step import TOKENS, Step, TokenBatch
+from compile_and_serve.custom_ops.step import ALIGNMENT_QUERIES, TOKENS, Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.vision.ahead import TOKENS_AHEAD
@@ -71,6 +71,8 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         rows_per_page=ROWS_PER_PAGE,
         fills_items=cross is not None,
         is_required=isinstance(kind := None if cross is None else cross.kind, CrossAttention) and kind.is_required,
+        max_aligned_rows=longest if any(one.name == ALIGNMENT_QUERIES for one in spec.outputs) else 0,
+        decoder_start=list(spec.decoder_start),
     )
 
 

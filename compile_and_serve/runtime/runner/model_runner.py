@@ -29,6 +29,7 @@ from compile_and_serve.runtime.connector.page_memory import PageMemory
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, TargetStep
 from compile_and_serve.runtime.drafting.method import method_of
+from compile_and_serve.runtime.runner.alignment import AlignmentWeights
 from compile_and_serve.runtime.runner.base_batch import BatchLayout, HeldRequest
 from compile_and_serve.runtime.runner.base_runner import BaseRunner, StepRunner
 from compile_and_serve.runtime.runner.compile_models import allocate_side_state
@@ -122,6 +123,7 @@ class ModelRunner(BaseRunner):
         self.drafted = DraftedSequences(
             self.batch, self.sampler, spec.inputs, self.drafter, drafted_steps, self._drafted_len, self._acceptance_rate, device
         )
+        self._alignment = AlignmentWeights.of(spec, self.state, self.batch.tables)
         self._advances_on_device = advances_on_device(spec.inputs)
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
@@ -173,7 +175,7 @@ class ModelRunner(BaseRunner):
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
-            prompts = self._prompt_results(layout, logits_LV)
+            prompts = self._prompt_results(layout, result.outputs)
             pending = self._pending(scheduled.step, layout, None, None, None, prompts)
             self._follow(scheduled, layout, result, None)
             return pending
@@ -197,7 +199,7 @@ class ModelRunner(BaseRunner):
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
         if self.stages is not None and not layout.has_drafts:  # of those the host tells all stages
             self.stages.send_back(sampled.tokens_S)
-        prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
+        prompts = self._prompt_results(layout, result.outputs) if layout.prompt_rows else []
         pending = self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
         if layout.has_drafts:
             self.drafted.launched(pending, sampled_in_graph=drawn is not None and sampled.tokens_S is drawn[0])
@@ -454,12 +456,14 @@ class ModelRunner(BaseRunner):
             first += count
         return self.sampler.plan([slot for slot, _ in rows], [offset for _, offset in rows], before)
 
-    def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[PromptResult]:
+    def _prompt_results(self, layout: BatchLayout, outputs: Outputs) -> list[PromptResult]:
         results = []
         for rows in layout.prompt_rows:
             targets = torch.from_numpy(rows.targets).to(self.device, non_blocking=True)
-            logits = logits_LV[rows.begin : rows.begin + len(rows.targets)]
-            results.append(PromptResult(rows=rows, logprobs=row_logprobs(logits, targets, rows.count).to_host()))
+            place = slice(rows.begin, rows.begin + len(rows.targets))
+            logprobs = row_logprobs(outputs[LOGITS][place], targets, rows.count).to_host()
+            attention = None if self._alignment is None else self._alignment.of_prompt(rows.request, outputs, place)
+            results.append(PromptResult(rows=rows, logprobs=logprobs, attention=attention))
         return results
 
     def _pending(

@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from compile_and_serve.custom_ops.platform import Event
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
@@ -26,8 +27,11 @@ NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) fo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptResult:
+    """attention: float32 [rows, A, R] of `TokenLogprobs`; None: nobody asks."""
+
     rows: PromptRows
     logprobs: RowLogprobs
+    attention: torch.Tensor | None = None
 
 
 class PendingStep:
@@ -170,4 +174,7 @@ class StepWithoutTokens(PendingStep):
 
 def _prompt_messages(prompt: PromptResult) -> list[TokenLogprobs]:
     counts: Sequence[int] = [prompt.rows.count] * len(prompt.rows.targets)
-    return prompt.logprobs.to_messages(list(counts))
+    messages = prompt.logprobs.to_messages(list(counts))
+    for message, weights_AR in zip(messages, prompt.attention.numpy() if prompt.attention is not None else (), strict=False):
+        message.attention = weights_AR.tobytes()
+    return messages

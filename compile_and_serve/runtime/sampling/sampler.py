@@ -5,8 +5,9 @@ L rows with logprobs.
 
 The semantics are those of vLLM. Allowed ids, bad words, min_tokens, bias and penalties change the logits; then
 temperature, min_p, top_k and top_p apply. Log-probabilities are those of the unchanged logits, unless the mode
-says otherwise. A batch of plain greedy requests costs one argmax. Everything that depends only on the composition of
-the batch is prepared in a `SamplingPlan`, which is reused while the composition stays the same.
+says otherwise; those of transcripts are among the tokens that may follow. A batch of plain greedy requests costs one
+argmax. Everything that depends only on the composition of the batch is prepared in a `SamplingPlan`, which is reused
+while the composition stays the same.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class SamplingPlan:
     logits: LogitsPlan | None
     logprob_rows: list[int]
     logprob_rows_L: torch.Tensor | None
+    ruled_R: torch.Tensor | None  # int64, which of logprob_rows have speech rules; None: none
     logprob_counts: list[int]
     logprob_others_Lw: torch.Tensor | None  # int64, `logprob_token_ids` padded with 0
     num_logprob_others: list[int]
@@ -173,6 +175,7 @@ class Sampler:
                 groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
             random_rows.extend(rows)
         logprob_rows = [row for row, row_params in enumerate(params) if row_params.logprobs is not None]
+        ruled = [place for place, row in enumerate(logprob_rows) if params[row].speech_rules is not None]
         other_ids = [params[row].logprob_token_ids for row in logprob_rows]
         all_greedy = len(greedy) == len(params)
         return SamplingPlan(
@@ -189,6 +192,7 @@ class Sampler:
             logits=logits,
             logprob_rows=logprob_rows,
             logprob_rows_L=self._upload(np.array(logprob_rows, dtype=np.int64)) if logprob_rows else None,
+            ruled_R=self._upload(np.array(ruled, dtype=np.int64)) if ruled else None,
             # Named tokens take the place of the likeliest ones, as in vLLM.
             logprob_counts=[0 if params[row].logprob_token_ids else params[row].logprobs or 0 for row in logprob_rows],
             logprob_others_Lw=self._upload(_padded(other_ids)) if any(other_ids) else None,
@@ -247,6 +251,9 @@ class Sampler:
         if plan.logprob_rows_L is not None:
             rows_L = plan.logprob_rows_L
             source_LV = (logits_SV if self._logprobs_are_processed else raw_SV)[rows_L]
+            if plan.ruled_R is not None:
+                source_LV = source_LV.to(torch.float32, copy=True)
+                source_LV.index_copy_(0, plan.ruled_R, logits_SV[rows_L[plan.ruled_R]].float())
             if self._logprobs_are_processed:
                 params = [self._params_of(slot) for slot in plan.slots_S[plan.logprob_rows].tolist()]
                 source_LV = processed_logits(source_LV.float(), params)

@@ -75,6 +75,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     item. num_pages: of the region for its rows. rows_per_page: of that. whole_arrays: those that have one row for a whole item.
     embedded: the array of an item that comes with its rows, in place of the others. fills_items: the rows go to the state group of items,
     and there is no region. is_required: a request must bring an item. is_whole: no step computes a part of an item's tokens.
+    max_aligned_rows: of `SamplingParams.aligned_rows`. decoder_start: of `ModelSpec`.
     """
 
     arrays: list[str]
@@ -87,6 +88,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     rows_per_page: int
     fills_items: bool = False
     is_required: bool = False
+    max_aligned_rows: int = 0
+    decoder_start: list[int] = []
 
 
 class EncodeItem(msgspec.Struct, kw_only=True):

@@ -34,7 +34,8 @@ class PromptTooLongError(ValueError):
 class InputProcessor:
     """Checks and completes requests. It keeps no state between them.
 
-    tokenizer: None if requests contain only token ids. limit: tokens that prompt and completion may have together.
+    tokenizer: None if requests contain only token ids. limit: tokens that prompt and completion may have together. prompt_limit: of the
+    prompt; where an encoder reads it, it does not count for the other limit.
     Construction raises `ValueError` for a tokenizer of another model. Methods raise `ValueError` or a subclass with one
     sentence.
     """
@@ -43,6 +44,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.info = info
         self.limit = min(info.max_model_len, info.max_sequence_len or info.num_kv_blocks * info.block_size)
+        self.prompt_limit = self.limit if info.max_source_len is None else info.max_source_len
         for token_id in [] if tokenizer is None else tokenizer.eos_token_ids:
             if not 0 <= token_id < info.vocab_size:
                 raise ValueError(
@@ -74,7 +76,7 @@ class InputProcessor:
         if pair is not None:
             return tokenizer.encode_pair(whole.text, pair, add_special_tokens=add_special_tokens)
         # Tokenizing takes about 100 bytes per character, so only as much of a long text is tokenized as can be needed.
-        needed = self.limit if truncate is None or truncate < 0 else min(truncate, self.limit)
+        needed = self.prompt_limit if truncate is None or truncate < 0 else min(truncate, self.prompt_limit)
         size = max(_LONG_TEXT, 4 * needed)
         while size < length:
             part = whole.cut(0, size) if truncate is None or truncation_side == "right" else whole.cut(length - size, length)
@@ -89,7 +91,7 @@ class InputProcessor:
     def check_length(self, num_characters: int, max_tokens: int | None = 0) -> None:
         """Raise `PromptTooLongError` if no text of so many characters can fit. max_tokens: the requested completion."""
         at_least = num_characters // self.require_tokenizer("a text prompt").max_token_chars
-        if at_least > self.limit:
+        if at_least > self.prompt_limit:
             raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
 
     def prepare(
@@ -114,9 +116,14 @@ class InputProcessor:
         self._check_ids(params)
         prompt_ids = self._truncate(list(prompt), params)
         self._check_prompt(prompt_ids)
-        room = self.limit - len(prompt_ids)
+        is_source = self.info.max_source_len is not None
+        room = self.limit - len(self.info.decoder_start if is_source else prompt_ids)
         wanted = 1 if params.max_tokens is None else params.max_tokens
-        if wanted > room:
+        if is_source and params.prompt_logprobs is not None:
+            raise SamplingParamsError(
+                "prompt_logprobs", "The model's encoder reads the prompt, whose tokens have no log-probabilities: leave them out."
+            )
+        if wanted > room or len(prompt_ids) > self.prompt_limit:
             raise PromptTooLongError(self._too_long(str(len(prompt_ids)), params.max_tokens))
         if params.stop or params.bad_words:
             self.require_tokenizer("stop strings and bad words")
@@ -196,6 +203,12 @@ class InputProcessor:
         return self.tokenizer
 
     def _too_long(self, prompt_tokens: str, max_tokens: int | None) -> str:
+        if self.info.max_source_len is not None:
+            return (
+                f"The model's encoder reads {self.prompt_limit} tokens at most and its decoder gives "
+                f"{self.limit - len(self.info.decoder_start)}, but the prompt has {prompt_tokens} and {max_tokens} were requested: "
+                "shorten the prompt or lower max_tokens."
+            )
         asked = "at least 1 token" if max_tokens is None else f"{max_tokens} tokens"
         whose = "This model's maximum context length is"
         if self.limit < self.info.max_model_len:
@@ -253,9 +266,10 @@ class InputProcessor:
         keep = params.truncate_prompt_tokens
         if keep is None:
             return prompt
-        limit = self.limit
+        limit = self.prompt_limit
         if keep == -1:
-            keep = max(limit - (1 if params.max_tokens is None else params.max_tokens), 1)
+            taken = 1 if params.max_tokens is None else params.max_tokens
+            keep = limit if self.info.max_source_len is not None else max(limit - taken, 1)
         elif keep > limit:
             raise SamplingParamsError(
                 "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}, but the model's limit is {limit} tokens."

@@ -26,7 +26,7 @@ class Bytes:
         return bytes(token_ids).decode()
 
 
-def transcriber(**changes: object) -> Transcriber:
+def transcriber(words_refused: str | None = None) -> Transcriber:
     tokens = SpeechTokens(
         start=START,
         end=END,
@@ -35,9 +35,8 @@ def transcriber(**changes: object) -> Transcriber:
         no_timestamps=NO_TIMES,
         languages={"en": ENGLISH, "fr": FRENCH},
         tasks={"transcribe": TRANSCRIBE, "translate": TRANSLATE},
-        **changes,  # type: ignore[arg-type]
     )
-    return Transcriber(tokens, Bytes(), num_bands=80, num_rows=1500, max_len=448)
+    return Transcriber(tokens, Bytes(), num_bands=80, num_rows=1500, max_len=448, words_refused=words_refused)
 
 
 def answer(tokens: Sequence[int], logprob: float = -0.1) -> Decoded:
@@ -61,9 +60,11 @@ def run(
         reply = None
         if isinstance(one, Segment):
             segments.append(one)
-        else:
+        elif isinstance(one, Decode):
             asked.append(one)
             reply = decode(one)
+        else:
+            reply = one()
 
 
 def test_a_short_recording_is_one_segment() -> None:
@@ -103,6 +104,31 @@ def test_windows_meet_at_timestamps() -> None:
     assert asked[0].prompt_token_ids == [START, ENGLISH, TRANSCRIBE]
 
 
+def test_times_of_words() -> None:
+    """The tokens of each window are computed once more. Each attends to its row of a second; what it tells is where the next one begins."""
+    windows = [[ZERO, *b" hi yo", ZERO + 400, ZERO + 400], [ZERO, *b" so", ZERO + 200]]
+
+    def decode(one: Decode) -> Decoded:
+        if not one.params.aligned_rows:
+            return answer([*windows.pop(0), END])
+        tokens = one.prompt_token_ids[3:]
+        weights = np.full((len(tokens) - 1, 2, one.params.aligned_rows), 1e-4, np.float32)
+        for at in range(len(tokens) - 1):
+            weights[at, :, 50 * at : 50 * at + 50] = 0.02
+        entries = [TokenLogprobs(ids=[0], logprobs=[float(np.log(0.5))], rank=1) for _ in one.prompt_token_ids[1:]]
+        for entry, attention in zip(entries[3:], weights, strict=True):
+            entry.attention = attention.tobytes()
+        return Decoded([7], [], entries)
+
+    _, segments, asked = run(34.0, TranscriptionOptions(language="en", words=True), decode)
+    assert [one.params.aligned_rows for one in asked] == [0, 1500, 0, 1300]
+    assert asked[1].prompt_token_ids == [START, ENGLISH, TRANSCRIBE, ZERO, *b" hi yo", ZERO + 400, ZERO + 400, END]
+    words = [[(one.word, one.start, one.end) for one in segment.words or ()] for segment in segments]
+    assert words == [[(" hi", 0.0, 3.0), (" yo", 3.0, 6.0)], [(" so", 8.0, 11.0)]]
+    assert segments[0].words is not None
+    assert segments[0].words[0].probability == pytest.approx(0.5)
+
+
 def test_a_window_that_looks_wrong_is_decoded_again() -> None:
     def decode(one: Decode) -> Decoded:
         if one.params.temperature < 0.3:
@@ -126,12 +152,12 @@ def test_silence_has_no_segments() -> None:
     [
         (TranscriptionOptions(language="klingon"), "does not know the language 'klingon': it knows en, fr"),
         (TranscriptionOptions(task="sing"), "must be transcribe or translate"),
-        (TranscriptionOptions(words=True), "Times of words are not computed"),
+        (TranscriptionOptions(words=True), "Times of words are not computed: it is a test"),
         (TranscriptionOptions(temperature=3.0), r"temperature must be in \[0, 2\]"),
     ],
 )
 def test_what_the_model_cannot_take_is_refused(options: TranscriptionOptions, message: str) -> None:
     with pytest.raises(TranscriptionError, match=message):
-        transcriber().job(np.zeros(16000, np.float32), options)
+        transcriber(words_refused="it is a test").job(np.zeros(16000, np.float32), options)
     with pytest.raises(TranscriptionError, match="one channel"):
         transcriber().job(np.zeros((2, 16000), np.float32), TranscriptionOptions())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compile_and_serve.runtime.sampling.logits_processors import LogitsProcessors
+from compile_and_serve.runtime.sampling.sampler import Sampler
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.speech_rules import SpeechRules
 
@@ -67,3 +68,19 @@ def test_tokens_that_the_host_knows_are_followed() -> None:
     logits_SV = torch.randn(1, VOCAB_SIZE).repeat(2, 1)
     processors.apply(plan, logits_SV)
     assert torch.equal(logits_SV[0], logits_SV[1])
+
+
+def test_logprobs_are_of_the_tokens_that_may_follow() -> None:
+    """Of transcripts; those of other requests in the batch are of all tokens."""
+    sampler = Sampler(vocab_size=VOCAB_SIZE, num_slots=2, device=torch.device("cpu"))
+    none = np.empty(0, dtype=np.int64)
+    for slot, rules in enumerate((None, RULES)):
+        sampler.add(slot, SamplingParams(temperature=0.0, logprobs=0, speech_rules=rules), [], none, none)
+    logits_SV = torch.randn(2, VOCAB_SIZE)
+    plan = sampler.plan([0, 1])
+    found = sampler.sample(logits_SV, plan, sampler.inputs(plan))
+    assert found.logprobs is not None
+    may_follow_SV = torch.stack((logits_SV[0], expected([], logits_SV[1])))
+    wanted_S = may_follow_SV.log_softmax(dim=-1).gather(1, found.tokens_S[:, None])[:, 0]
+    assert ZERO <= int(found.tokens_S[1]) <= ZERO + 4
+    torch.testing.assert_close(found.logprobs.chosen_L, wanted_S)
