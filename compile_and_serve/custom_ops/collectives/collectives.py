@@ -9,8 +9,9 @@ Shape legend: T rows, D features, N ranks.
 
 from __future__ import annotations
 
+import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,18 +26,27 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """A group of ranks, and this process's rank in it. reverse: of transfers against the direction of the axis, which must not wait behind
-    those along it; None along other axes than `pipe`.
-    """
+    """A group of ranks, and this process's rank in it."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
-    reverse: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageLinks:
+    """This process's stage, and its links to others. one_way: (sending stage, receiving stage) → a group of these two ranks alone, because
+    the transfers of a group run one after another: what waits on one way must keep nothing on another waiting.
+    """
+
+    stage: int
+    num_stages: int
+    one_way: Mapping[tuple[int, int], dist.ProcessGroup]
 
 
 # Of the process, as torch's groups are: a process is a rank of one engine at most.
 _groups: dict[Axis, RankGroup] = {}
+_links: StageLinks | None = None
 _num_entered = 0
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
@@ -49,7 +59,9 @@ def join_groups(*, rank: int, mesh: Mesh, init_method: str, device: torch.device
     Raises torch's `RuntimeError` if a rank does not join; a collective raises it if a rank has ended.
     """
     assert 0 <= rank < mesh.size, f"rank {rank} of {mesh.size}"
+    global _links
     assert not _groups, f"this process is already in the groups {', '.join(_groups)}"
+    assert _links is None, "this process is already a stage"
     platform = platform_of(device)
     platform.make_current()  # the device of NCCL's and Triton's launches
     timeout = timedelta(seconds=timeout_seconds)
@@ -64,14 +76,27 @@ def join_groups(*, rank: int, mesh: Mesh, init_method: str, device: torch.device
         timeout=timeout,
         device_id=None if platform.shares_host_memory else device,
     )
+    # Every rank takes part in forming each group.
     for axis in mesh.divided_axes:
-        for members in mesh.groups(axis):  # every rank takes part in forming each group
+        for members in mesh.groups(axis):
+            if axis == PIPE:
+                one_way = {
+                    (source, to): dist.new_group([members[source], members[to]], timeout=timeout) for source, to in _directions(mesh.pipe)
+                }
+                if rank in members:
+                    _links = StageLinks(stage=members.index(rank), num_stages=mesh.pipe, one_way=one_way)
+                continue
             is_whole = len(members) == mesh.size
             process_group = dist.group.WORLD if is_whole else dist.new_group(list(members), timeout=timeout)
-            reverse = dist.new_group(list(members), timeout=timeout) if axis == PIPE else None
             if rank in members:
                 assert process_group is not None
-                _groups[axis] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group, reverse=reverse)
+                _groups[axis] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group)
+
+
+def _directions(num_stages: int) -> list[tuple[int, int]]:
+    """The (sending stage, receiving stage) of all transfers: each stage to the next one, the last to all others."""
+    last = num_stages - 1
+    return [*itertools.pairwise(range(num_stages)), *((last, other) for other in range(last))]
 
 
 def _tcp_store(init_method: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -83,8 +108,10 @@ def _tcp_store(init_method: str, rank: int, size: int, timeout: timedelta) -> di
 
 def leave_groups() -> None:
     """Leave the groups, if this process is in any. The other ranks' next collective fails."""
-    if _groups:
+    global _links
+    if _groups or _links is not None:
         _groups.clear()
+        _links = None
         dist.destroy_process_group()
 
 
@@ -92,6 +119,12 @@ def rank_group(axis: Axis = TENSOR) -> RankGroup:
     """This process's group along an axis."""
     assert axis in _groups, f"a collective over the {axis!r} axis ran before join_groups(...) with a mesh that divides it"
     return _groups[axis]
+
+
+def stage_links() -> StageLinks:
+    """This process's links to the other stages of its model."""
+    assert _links is not None, "a stage ran before join_groups(...) with a mesh that divides the 'pipe' axis"
+    return _links
 
 
 def collectives_entered() -> int:
@@ -113,18 +146,18 @@ class Transfer:
             work.wait()  # gloo would wait for another transfer if it were called again
 
 
-def start_send(x: torch.Tensor, to: int, group: RankGroup) -> Transfer:
-    """Begin to send x to the group's rank `to`, which receives it with `start_receive`. Transfers between two ranks keep their order; those
-    to a rank before this one and those to one behind it do not wait for each other.
+def start_send(x: torch.Tensor, to: int, links: StageLinks) -> Transfer:
+    """Begin to send x to stage `to`, which receives it with `start_receive`. On CUDA it runs beside this stream, behind what computes x.
+    Transfers from one stage to another keep their order; all others do not wait for them.
     """
     x = x.contiguous()
-    return _transfer(dist.isend(x, group=_process_group(group, group.rank, to), group_dst=to), x)
+    return _transfer(dist.isend(x, group=links.one_way[links.stage, to], group_dst=int(links.stage < to)), x)
 
 
-def start_receive(x: torch.Tensor, source: int, group: RankGroup) -> Transfer:
-    """Begin to receive into x, which is contiguous and has the shape and dtype of what the group's rank `source` sends."""
+def start_receive(x: torch.Tensor, source: int, links: StageLinks) -> Transfer:
+    """Begin to receive into x, which is contiguous and has the shape and dtype of what stage `source` sends."""
     assert x.is_contiguous()
-    return _transfer(dist.irecv(x, group=_process_group(group, source, group.rank), group_src=source), x)
+    return _transfer(dist.irecv(x, group=links.one_way[source, links.stage], group_src=int(links.stage < source)), x)
 
 
 def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: RankGroup) -> None:
@@ -143,10 +176,6 @@ def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     assert x.is_contiguous()
     return x.view(torch.uint8)
-
-
-def _process_group(group: RankGroup, source: int, to: int) -> dist.ProcessGroup:
-    return group.process_group if source < to or group.reverse is None else group.reverse
 
 
 def _transfer(work: dist.Work | None, x: torch.Tensor) -> Transfer:

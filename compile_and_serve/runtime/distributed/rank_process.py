@@ -76,7 +76,12 @@ _POLL_MS = 200
 def rank_environment() -> dict[str, str]:
     """Default environment variables of a rank's process. A variable that the user has set takes precedence."""
     # NVLink multicast needs permission from a fabric manager. Without it NCCL fails instead of doing without multicast.
-    return {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    return {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        # torch warns of sends that run one after another within a group. Those between two stages shall: each direction is a group.
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,6 +127,8 @@ class BaseRunner(ABC):
         """Run a step of no requests on each of the model's plans."""
         for steps in dict.fromkeys((self.steps, self.plain_steps)):
             outputs = steps.run(step).outputs
+            if self.stages is not None:
+                self.stages.note_size(outputs, step, steps.model.plan)  # type: ignore[attr-defined]
         return outputs
 
     def compile_output_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027 (torch may do all)

@@ -216,6 +216,8 @@ class LoadedModel:
             largest_step = platform.peak_bytes() - weights - self.row_bytes
             workspaces = (backend.pending_workspace_bytes for backend in backends)
             largest_step += max(workspaces, default=0)  # the backends share it
+            if self.stages is not None:
+                largest_step += self.stages.most_bytes
             graph_bytes = 0 if graphs is None else graphs.estimate_bytes(tokens, largest_step, self.encoder_tokens)
         if graphs is not None:
             graphs.bind(None)  # its buffers are the probe's
@@ -308,7 +310,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     spec, sample_items = with_longest_item(spec, config.model)
     info = encoder_info(spec, config)
     check_stages(spec, rank.mesh)
-    stages = None if rank.mesh.pipe == 1 else StageLink(platform_of(device))
+    stages = None if rank.mesh.pipe == 1 else StageLink(platform_of(device), config.max_steps_in_flight)
     drafter = build_drafter(config, spec, dtype)
     spec = spec if drafter is None else drafter.target
     backends = backends_of_model(spec, config, device, dtype)

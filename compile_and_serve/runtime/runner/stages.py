@@ -1,12 +1,13 @@
 """Stages: the ranks along the pipe axis, of which each runs its part of the model on what the one before computed.
 
-What a stage gives is received into the next one's inputs, persistent buffers that graphs may read. The last stage samples, and sends the
-tokens to all other stages, which need them before they decode the same sequences. Steps of other sequences do not wait for them.
+What a stage gives is one message a step, and ends up in the next one's inputs, persistent buffers that graphs may read. The last stage
+samples, and sends the tokens to all other stages, which need them before they decode the same sequences. Steps of other sequences do not
+wait for them, and no stage waits until another one receives what it has sent.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -15,8 +16,8 @@ import torch
 from compile_and_serve.compiler.model import Outputs
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
 from compile_and_serve.compiler.pieces.stages import RECEIVED
-from compile_and_serve.custom_ops.collectives.collectives import Transfer, rank_group, start_receive, start_send
-from compile_and_serve.custom_ops.mesh import PIPE, Mesh
+from compile_and_serve.custom_ops.collectives.collectives import Transfer, stage_links, start_receive, start_send
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.platform import Platform, TimedEvent
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.models.spec import ModelSpec
@@ -53,32 +54,47 @@ def handed_on(names: Sequence[str]) -> list[str]:
 class StageLink:
     """A rank's transfers from and to the other stages of its model. is_last: whether it samples."""
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: Platform, max_steps: int) -> None:
+        """max_steps: in flight. So many sends may be under way to a stage before this one waits for the oldest."""
         self._platform = platform
-        self._group = rank_group(PIPE)
-        self._last = self._group.size - 1
-        self.is_last = self._group.rank == self._last
+        self._links = stage_links()
+        self._last = self._links.num_stages - 1
+        self._max_sends = max_steps
+        self.is_last = self._links.stage == self._last
         self._names: dict[int, tuple[list[str], list[str]]] = {}  # of each plan: what it receives and what it sends
-        self._in_flight: list[Transfer] = []  # of the step before; its tensors must outlive them, even where the runner does not
+        self._sends: dict[int, deque[Transfer]] = defaultdict(deque)  # to each stage; they outlive the runner
         self._waits: deque[tuple[TimedEvent, TimedEvent]] = deque()  # before and after each step's receives
         self._waited = 0.0
+        self.most_bytes = 0  # of messages at once, in steps as large as those of `note_size`
+
+    def note_size(self, outputs: Outputs, step: Step, plan: ExecutionPlan) -> None:
+        """Note what messages take in a step that was run without them."""
+        received, sent = self._names_of(plan)
+        came = sum(step.inputs[name].nbytes for name in received)
+        self.most_bytes = max(self.most_bytes, came + self._max_sends * sum(outputs[name].nbytes for name in sent))
 
     def receive(self, step: Step, plan: ExecutionPlan) -> None:
-        """Receive what the plan reads from the stage before. What was sent of an earlier step may be overwritten from here on."""
-        for transfer in self._in_flight:
-            transfer.wait()
-        self._in_flight.clear()
+        """Receive what the plan reads from the stage before."""
         if not (names := self._names_of(plan)[0]):
             return
         before = self._platform.record_timed_event()
-        for name in names:
-            start_receive(step.inputs[name][: step.num_tokens], self._group.rank - 1, self._group).wait()
+        parts = [step.inputs[name][: step.num_tokens] for name in names]
+        packed = torch.empty(sum(one.nbytes for one in parts), dtype=torch.uint8, device=parts[0].device)
+        start_receive(packed, self._links.stage - 1, self._links).wait()
+        for ours, came in zip(parts, _unpacked(packed, parts), strict=True):
+            ours.copy_(came)
         self._waits.append((before, self._platform.record_timed_event()))
 
     def send(self, outputs: Outputs, step: Step, plan: ExecutionPlan) -> None:
         """Begin to send the next stage what it reads of the step's outputs."""
-        for name in self._names_of(plan)[1]:
-            self._in_flight.append(start_send(outputs[name][: step.num_tokens], self._group.rank + 1, self._group))
+        if not (names := self._names_of(plan)[1]):
+            return
+        parts = [outputs[name][: step.num_tokens] for name in names]
+        # A copy: the next step overwrites what a graph computed, and does not wait for the next stage.
+        packed = torch.empty(sum(one.nbytes for one in parts), dtype=torch.uint8, device=parts[0].device)
+        for ours, part in zip(parts, _unpacked(packed, parts), strict=True):
+            part.copy_(ours)
+        self._start_send(packed, self._links.stage + 1)
 
     def wait_seconds(self) -> float:
         """For how long the device has waited for the stage before, and for the transfers, since the start."""
@@ -89,13 +105,32 @@ class StageLink:
 
     def send_back(self, tensor: torch.Tensor) -> None:
         """Begin to send all other stages what only the last one knows: the tokens that it sampled, int64 [S], or its drafts."""
-        self._in_flight += [start_send(tensor, other, self._group) for other in range(self._last)]
+        copy = tensor.clone()
+        for other in range(self._last):
+            self._start_send(copy, other)
 
     def start_receiving_back(self, tensor: torch.Tensor) -> Transfer:
         """Begin to receive into `tensor` what the last stage sends with `send_back`."""
-        return start_receive(tensor, self._last, self._group)
+        return start_receive(tensor, self._last, self._links)
+
+    def _start_send(self, x: torch.Tensor, to: int) -> None:
+        sends = self._sends[to]
+        sends.append(start_send(x, to, self._links))
+        if len(sends) > self._max_sends:
+            sends.popleft().wait()  # its memory may be used again from here on
 
     def _names_of(self, plan: ExecutionPlan) -> tuple[list[str], list[str]]:
         if id(plan) not in self._names:
             self._names[id(plan)] = handed_on(plan.arguments), handed_on(plan.outputs)
         return self._names[id(plan)]
+
+
+def _unpacked(packed: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of bytes as tensors like `parts`. Those of larger elements lie first, so that all are aligned."""
+    views: dict[int, torch.Tensor] = {}
+    begin = 0
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index].itemsize):
+        part = parts[index]
+        views[index] = packed[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+        begin += part.nbytes
+    return [views[index] for index in range(len(parts))]

@@ -126,8 +126,8 @@ class Scheduler:
             whole_prompts=whole_prompts,
             transfers=self._transfers,
         )
-        self._queue, self.misses = self._admission.waiting, self._admission.misses
-        self.waiting = self._queue
+        self.waiting = self._queue = self._admission.waiting
+        self.misses = self._admission.misses
         if isinstance(encoder, ItemQueue):
             encoder.blocks = self.manager.items
         self.encoder, self._whole_prompts, self._length_regimes = encoder, whole_prompts, length_regimes
@@ -228,8 +228,7 @@ class Scheduler:
             if (proposed := self._drafting.drafts(step, self._running, self._in_flight, self._admission, left_out)) is None:
                 return None
             drafts = proposed
-        grown: list[CachedRequestData] = []
-        prefilling: list[Request] = []
+        grown, prefilling = list[CachedRequestData](), list[Request]()
         shorter: dict[str, int] = {}  # decodes with fewer tokens
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in order:
@@ -268,6 +267,7 @@ class Scheduler:
             budget = self.config.token_budget - sum(scheduled.values())
             kept = {name: draft[: scheduled.get(name, 1) - 1] for name, draft in drafts.items()}
             step.drafts = {name: draft for name, draft in kept.items() if draft}
+        budget = self._micro_batches.prompt_budget(budget, prefilling, self._queue.only_heap, self.max_num_seqs - len(self._running))
         parts, withheld = None, 0
         if is_contended and not self._whole_prompts:
             prefilling, parts, withheld = self._admission.fairness.divide(prefilling, budget, step)
@@ -280,7 +280,7 @@ class Scheduler:
             budget = admission.admit(self._running, budget, step, scheduled, new_requests, parts)
         if is_contended:
             if parts is not None:  # and what nobody could use
-                budget = withheld + add_chunks(prefilling, budget, step, scheduled, grown, self.manager)
+                add_chunks(prefilling, budget, step, scheduled, grown, self.manager)
             self._admission.fairness.charge(step, scheduled)
         emptied = self.manager.end_step(has_tokens=bool(scheduled))
         if not scheduled:
@@ -294,7 +294,7 @@ class Scheduler:
             new_requests=new_requests,
             cached_requests=grown,
             num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=self.config.token_budget - budget,
+            total_num_scheduled_tokens=sum(scheduled.values()),
             finished_request_ids=forget_ids,
             adapter_loads=self.adapter_slots.take_new(),
             drafts=step.drafts,

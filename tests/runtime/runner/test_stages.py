@@ -29,7 +29,7 @@ def hidden_of(step: int, stage: int, number: int) -> torch.Tensor:
 
 def run_stage(rank: int, mesh: Mesh) -> list[list[int]]:
     """Steps of more and more tokens, in buffers with padding; the last stage is late with its tokens. → the tokens that were sampled"""
-    link = StageLink(platform_of(torch.device("cpu")))
+    link = StageLink(platform_of(torch.device("cpu")), max_steps=2)
     stage = mesh.coordinates(rank)["pipe"]
     assert link.is_last == (stage == 2)
     # The order in which a plan reads what it receives is not that in which the stage before computes it.
