@@ -122,7 +122,7 @@ class CompileConfig:
     )
     pipeline_parallel_layers: tuple[int, ...] | None = _parallel_option(
         None,
-        "Number of layers of each stage, separated by commas. By default the stages read about as many bytes of weights each.",
+        "Number of layers of each stage, separated by commas. By default the stages take about as long.",
         flag_type=str,
         flag_default=None,
         parse=parse_counts,

@@ -69,6 +69,7 @@ def compile_model(
     kv_cache_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     stage: int | None = None,
+    stage_seconds: Mapping[str, float] | None = None,
     on_stage: StageCallback = _ignore_stage,
 ) -> Model:
     """Compile a model for one device, or wrap it in mode "eager". The caller then loads the weights into the result.
@@ -79,6 +80,7 @@ def compile_model(
         are given by state group; the dtype is `dtype` by default.
     state_dtype: of recurrent state that passes add; None: their choice.
     stage: the result is this stage of `config.pipeline_parallel_size`; None: the whole model. The artifact is always the whole model's.
+    stage_seconds: of the steps of plans, as in `choose_stages`.
     on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError`, `PassError`, `PieceCompileError` or `StagesError`.
     """
@@ -109,6 +111,7 @@ def compile_model(
         artifacts=ModelArtifacts(config, device),
         added=_added(spec, all_passes, config.disabled_passes, state_dtype),
         stage=stage,
+        stage_seconds=stage_seconds,
     ).run()
 
 
@@ -162,6 +165,7 @@ class _Compilation:
     artifacts: ModelArtifacts
     added: tuple[StepInput | StateGroup, ...]  # what the passes may add to a step
     stage: int | None
+    stage_seconds: Mapping[str, float] | None
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     dump: Dump | None = None
 
@@ -196,11 +200,13 @@ class _Compilation:
     def _stage_of(self, model: CompiledModel, index: int) -> CompiledModel:
         """The model's part that a stage runs."""
         config = self.config
-        stages = choose_stages(model.plan, model.plain_plan, model.state, config.pipeline_parallel_size, config.pipeline_parallel_layers)
+        size, layers = config.pipeline_parallel_size, config.pipeline_parallel_layers
+        stages = choose_stages(model.plan, model.plain_plan, model.state, size, layers, self.stage_seconds)
         ours, plain = stages.stage(model.plan, model.plain_plan, index)
         plans = [one.plan for one in (ours, plain) if one is not None]
         received = dict.fromkeys((*ours.received, *(() if plain is None else plain.received)))
         self.report["stage"], self.report["stage_cuts"] = index, ", ".join(stages.layers)
+        self.report["stage_cuts_by"] = stages.by
         part = replace(
             model,
             inputs=(*model.inputs, *received),

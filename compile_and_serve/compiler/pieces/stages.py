@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from compile_and_serve.compiler.pieces.plan import REF, WEIGHT, Argument, ExecutionPlan, OpStep, PieceStep, PlanStep, TokenValue, reads
 from compile_and_serve.custom_ops.state.group import StateGroup
@@ -32,10 +33,13 @@ class PlanStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """Where the plans of a model are cut. layers: behind which layer of state each cut lies, for example "kv_caches.15"."""
+    """Where the plans of a model are cut. layers: behind which layer of state each cut lies, for example "kv_caches.15". by: what they were
+    chosen by.
+    """
 
     layers: tuple[str, ...]
     groups: tuple[StateGroup, ...]
+    by: Literal["hand", "measured time", "bytes of weights"]
 
     def stage(self, plan: ExecutionPlan, plain: ExecutionPlan | None, index: int) -> tuple[PlanStage, PlanStage | None]:
         """Stage `index` of the plan, and of that of steps without optional inputs. Both have the weights of both."""
@@ -54,13 +58,35 @@ class Stages:
         )
 
 
+def cost_keys(plan: ExecutionPlan, groups: Sequence[StateGroup]) -> list[str]:
+    """A name for each step of a plan; those of the same name take about the same time, in all models and stages. groups: of the state."""
+    layer_of = _layer_of(groups)
+    keys = []
+    for step in plan.steps:
+        if isinstance(step, PieceStep):
+            keys.append(step.piece)
+            continue
+        constants = [one for one in step.arguments if not (isinstance(one, str) and one.startswith(REF))]
+        read = sorted({layer_of[name].split(".")[0] for name in reads(step) if name in layer_of})
+        value = plan.token_values.get(step.output)
+        keys.append(f"{step.op} {constants} {read} {None if value is None else (*value.shape, str(value.dtype))}")
+    return keys
+
+
 def choose_stages(
-    plan: ExecutionPlan, plain: ExecutionPlan | None, groups: Sequence[StateGroup], num_stages: int, layers: Sequence[int] | None = None
+    plan: ExecutionPlan,
+    plain: ExecutionPlan | None,
+    groups: Sequence[StateGroup],
+    num_stages: int,
+    layers: Sequence[int] | None = None,
+    seconds: Mapping[str, float] | None = None,
 ) -> Stages:
-    """Cut a model's plans into stages. layers: the number of layers of each; None: the stages read about as many bytes of weights each.
+    """Cut a model's plans into stages. layers: the number of layers of each; None: the stages take about as long, if the `seconds` of all
+    steps are known by `cost_keys`, and else read about as many bytes of weights.
 
     groups: all state that the plans read. Raises `StagesError` with one sentence.
     """
+    by: Literal["hand", "measured time", "bytes of weights"] = "hand"
     ends = _possible_ends(plan, groups)
     if plain is not None:
         also = _possible_ends(plain, groups)
@@ -79,10 +105,15 @@ def choose_stages(
         chosen = [sum(layers[: i + 1]) - 1 for i in range(num_stages - 1)]
     else:
         bounds = [0, *ends.values(), len(plan.steps)]
-        costs = [1 + sum(plan.bytes_read[begin:end]) for begin, end in itertools.pairwise(bounds)]
+        keys = cost_keys(plan, groups)
+        if seconds and all(key in seconds for key in keys):
+            by, costs_of_steps = "measured time", [round(1e9 * seconds[key]) for key in keys]
+        else:
+            by, costs_of_steps = "bytes of weights", list(plan.bytes_read)
+        costs = [1 + sum(costs_of_steps[begin:end]) for begin, end in itertools.pairwise(bounds)]
         chosen = [count - 1 for count in _even_cuts(costs, num_stages)]
     names = list(ends)
-    return Stages(layers=tuple(names[index] for index in chosen), groups=tuple(groups))
+    return Stages(layers=tuple(names[index] for index in chosen), groups=tuple(groups), by=by)
 
 
 def _even_cuts(costs: Sequence[int], num_parts: int) -> list[int]:

@@ -180,7 +180,7 @@ class _DecodeStep:
             token_ids=np.arange(tokens) % _vocabulary(weights),
         )
         calls = step_calls(plan, pieces)
-        self._clock = _Clock(device)
+        self._clock = Clock(device)
         self._op_work: dict[str, dict[str, int]] = {}
         self._whole = make_plan_function(plan, calls, weights)
         timed = [self._timed(call, step) for call, step in zip(calls, plan.steps, strict=True)]
@@ -235,12 +235,12 @@ class _DecodeStep:
         return run
 
     def _time_parts(self) -> list[float]:
-        self._clock = _Clock(self._device)
+        self._clock = Clock(self._device)
         self._parts(self._step.values)
         return self._clock.seconds()
 
     def _time_whole(self) -> float:
-        clock = _Clock(self._device)
+        clock = Clock(self._device)
         clock.start()
         self._whole(self._step.values)
         clock.stop()
@@ -288,7 +288,7 @@ def _state(groups: Sequence[StateGroup], tokens: int, dtype: torch.dtype, device
     return tensors
 
 
-class _Clock:
+class Clock:
     """Seconds of stretches of work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -316,7 +316,7 @@ def _best(work: Callable[[], object], device: torch.device, runs: int = 20) -> f
     for _ in range(runs):
         if times and time.perf_counter() > until:
             break
-        clock = _Clock(device)
+        clock = Clock(device)
         clock.start()
         work()
         clock.stop()

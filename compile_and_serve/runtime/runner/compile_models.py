@@ -36,6 +36,7 @@ def compile_spec(
     on_stage: StageCallback,
     options: CompileConfig | None = None,
     stage: int | None = None,
+    stage_seconds: Mapping[str, float] | None = None,
 ) -> Model:
     """`compile_model` with the engine's kernels and dtypes. backends: by attention group. options: None: the engine's."""
     return compile_model(
@@ -48,6 +49,7 @@ def compile_spec(
         kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
         state_dtype=resolve_state_dtype(config.cache.state_dtype),
         stage=stage,
+        stage_seconds=stage_seconds,
         on_stage=on_stage,
     )
 

@@ -55,6 +55,7 @@ from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.runner.spread_experts import check_experts
+from compile_and_serve.runtime.runner.stage_costs import StageCosts, measures_stages
 from compile_and_serve.runtime.runner.stage_runner import StageRunner
 from compile_and_serve.runtime.runner.stages import StageLink, check_stages, spec_of_stage
 from compile_and_serve.runtime.runner.state_memory import GIB, PageLayout, log_grown_pages, plan_num_pages
@@ -323,7 +324,8 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
 
     with memory_for("compiling the model", device, memory.LOADING):
         stage = None if stages is None else rank.coordinates[PIPE]
-        model = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=on_stage, stage=stage)
+        costs = StageCosts(config, device).seconds if measures_stages(config) else None
+        model = compile_spec(spec, config, backends, device=device, dtype=dtype, on_stage=on_stage, stage=stage, stage_seconds=costs)
         check_experts(model, rank.mesh)
     if len(model.state) > len(spec.state):  # passes added some
         backends = backends_of_model(replace(spec, state=tuple(model.state)), config, device, dtype)

@@ -161,7 +161,7 @@ def run_mixed_step(runner: BaseRunner, num_tokens: int) -> None:
     """
     cached = min(16, runner.max_model_len // 2)
     half = max(2, min(num_tokens // 2 - 2, runner.max_model_len - cached))
-    _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, 2), (cached, half), (0, half)]))
+    _run(runner, make_step_of(runner, [(cached, 1), (cached, 1), (cached, 2), (cached, half), (0, half)]))
 
 
 def dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int, *, num_rows: int | None = None) -> Step:
@@ -172,7 +172,7 @@ def dummy_step(runner: BaseRunner, num_tokens: int, num_seqs: int, *, num_rows: 
     num_seqs = max(num_seqs, -(-num_tokens // runner.max_model_len))  # a row of the block table has no more columns
     counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
     counts[num_seqs - num_tokens % num_seqs :] += 1
-    return _make_step(runner, [(0, int(count)) for count in counts], num_rows)
+    return make_step_of(runner, [(0, int(count)) for count in counts], num_rows)
 
 
 def graph_memory(graphs: GraphRunners) -> str:
@@ -186,8 +186,8 @@ def _run(runner: BaseRunner, step: Step) -> None:
     runner.platform.synchronize()
 
 
-def _make_step(runner: BaseRunner, sequences: Sequence[tuple[int, int]], num_rows: int | None = None) -> Step:
-    """sequences: (cached tokens, new tokens) of each."""
+def make_step_of(runner: BaseRunner, sequences: Sequence[tuple[int, int]], num_rows: int | None = None) -> Step:
+    """A step that writes no state, and is planned already. sequences: (cached tokens, new tokens) of each."""
     return make_step(
         runner.spec.inputs,
         runner.spec.paged_state,

@@ -48,6 +48,7 @@ from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.padding_steps import run_padding
 from compile_and_serve.runtime.runner.pending_step import PendingStep, StepWithoutTokens
 from compile_and_serve.runtime.runner.spread_experts import SpreadExperts
+from compile_and_serve.runtime.runner.stage_costs import StageCosts, measures_stages
 from compile_and_serve.runtime.runner.state_memory import GIB, KVCacheTooSmallError
 from compile_and_serve.runtime.runner.warm_up import WarmUp, graph_memory
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
@@ -142,6 +143,9 @@ class Worker:
         start = time.perf_counter()
         with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP), self._counting():
             self._stage("warm up", start, self._warm_up.run())
+            if measures_stages(loaded.config):
+                assert isinstance(loaded.model, CompiledModel)
+                StageCosts(loaded.config, self.device).measure(self.runner, loaded.model)
             if options.capture == "all":
                 start = time.perf_counter()
                 self._stage("capture all", start, self._finish_warm_up())

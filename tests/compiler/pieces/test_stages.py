@@ -15,7 +15,7 @@ from compile_and_serve.compiler import pipeline
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep, PieceStep, TokenValue
-from compile_and_serve.compiler.pieces.stages import StagesError, choose_stages
+from compile_and_serve.compiler.pieces.stages import StagesError, choose_stages, cost_keys
 from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
@@ -56,6 +56,22 @@ def test_cuts_lie_behind_ops_of_state_where_the_parts_cost_about_as_much() -> No
     assert choose_stages(plan_of(layers, [30, 10, 10, 10, 10]), None, [KV], 2).layers == ("kv.1",)
     assert choose_stages(plan, None, [KV], 4).layers == ("kv.0", "kv.1", "kv.2")
     assert choose_stages(plan, None, [KV], 3, [1, 1, 2]).layers == ("kv.0", "kv.1")
+
+
+def test_cuts_follow_measured_time_once_all_steps_have_one() -> None:
+    """The last piece, such as an output head, takes as long as two layers; reading weights it is nothing."""
+    layers = ["kv.0", "kv.1", "kv.2", "window.0"]
+    plan = plan_of(layers, [10, 10, 10, 10, 0])
+    by_bytes = choose_stages(plan, None, [KV, WINDOW], 2, seconds={"p": 1e-3})
+    assert (by_bytes.layers, by_bytes.by) == (("kv.1",), "bytes of weights")
+    keys = cost_keys(plan, [KV, WINDOW])
+    assert len(set(keys)) == 4  # both pieces, and attention with each kind of state
+    seconds = dict.fromkeys(keys, 0.5e-3) | {"end": 2e-3}
+    by_time = choose_stages(plan, None, [KV, WINDOW], 2, seconds=seconds)
+    assert (by_time.layers, by_time.by) == (("kv.2",), "measured time")  # 3 and 3
+    assert choose_stages(plan, None, [KV, WINDOW], 2, seconds=seconds | {"end": 1e-6}).layers == ("kv.1",)
+    by_hand = choose_stages(plan, None, [KV, WINDOW], 2, [1, 3], seconds)
+    assert (by_hand.layers, by_hand.by) == (("kv.0",), "hand")
 
 
 def test_no_cut_lies_where_it_cannot() -> None:
