@@ -105,6 +105,7 @@ def check_same(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> No
 
 def test_two_stages_say_what_one_rank_says(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
     check_same(core, expected)
+    assert core.stats().stage_wait_seconds > 0
 
 
 def test_as_many_steps_are_in_flight_as_there_are_stages(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:

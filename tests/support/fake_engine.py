@@ -153,6 +153,7 @@ class FakeEngineClient:
             self.steps += 1
             outputs = [self._step(request_id) for request_id in list(self._running)]
             stats = EngineStats(num_running=len(self._running), kv_cache_usage=0.25, step_tokens=len(outputs))
+            stats.stage_wait_seconds = 0.25 * self.steps
             stats.steps = StepTotals(steps={"plain": self.steps}, seconds={"plain": 0.001 * self.steps}, tokens=self.steps)
             stats.last_step = LastStep(self.steps, time.time(), 0.001, "plain", len(outputs), 0, len(outputs), 0)
             yield StepOutputs(outputs=outputs, stats=stats)
