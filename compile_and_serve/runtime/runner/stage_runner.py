@@ -74,6 +74,7 @@ class StageRunner(ModelRunner):
         self._sampled = [torch.zeros(self.batch.max_sampled, dtype=torch.int64, device=self.device) for _ in range(count)]
         self._num_receives = 0
         self._arriving: deque[_Arriving] = deque()
+        self._awaited_slots: list[int] = []  # of the step's sequences
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         batch, stages = self.batch, self.stages
@@ -85,7 +86,9 @@ class StageRunner(ModelRunner):
             batch.add(data)
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
-        self._take_tokens([batch.slot_of(request_id) for request_id in scheduled.num_scheduled_tokens])
+        self._awaited_slots = [batch.slot_of(request_id) for request_id in scheduled.num_scheduled_tokens]
+        if self._shares_memory or scheduled.last_tokens:
+            self._take_tokens()
         if scheduled.last_tokens:
             self._go_on_from(scheduled.last_tokens, scheduled.drafts)
         layout, buffers, tokens = batch.prepare(scheduled)
@@ -114,9 +117,10 @@ class StageRunner(ModelRunner):
         device_slots_S = torch.from_numpy(slots_S) if self._shares_memory else buffers.device["sampled_slots"][:count].clone()
         self._arriving.append(_Arriving(self.stages.start_receiving_back(tokens_S), slots_S, device_slots_S))
 
-    def _take_tokens(self, slots: Sequence[int]) -> None:
-        """Wait for the tokens of earlier steps that sequences in these slots need, and for those before them."""
-        needed = [number for number, one in enumerate(self._arriving, 1) if not set(slots).isdisjoint(one.slots_S.tolist())]
+    def _take_tokens(self) -> None:
+        """Wait for the tokens of earlier steps that the step's sequences need, and for those before them."""
+        slots = set(self._awaited_slots)
+        needed = [number for number, one in enumerate(self._arriving, 1) if not slots.isdisjoint(one.slots_S.tolist())]
         for _ in range(max(needed, default=0)):
             self._take_oldest()
 
@@ -150,6 +154,7 @@ class StageRunner(ModelRunner):
             batch.last_tokens.index_copy_(0, upload(np.array(slots, dtype=np.int64)), upload(tokens))
 
     def _fill_from_device(self, step: Step, layout: BatchLayout, buffers: StepBuffers) -> None:
+        self._take_tokens()  # only now: what the host gives the step has been copied meanwhile
         super()._fill_from_device(step, layout, buffers)
         if layout.has_drafts and self._puts_drafts:
             assert self.drafter is not None
