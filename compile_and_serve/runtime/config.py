@@ -526,8 +526,8 @@ class EngineConfig:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Steps that may be launched before the result of the oldest is known: one for each stage, and one ahead of each of them."""
-        return self.mesh.pipe * (1 if self.scheduler.async_scheduling is False else 2)
+        """Steps that may be launched before the result of the oldest is known: one for each stage, and one ahead of them."""
+        return self.mesh.pipe + (self.scheduler.async_scheduling is not False)
 
     @property
     def num_processes(self) -> int:

@@ -12,7 +12,7 @@ from itertools import islice
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 
-SPREAD_STEPS = 4  # over which the prompt tokens at hand are spread,
+SPREAD_STEPS = 8  # over which the prompt tokens at hand are spread,
 MIN_PROMPT_TOKENS = 512  # as long as each gets so many,
 MAX_PROMPT_TOKENS = 2048  # and none more, with which a GPU computes as fast as with more.
 

@@ -20,7 +20,7 @@ def staged(num_stages: int, budget: int = 512) -> Driver:
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget, async_scheduling=True)
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
     scheduler = Scheduler(config, cache, num_blocks=600, max_model_len=400, num_stages=num_stages)
-    return Driver(scheduler, depth=2 * num_stages - 1)
+    return Driver(scheduler, depth=num_stages)
 
 
 def prompt_tokens(driver: Driver, num_steps: int) -> list[int]:
@@ -31,14 +31,14 @@ def prompt_tokens(driver: Driver, num_steps: int) -> list[int]:
 
 def test_prompts_at_hand_are_spread_over_steps() -> None:
     driver = staged(2)
-    driver.add(make_request("a", range(1, 31), max_tokens=1), make_request("b", range(1, 35), max_tokens=1))
-    assert prompt_tokens(driver, 7) == [16, 12, 9, 8, 8, 8, 3]  # a quarter of what is left, and no fewer than 8
+    driver.add(*(make_request(name, [1 + i % 30 for i in range(96)], max_tokens=1) for name in "ab"))
+    assert prompt_tokens(driver, 10) == [24, 21, 18, 16, 14, 12, 10, 9, 8, 8]  # an eighth of what is left, and no fewer than 8
 
 
 def test_a_long_prompt_goes_through_the_stages_in_chunks() -> None:
     driver = staged(2)
     driver.add(make_request("a", [1 + i % 30 for i in range(300)], max_tokens=1))
-    assert prompt_tokens(driver, 6) == [32] * 6
+    assert prompt_tokens(driver, 6) == [32, 32, 29, 25, 22, 20]
 
 
 def test_prompts_that_find_no_slot_are_not_at_hand() -> None:
