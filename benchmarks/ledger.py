@@ -1,9 +1,10 @@
 """What the ledger of requests costs: decode throughput of one engine with and without it, and with the canary, in turns.
 
-    python benchmarks/ledger.py MODEL [--streams 64] [--tokens 128] [--turns 5]
+    python -m benchmarks.ledger MODEL [--streams 64] [--tokens 128] [--turns 5]
 
-One JSON line: tokens/s of each (the median of the turns), and the ratios to the engine without. An engine is built once for each of the
-three; turns alternate between them.
+One JSON line: tokens/s of each (the median of the turns), and the ratios to the engine without: the medians over the turns, with their
+quartiles. An engine is built once for each of the three; turns alternate between them. On a CPU, ratios are also those of the processor
+time, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from benchmarks.common import cpu_name, environment
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.options import make_engine_config
@@ -29,13 +30,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tokens_per_second(core: EngineCore, streams: int, tokens: int, turn: int) -> float:
-    """Of `streams` requests that all decode, from the first step after the last prompt on."""
+def decode(core: EngineCore, streams: int, tokens: int, turn: int) -> tuple[float, float]:
+    """Seconds, and seconds of processor time, for a token of `streams` requests that all decode: from the first step after the last prompt
+    on.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for number in range(streams):
         prompt = [(turn * 7919 + number * 131 + place * 17) % (core.info.vocab_size - 20) + 10 for place in range(32)]
         core.add_request(EngineRequest(request_id=f"{turn} {number}", prompt_token_ids=prompt, sampling_params=params))
-    began: float | None = None
+    began: tuple[float, float] | None = None
     first, count = set[str](), 0
     while core.has_work():
         outputs = core.step().outputs
@@ -43,9 +46,14 @@ def tokens_per_second(core: EngineCore, streams: int, tokens: int, turn: int) ->
             count += sum(len(output.new_token_ids) for output in outputs)
         first |= {output.request_id for output in outputs}
         if began is None and len(first) == streams:
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
     assert began is not None
-    return count / (time.perf_counter() - began)
+    return (time.perf_counter() - began[0]) / count, (time.process_time() - began[1]) / count
+
+
+def ratios(off: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Quartiles of how much faster a turn was than the turn beside it without a ledger."""
+    return [round(one, 4) for one in statistics.quantiles([a / b for a, b in zip(off, others, strict=True)], n=4)]
 
 
 def main() -> None:
@@ -57,34 +65,42 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--num-kv-blocks", type=int, default=None)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--num-threads", type=int, default=None)
     arguments = parser.parse_args()
     common: dict[str, Any] = {
         "max_num_seqs": arguments.streams,
         "max_model_len": 32 + arguments.tokens,
         "dtype": arguments.dtype,
         "load_format": arguments.load_format,
+        "enforce_eager": arguments.enforce_eager,
+        "num_threads": arguments.num_threads,
         "num_kv_blocks": arguments.num_kv_blocks or arguments.streams * (-(-(32 + arguments.tokens) // 16) + 2),
     }
     cores = {name: EngineCore(make_engine_config(arguments.model, **common, **options)) for name, options in KINDS.items()}
     for core in cores.values():
         while core.idle():
             pass
-        tokens_per_second(core, arguments.streams, 16, 1000)
+        decode(core, arguments.streams, 16, 1000)
     gc.freeze()
-    speeds: dict[str, list[float]] = {name: [] for name in cores}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cores}
     for turn in range(arguments.turns):
         for name, core in list(cores.items())[:: 1 if turn % 2 else -1]:
-            speeds[name].append(tokens_per_second(core, arguments.streams, arguments.tokens, turn))
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
+            times[name].append(decode(core, arguments.streams, arguments.tokens, turn))
+    wall, cpu = ({name: [one[which] for one in found] for name, found in times.items()} for which in (0, 1))
+    device = cores["off"].info.device
     figures = {
         "benchmark": "ledger",
-        "model": arguments.model,
+        "model": arguments.model.rstrip("/").rsplit("/", 1)[-1],
         "streams": arguments.streams,
-        "device": cores["off"].info.device,
-        "torch": torch.__version__,
-        "tokens_per_second": {name: round(value, 1) for name, value in medians.items()},
-        "ratio": {name: round(value / medians["off"], 4) for name, value in medians.items()},
+        "turns": arguments.turns,
+        "device": cpu_name() if device == "cpu" else device,
+        "tokens_per_second": {name: round(1 / statistics.median(values), 1) for name, values in wall.items()},
+        "ratio": {name: ratios(wall["off"], wall[name]) for name in ("ledger", "canary")},
     }
+    if device == "cpu":
+        figures["cpu_ratio"] = {name: ratios(cpu["off"], cpu[name]) for name in ("ledger", "canary")}
+    figures |= environment()
     print(json.dumps(figures))
 
 

@@ -70,6 +70,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token_ids: list[int] = []
     eos_token_ids: list[int] = []
     arrival_time: float = 0.0  # time.time() of the API process
+    held_seconds: float = 0.0  # since then, in which no replica had room for it
     priority: int = 0  # lower runs first (policy "priority")
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     prefix_key: str | None = None  # names whatever else the keys and values depend on, e.g. an adapter
@@ -210,6 +211,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     pending_work: dict[str, int] = {}
     host_gap_seconds: float = 0.0
     stage_wait_seconds: float = 0.0  # in which the last stage's device waited for the stage before
+    canary_checked_blocks: int = 0  # that were compared with what they held before (`EngineConfig.verify_state`)
+    canary_findings: int = 0
     kv_tiers: dict[str, float] = {}  # of the connector: see `SchedulerConnector.stats`
     # Tokens of each expert of each layer, with `EngineConfig.expert_metrics`; empty in most steps.
     expert_tokens: list[list[int]] = []

@@ -235,6 +235,17 @@ async def test_keys_and_the_document(start: Callable[..., Any]) -> None:
     assert "timestamp_granularities[]" in form["properties"]
 
 
+async def test_the_ledger_has_every_piece(start: Callable[..., Any]) -> None:
+    server, _ = await start()
+    assert (await send(server)).status_code == 200
+    book = server.app.state.context.engine.book
+    [record] = book.ended
+    assert [bool(one.ended) for one in record.sequences] == [True, True]
+    found = book.summary(record)
+    assert found["seconds"]["media"] >= found["seconds"]["media.decode"] > 0
+    assert [span["name"] for span in found["timeline"] if span["name"] == "decode"] == ["decode", "decode"]
+
+
 async def test_room() -> None:
     """First come, first served; a taker that gives up holds nothing."""
     room = AudioRoom(10.0)

@@ -115,9 +115,9 @@ class EngineCore:
         )
         self._depth = self.config.max_steps_in_flight
         self._captures_due = 0  # as of the last idle task
-        self.canary: Canary | None = None
+        self.canaries: list[Canary] = []  # of each data group
         if config.verify_state and found.groups:
-            self.canary = Canary(self._pools[0], found.groups, schedulers[0].requests, steps_in_flight=self._depth)
+            self.canaries = [Canary(one.manager.pool, found.groups, one.requests, steps_in_flight=self._depth) for one in schedulers]
         self.experts: ExpertBalancer | None = None
         if config.expert_balance is not None and found.spread is not None:
             self.experts = ExpertBalancer(config.expert_balance, found.spread)
@@ -277,8 +277,8 @@ class EngineCore:
                 scheduled = scheduler.schedule()
                 if scheduled is None:
                     break
-                if self.canary is not None:
-                    self.canary.plan(scheduled)
+                for canary, part in zip(self.canaries, scheduled.groups or [scheduled], strict=False):
+                    canary.plan(part)
                 if self.experts is not None:
                     self.experts.begin(scheduled)
                 if not in_flight and self._idle_since is not None:
@@ -305,10 +305,11 @@ class EngineCore:
         self._idle_since = None if in_flight else now
         seconds = 0.0 if self._step_began is None else now - self._step_began
         self._step_began = now
-        if self.canary is not None:
-            self.canary.take(scheduled, result)
+        for canary, part, own in zip(self.canaries, scheduled.groups or [scheduled], result.groups or [result], strict=False):
+            canary.take(part, own)
         if self._steps is not None:
-            self._steps.add(scheduled, result, seconds, sum(pool.num_blocks - pool.num_free for pool in self._pools))
+            used = sum(pool.num_blocks - pool.num_free for pool in self._pools)
+            self._steps.add(scheduled, result, seconds, used, num_groups=len(self._pools))
         outputs = failed + scheduler.update(scheduled, result, seconds)
         if not scheduler.has_work():
             self._idle_since = self._step_began = None
@@ -384,6 +385,8 @@ class EngineCore:
         stats.pending_work = worker.pending_work
         stats.host_gap_seconds = self._host_gap
         stats.stage_wait_seconds = worker.stage_wait_seconds
+        for canary in self.canaries:
+            canary.add_to(stats)
         return stats
 
     @property

@@ -10,6 +10,7 @@ ended. A request that waits in one group moves to another one that has a free ba
 
 from __future__ import annotations
 
+import time
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -194,10 +195,15 @@ class DataGroups:
                     request = self._movable.get(first.request_id)
                     if donor is member or request is None:
                         break
+                    clock = first.clock
                     donor.abort([first.request_id])
                     self._router.finish(first.request_id)
                     self._router.assign(request, index)
                     member.add_request(request)
+                    if clock is not None:
+                        moved = member.requests[first.request_id]
+                        clock.move(moved.share.account.clock, time.monotonic())
+                        moved.clock = clock
 
     def _count_tenants(self) -> None:
         """Let a key's limit of running sequences hold for all groups together."""

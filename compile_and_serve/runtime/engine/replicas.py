@@ -359,6 +359,7 @@ class DataParallelClient(Generic[Replica]):
         """Send the requests that were held back and now have room. at_once: all, to wait in the replicas' queues."""
         while self._held and self.dead_reason is None and (at_once or self._router.has_room(self._held.first())):
             request, aborted = self._held.pop()
+            request.held_seconds = max(0.0, time.time() - request.arrival_time)
             try:
                 await self._send(request, confirm=False)
                 if aborted:

@@ -21,7 +21,7 @@ Preparation = Literal["grammar", "adapter", "kv_load"]
 GraphKind = Literal["full", "piecewise", "plain"]
 
 MISSES = {  # kind of a miss → its reasons; the labels of /metrics are these and no others
-    "prefix": ("first", "differs", "salt", "adapter", "evicted", "short", "snapshot", "off", "reads_all"),
+    "prefix": ("first", "differs", "salt", "adapter", "evicted", "short", "snapshot", "off", "reads_all", "not_loaded"),
     "graph": ("size", "not_captured", "optional_input", "addresses", "unsampled"),
     "draft": ("batch", "request", "structured", "none_found"),
     "structured": ("refused",),
@@ -84,11 +84,14 @@ class StepTotals(msgspec.Struct, omit_defaults=True):
 
 
 class StepRan(msgspec.Struct, array_like=True, frozen=True):
-    """How the device ran a step. miss: of `MISSES["graph"]`, why not as a graph; "": it did, or there are none."""
+    """How the device ran a step. miss: of `MISSES["graph"]`, why not as a graph; "": it did, or there are none. encode: seconds in
+    which the encoder computed media before it.
+    """
 
     kind: GraphKind = "plain"
     miss: str = ""
     padded: int = 0
+    encode: float = 0.0
 
 
 class LastStep(msgspec.Struct, array_like=True, frozen=True):
@@ -112,8 +115,10 @@ class RequestLedger(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     transport: from the API process to the engine. preparing: by `Preparation`. queue: by `WaitReason`, the times after a preemption
     included. prefill: from the first scheduled chunk to the first token. prefill_steps: steps in this time, of which `chunks` computed a
-    part of the prompt. computed_tokens, cached_tokens: of the prompt. loaded_tokens: cached ones, by the tier that they came from.
-    preemptions: how often it lost its blocks; preempted: seconds from then until it went on; recomputed_tokens: computed again.
+    part of the prompt. beside_tokens: what these computed for others. encode: the encoder's part of them.
+    computed_tokens, cached_tokens: of the prompt. loaded_tokens: cached ones, by the tier that they came from.
+    preemptions: how often it lost its blocks; preempted: seconds from then until it went on; recomputed: seconds from then until its next
+    token, in which recomputed_tokens were computed again.
     """
 
     transport: float = 0.0
@@ -122,12 +127,15 @@ class RequestLedger(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill: float = 0.0
     prefill_steps: int = 0
     chunks: int = 0
+    beside_tokens: int = 0
+    encode: float = 0.0
     computed_tokens: int = 0
     cached_tokens: int = 0
     loaded_tokens: dict[str, int] = {}
     encoded_items: int = 0
     preemptions: int = 0
     preempted: float = 0.0
+    recomputed: float = 0.0
     recomputed_tokens: int = 0
     misses: list[Miss] = []
 

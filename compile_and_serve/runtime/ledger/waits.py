@@ -33,7 +33,9 @@ class WaitClock:
 
 
 class RequestClock:
-    """The waits of one request. transport, preparing, queue, preempted: of `RequestLedger`."""
+    """The waits of one request, and the times of its prefills. transport, preparing, queue, prefill, preempted, recomputed: of
+    `RequestLedger`.
+    """
 
     __slots__ = (
         "_before",
@@ -41,18 +43,24 @@ class RequestClock:
         "_own_reason",
         "_own_since",
         "_preempted_at",
+        "_started",
         "preempted",
+        "prefill",
         "preparing",
         "queue",
         "ready_at",
+        "recomputed",
         "transport",
     )
 
-    def __init__(self, clock: WaitClock, transport: float, now: float) -> None:
+    def __init__(self, clock: WaitClock, transport: float, now: float, *, held: float = 0.0) -> None:
+        """held: seconds in which no engine had a free batch slot, so that it was not sent to one."""
         self.transport = transport
         self.preparing: dict[str, float] = {}
-        self.queue: dict[str, float] = {}
-        self.preempted = 0.0
+        self.queue: dict[str, float] = {"slots": held} if held else {}
+        self.prefill: float | None = None
+        self.preempted = self.recomputed = 0.0
+        self._started = 0.0  # first, until the prefill is over; then last
         self.ready_at: float | None = None  # when the last preparation ended
         self._preempted_at: float | None = None
         self._own_reason: WaitReason | None = None
@@ -62,7 +70,15 @@ class RequestClock:
 
     def preempt(self, clock: WaitClock, now: float) -> None:
         """It lost its blocks and waits again."""
-        self._clock, self._before, self._preempted_at = clock, clock.read(now), now
+        self._clock, self._before = clock, clock.read(now)
+        if self._preempted_at is None:  # it may have lost its scheduler as well
+            self._preempted_at = now
+
+    def move(self, clock: WaitClock, now: float) -> None:
+        """It waits in another scheduler's queue from now on."""
+        self.consider(now)
+        self._close(now)
+        self._clock, self._before = clock, clock.read(now)
 
     def prepare(self, what: Preparation, future: Future[Any]) -> None:
         """The request waits for `future`, and its place in the queue does not matter meanwhile."""
@@ -102,10 +118,15 @@ class RequestClock:
         if self._preempted_at is not None:
             self.preempted += now - self._preempted_at
             self._preempted_at = None
+        if self.prefill is not None or not self._started:
+            self._started = now
 
-    def waits_for(self) -> str:
-        """What it waits for now."""
-        return self._own_reason or self._clock.reason
+    def end_prefill(self, now: float) -> None:
+        """All tokens that it had are computed, the first time or again."""
+        if self.prefill is None:
+            self.prefill = now - self._started
+        else:
+            self.recomputed += now - self._started
 
     def _close(self, now: float) -> None:
         """Take over what the queue has waited since this request began to wait."""

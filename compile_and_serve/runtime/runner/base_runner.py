@@ -16,7 +16,7 @@ from compile_and_serve.compiler.cudagraphs.runner import StepOf, StepResult
 from compile_and_serve.compiler.model import Outputs, StepModel
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, row_numbers
-from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.step import Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.spec import ModelSpec
@@ -117,6 +117,7 @@ class BaseRunner(ABC):
         self._last_step: Step | None = None
         self._last_result: tuple[GraphKind, str] = ("plain", "")
         self._padded_before = 0
+        self._encoding: tuple[TimedEvent, TimedEvent] | None = None
         self._last_key = (-1, 0, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows, `max_query_len`
 
     @abstractmethod
@@ -147,8 +148,13 @@ class BaseRunner(ABC):
         """Counters since the start."""
         return WorkerStats(padded_tokens=self.padded_tokens)
 
+    def take_encoding(self) -> tuple[TimedEvent, TimedEvent] | None:
+        """Before and after the media that the step that was launched last encoded; None: it encoded none."""
+        encoding, self._encoding = self._encoding, None
+        return encoding
+
     def take_ran(self) -> StepRan:
-        """How the step that was launched last ran."""
+        """How the step that was launched last ran, but for its encoder."""
         padded, self._padded_before = self.padded_tokens - self._padded_before, self.padded_tokens
         kind, miss = self._last_result
         if miss == "not_captured" and self._steps_of_layout is self.steps is not self.plain_steps:
@@ -160,7 +166,9 @@ class BaseRunner(ABC):
         assert self.encoder is not None
         new = [one for one in items if one.arrays]
         if new:
+            before = self.platform.record_timed_event()
             self.encoder.encode(new)
+            self._encoding = before, self.platform.record_timed_event()
         for one in items if self.encoder.has_region else ():
             rows = StepArray.of(row_numbers(one.page_ids, one.length), start=one.position)
             self.batch.add_array(one.request_id, ENCODER_ROW.name, rows)

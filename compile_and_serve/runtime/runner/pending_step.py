@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.platform import Event
+from compile_and_serve.custom_ops.platform import Event, TimedEvent
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.acceptance import accepted_tokens, chances_of
 from compile_and_serve.runtime.ledger.records import StepRan
@@ -41,6 +42,7 @@ class PendingStep:
     transfers: FinishedTransfers | None = None
     mask_seconds: Mapping[str, float] = MappingProxyType({})
     ran = StepRan()
+    encoding: tuple[TimedEvent, TimedEvent] | None = None  # before and after what was encoded
     checksums: Sequence[int] = ()
     wrong_tables: Mapping[str, str] = MappingProxyType({})
 
@@ -106,6 +108,10 @@ class PendingStep:
             self._event.synchronize()
         self.advance_grammars()
         accepted, first_rows = self._accepted
+        if self.encoding is not None:
+            before, after = self.encoding
+            after.synchronize()
+            self.ran = msgspec.structs.replace(self.ran, encode=after.seconds_since(before))
         ids = self._layout.sampled_ids
         output = ModelRunnerOutput(
             step=self.step,

@@ -202,7 +202,7 @@ class Worker:
                 assert scheduled.shape is not None
                 run_padding(self.runner, scheduled.shape)
                 step = StepWithoutTokens(scheduled.step)
-        step.ran = self.runner.take_ran()
+        step.ran, step.encoding = self.runner.take_ran(), self.runner.take_encoding()
         if load is not None:
             step.expert_tokens = load.read()
         return step

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.scheduler.block_pool import BlockPool, KVCacheBlock
 from compile_and_serve.runtime.scheduler.kv_groups import group_of_key
 from compile_and_serve.runtime.scheduler.request import Request
@@ -31,7 +32,7 @@ _KEPT_STEPS = 512
 class Canary:
     """requests: the unfinished ones. steps_in_flight: at once, at most. seconds: between two rounds, at least. clock: for the rounds.
 
-    num_checked: blocks that were compared. findings: sentences.
+    num_checked, num_tables: blocks and requests' tables that were compared. num_findings, findings: sentences, the last ones.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Canary:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_checked = 0
+        self.num_checked = self.num_tables = self.num_findings = 0
         self.findings: list[str] = []
         self._pool, self._requests = pool, requests
         self._token_groups = [number for number, group in enumerate(groups) if group.kind == "tokens"]
@@ -94,6 +95,7 @@ class Canary:
             self._known[block.block_id] = content, checksum, scheduled.step
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
+        self.num_tables += 0 if scheduled.checks is None else len(scheduled.checks.tables)
         for name, sentence in result.wrong_tables.items():
             self._end(name, f"The canary found a wrong block table of request {name} in step {scheduled.step}: {sentence}")
         for name in [name for name in self._to_end if name in scheduled.num_scheduled_tokens]:
@@ -101,6 +103,11 @@ class Canary:
             result.sampled_token_ids.pop(name, None)
         for name in [name for name in self._to_end if name not in self._requests]:
             del self._to_end[name]
+
+    def add_to(self, stats: EngineStats) -> None:
+        """Say what was checked and found."""
+        stats.canary_checked_blocks += self.num_checked
+        stats.canary_findings += self.num_findings
 
     def _content(self, block: KVCacheBlock) -> tuple[bytes, int] | None:
         """The key of a block's content, and the step that computed it; None if nothing is cached there."""
@@ -158,4 +165,5 @@ class Canary:
         if not self.findings or self.findings[-1] != sentence:
             logger.error("%s", sentence)
             self.findings.append(sentence)
+            self.num_findings += 1
             del self.findings[:-100]

@@ -62,8 +62,11 @@ class FairQueue:
         request.share = account.user(tenant.user or "")
         account.num_unfinished += 1
         request.share.num_unfinished += 1
-        if self.keeps_ledgers:
-            request.clock = RequestClock(account.clock, max(0.0, time.time() - request.arrival_time), time.monotonic())
+        if request.clock is not None:
+            request.clock.move(account.clock, time.monotonic())
+        elif self.keeps_ledgers:
+            transport = max(0.0, time.time() - request.arrival_time - request.held_seconds)
+            request.clock = RequestClock(account.clock, transport, time.monotonic(), held=request.held_seconds)
 
     def leave(self, request: Request) -> None:
         """The request has ended. It may still be in the queue, until `drop_finished`."""

@@ -46,6 +46,7 @@ class Handovers:
             request.end_len = min(request.end_len, request.max_total_tokens)
             return False
         own = read_taken(params).own
+        request.was_refused_load = not own.lease
         if not own.token_ids:
             return False
         output = RequestOutput(request_id=request.request_id, new_logprobs=own.logprobs)

@@ -52,7 +52,9 @@ class PrefixMisses:
         longest = manager.longest_prefix(request)
         if longest == 0:
             return Miss("prefix", "short")
-        return None if found >= longest else self._compare(request, prefix, longest)
+        if found >= longest:
+            return None
+        return Miss("prefix", "not_loaded") if request.was_refused_load else self._compare(request, prefix, longest)
 
     def remember(self, request: Request) -> None:
         """Compare later requests with this one. Call it after `_start`, from when on `token_ids` is the request's own list."""

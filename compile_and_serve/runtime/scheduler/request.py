@@ -92,19 +92,22 @@ class Request:
         sampled.
     may_load: whether a connector may be asked for more of its prefix. loaded_tokens: of its prefix, that a connector loaded, by tier.
     share: of the key and user whose request it is. num_charged_tokens: tokens that it had before it was last preempted.
-    clock: of its waits; None: nobody asks. num_chunks: parts in which its prompt was computed so far. misses: what it could not reuse.
+    held_seconds: of `EngineRequest`. clock: of its waits; None: nobody asks. num_chunks: parts in which its prompt was computed so far.
+    num_beside_tokens: that the steps of these computed for others. encode_seconds: of its media. misses: what it could not reuse.
+    was_refused_load: blocks that it waited for did not come.
     paused_until: time.monotonic() before which it does not decode while other keys have requests.
     """
 
     __slots__ = (
-        "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "clock", "cuts", "decode_end", "draft_ends", "end_ids",
-        "end_len", "fast_until", "finish_reason", "first_scheduled_time", "key", "keys", "kv_transfer", "loaded_tokens",
-        "max_total_tokens", "may_load", "min_total_tokens", "misses", "next_cache_len", "num_cached_blocks", "num_cached_tokens",
-        "num_charged_tokens", "num_chunks", "num_computed_tokens", "num_freed_blocks", "num_given_tokens", "num_held_tokens",
-        "num_pending_steps", "num_preemptions", "num_prefix_tokens",
-        "num_promised_blocks", "num_prompt_tokens", "num_recomputed_tokens", "paused_until", "pooling", "prefill_end", "prefill_step",
-        "prompt", "prompt_logprobs", "repetition", "request_id", "sampling_params", "share", "status", "step_data", "stop_ids",
-        "token_ids", "waits_for", "wants_prompt_logprobs",
+        "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "clock", "cuts", "decode_end", "draft_ends",
+        "encode_seconds", "end_ids", "end_len", "fast_until", "finish_reason", "first_scheduled_time", "held_seconds", "key",
+        "keys", "kv_transfer", "loaded_tokens", "max_total_tokens", "may_load", "min_total_tokens", "misses", "next_cache_len",
+        "num_beside_tokens", "num_cached_blocks", "num_cached_tokens", "num_charged_tokens", "num_chunks",
+        "num_computed_tokens", "num_freed_blocks", "num_given_tokens", "num_held_tokens", "num_pending_steps",
+        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "num_recomputed_tokens",
+        "paused_until", "pooling", "prefill_end", "prefill_step", "prompt", "prompt_logprobs", "repetition", "request_id",
+        "sampling_params", "share", "status", "step_data", "stop_ids", "token_ids", "waits_for", "wants_prompt_logprobs",
+        "was_refused_load",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, prompt: Prompt, *, key: tuple[float, ...], max_len: int, now: float) -> None:
@@ -117,7 +120,7 @@ class Request:
         self.num_given_tokens = 0
         self.step_data = request.step_data
         self.key = key
-        self.arrival_time = request.arrival_time or now
+        self.arrival_time, self.held_seconds = request.arrival_time or now, request.held_seconds
         self.first_scheduled_time = 0.0
 
         self.prompt = prompt
@@ -146,10 +149,12 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.waits_for: list[Future[Any]] = []
         self.may_load = True
+        self.was_refused_load = False
         self.loaded_tokens: dict[str, int] = {}
         self.share: UserShare
         self.clock: RequestClock | None = None
-        self.num_chunks = self.num_recomputed_tokens = 0
+        self.num_chunks = self.num_recomputed_tokens = self.num_beside_tokens = 0
+        self.encode_seconds = 0.0
         self.misses: list[Miss] = []
         self.num_charged_tokens = 0
         self.paused_until = 0.0

@@ -350,7 +350,7 @@ class Scheduler:
         if result.errors:
             self._fail(step, result.errors, outputs)
         for chunk in step.chunks:
-            if (output := chunk.take(result)) is not None:
+            if (output := chunk.take(scheduled, result)) is not None:
                 if output.finish_reason is not None:
                     self._finish(chunk.request, output.finish_reason)
                     self.handovers.end(chunk.request, output)

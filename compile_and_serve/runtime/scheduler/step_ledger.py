@@ -19,8 +19,10 @@ class StepLedger:
         self._weight_bytes, self._page_bytes = weight_bytes, page_bytes
         self._last_end = 0.0
 
-    def add(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, num_used_blocks: int) -> None:
-        """Count a step whose result is there. seconds: that it took. num_used_blocks: of the KV cache."""
+    def add(
+        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, num_used_blocks: int, *, num_groups: int = 1
+    ) -> None:
+        """Count a step whose result is there. seconds: that it took. num_used_blocks: of the KV caches of all data groups."""
         num_seqs = len(scheduled.num_scheduled_tokens)
         if not num_seqs:
             return
@@ -34,9 +36,9 @@ class StepLedger:
             totals.prompt_seconds += seconds
         totals.tokens += num_tokens
         totals.padded_tokens += ran.padded
-        num_bytes = self._weight_bytes + num_used_blocks * self._page_bytes
+        num_bytes = self._weight_bytes + num_used_blocks / num_groups * self._page_bytes  # of a rank
         totals.bytes += num_bytes
-        totals.row_bytes += num_bytes / num_seqs
+        totals.row_bytes += num_bytes * num_groups / num_seqs
         for miss in (ran.miss and "graph." + ran.miss, scheduled.missed_drafts and "draft." + scheduled.missed_drafts):
             if miss:
                 totals.misses[miss] = totals.misses.get(miss, 0) + 1

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.messages import RequestOutput
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
-from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -31,9 +31,12 @@ class Chunk:
     prefill_start: int
     step: int = 0
 
-    def take(self, result: ModelRunnerOutput) -> RequestOutput | None:
+    def take(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> RequestOutput | None:
         """Take what the step computed for the request; what is new for it, or None. `finish_reason` says whether it has ended."""
         request = self.request
+        request.num_beside_tokens += scheduled.total_num_scheduled_tokens - (self.end - self.start)
+        if result.ran.encode and any(one.arrays and one.request_id == request.request_id for one in scheduled.encodes):
+            request.encode_seconds += result.ran.encode
         if request.status is RequestStatus.FINISHED:
             return None
         request_id = request.request_id
@@ -160,20 +163,24 @@ def ledger_of(request: Request, last: Chunk) -> RequestLedger:
     """The ledger of a request whose prompt is computed. last: the chunk that completed it."""
     clock = request.clock
     assert clock is not None
+    clock.end_prefill(time.monotonic())
     contents = request.prompt.contents
     return RequestLedger(
         transport=clock.transport,
         preparing=clock.preparing,
-        queue=clock.queue,
-        prefill=max(0.0, time.time() - request.first_scheduled_time),
+        queue=clock.queue.copy(),
+        prefill=clock.prefill or 0.0,
         prefill_steps=last.step - request.prefill_step + 1,
         chunks=request.num_chunks,
+        beside_tokens=request.num_beside_tokens,
+        encode=request.encode_seconds,
         computed_tokens=request.num_prompt_tokens - request.num_cached_tokens,
         cached_tokens=request.num_cached_tokens,
         loaded_tokens=request.loaded_tokens,
         encoded_items=0 if contents is None else len(contents.media),
         preemptions=request.num_preemptions,
         preempted=clock.preempted,
+        recomputed=clock.recomputed,
         recomputed_tokens=request.num_recomputed_tokens,
         misses=request.misses,
     )

@@ -339,6 +339,8 @@ class Transfers:
         if load.error is not None:
             for request in load.waiting:
                 request.may_load = False
+            for request in (load.request, *load.waiting):
+                request.was_refused_load = True
         if load.error is None and load.request.status is RequestStatus.WAITING:
             self._held[load.request] = load.held
             load.request.loaded_tokens = load.num_tokens

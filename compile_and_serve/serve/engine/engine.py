@@ -189,7 +189,8 @@ class AsyncEngine:
                         len(prompt), None if lora is None else lora.lora_name, None if tenant is None else tenant.name
                     )
                     if generation.record is not None:
-                        generation.record.sequences[index] = SequenceRecord(len(prompt), time.monotonic())
+                        one = generation.sequences[index] = SequenceRecord(len(prompt), time.monotonic())
+                        generation.record.sequences.append(one)
                         generation.record.tenant = None if tenant is None else tenant.name
                 if generation.trace is not None:
                     generation.trace.sequence_started(len(prompt))
@@ -215,7 +216,7 @@ class AsyncEngine:
                 generation.engine_ids += added.request_ids
                 if generation.record is not None:
                     for offset, engine_id in enumerate(reversed(added.request_ids), 1):
-                        generation.record.sequences[first_index - offset].engine_id = engine_id
+                        generation.sequences[first_index - offset].engine_id = engine_id
                 requests.append(added)
             self._num_submitting += 1
             try:
@@ -239,9 +240,8 @@ class AsyncEngine:
             self.places.remove(generation.tenant, num_ended)
             self.count_tokens(generation.tenant, sum(clock.new_tokens for clock in generation.clocks.values()))
             self.metrics.observe_aborted(list(generation.clocks.values()))
-            if generation.record is not None:
-                for index in generation.clocks:
-                    generation.record.sequences[index].end("abort", self)
+            for index in generation.clocks if generation.sequences else ():
+                generation.sequences[index].end("abort", self)
             self.speed.finished(num_ended, time.monotonic(), in_flight=self.num_in_flight)
             if generation.trace is not None:
                 for clock in generation.clocks.values():

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.text.output_processor import CompletionDelta, Com
 from compile_and_serve.serve.errors import ApiError, error_body
 from compile_and_serve.serve.http.request_scope import current_deadline
 from compile_and_serve.serve.http.responses import event
-from compile_and_serve.serve.ledger.record import current_record
+from compile_and_serve.serve.ledger.record import SequenceRecord, current_record
 from compile_and_serve.serve.observe.metrics import Metrics, SequenceClock
 from compile_and_serve.serve.observe.queue_speed import QueueSpeed
 from compile_and_serve.serve.observe.tracing import current_trace
@@ -61,6 +61,7 @@ class Generation:
         self.clocks: dict[int, SequenceClock] = {}
         self.trace = current_trace.get()
         self.record = current_record.get()
+        self.sequences: dict[int, SequenceRecord] = {}  # by completion index; of the record, which may have those of other generations
         self._handed_over = 0.0
         self.tenant = current_tenant.get()
         self._timer: asyncio.TimerHandle | None = None
@@ -71,8 +72,8 @@ class Generation:
         """Add a delta. The output processor calls this."""
         engine, clock = self._engine, self.clocks[delta.index]
         engine.metrics.observe(clock, delta, engine.now)
-        if self.record is not None:
-            self.record.sequences[delta.index].take(delta, engine)
+        if delta.index in self.sequences:
+            self.sequences[delta.index].take(delta, engine)
         if self.trace is not None and delta.queue_seconds is not None:
             self.trace.sequence_queued(delta.queue_seconds)
         unread = self._unread.get(delta.index)

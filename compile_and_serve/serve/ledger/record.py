@@ -28,7 +28,8 @@ class StepSource(Protocol):
 
 @dataclass(slots=True)
 class SequenceRecord:
-    """One sequence. submitted, first_token, ended: time.monotonic(), 0.0: not yet. engine: None: it has no token yet.
+    """One sequence. submitted, first_token, ended: time.monotonic(), 0.0: not yet. first_token: that this engine computed. engine: None: it
+    has none yet. before_first: what `engine` was then. pauses: (name, begin, end) of what a preemption took since then.
     at_first, at_end: of the engine's steps.
     """
 
@@ -43,6 +44,8 @@ class SequenceRecord:
     finish_reason: FinishReason | None = None
     error: str | None = None
     engine: RequestLedger | None = None
+    before_first: RequestLedger | None = None
+    pauses: list[tuple[str, float, float]] = field(default_factory=list)
     at_first: StepTotals = field(default_factory=StepTotals)
     at_end: StepTotals = field(default_factory=StepTotals)
     output_seconds: float = 0.0
@@ -54,18 +57,33 @@ class SequenceRecord:
             self.draft_tokens += delta.num_draft_tokens
             self.accepted_tokens += delta.num_accepted_drafts
         if delta.ledger is not None:
-            self.engine = delta.ledger
-        if not self.first_token:
-            self.first_token, self.at_first = source.now, source.step_totals
-            self.output_seconds = -source.output_seconds
+            self._take_ledger(delta.ledger, source)
+        self.at_end = source.step_totals  # of its own replica
         if delta.finish_reason is not None:
             self.end(delta.finish_reason, source)
             self.error = delta.error
 
     def end(self, reason: FinishReason, source: StepSource) -> None:
         """The sequence has ended."""
-        self.finish_reason, self.ended, self.at_end = reason, time.monotonic(), source.step_totals
+        self.finish_reason, self.ended = reason, time.monotonic()
         self.output_seconds += source.output_seconds if self.first_token else 0.0
+
+    @property
+    def decode_steps(self) -> StepTotals:
+        """What the engine's steps did since its first token."""
+        return self.at_end.since(self.at_first) if self.first_token else StepTotals()
+
+    def _take_ledger(self, ledger: RequestLedger, source: StepSource) -> None:
+        """With the first token, and with the first after a preemption."""
+        before, self.engine = self.engine, ledger
+        if before is None:
+            self.before_first = ledger
+            self.first_token, self.at_first = source.now, source.step_totals
+            self.output_seconds = -source.output_seconds
+            return
+        went_on = source.now - (ledger.recomputed - before.recomputed)
+        self.pauses.append(("preempted", went_on - (ledger.preempted - before.preempted), went_on))
+        self.pauses.append(("recomputed", went_on, source.now))
 
 
 @dataclass(slots=True)
@@ -81,7 +99,7 @@ class RequestRecord:
     wall: float = field(default_factory=time.time)
     tenant: str | None = None
     stages: list[tuple[Stage, float, float]] = field(default_factory=list)
-    sequences: dict[int, SequenceRecord] = field(default_factory=dict)
+    sequences: list[SequenceRecord] = field(default_factory=list)
     sending: float = 0.0
     ended: float = 0.0
     status: int = 0
@@ -93,7 +111,7 @@ class RequestRecord:
     @property
     def is_answered(self) -> bool:
         """Whether all its sequences have ended."""
-        return bool(self.sequences) and all(one.ended for one in self.sequences.values())
+        return bool(self.sequences) and all(one.ended for one in self.sequences)
 
 
 # Of the request whose handler runs; None: its server keeps none, or it is not a request to the API.

@@ -19,14 +19,14 @@ def summarize(record: RequestRecord, *, decode: Decode | None, with_prefix: bool
 
     with_prefix: say what the prefix cache had, and why not more. bandwidth: bytes/s of the device's memory; 0: unknown.
     """
-    sequences = [_sequence(one, decode, with_prefix=with_prefix, bandwidth=bandwidth) for one in record.sequences.values()]
+    sequences = [_sequence(one, decode, with_prefix=with_prefix, bandwidth=bandwidth) for one in record.sequences]
     spans = timeline(record)
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span["name"]] = seconds.get(span["name"], 0.0) + span["seconds"]
     if record.sending:
         seconds["sending"] = record.sending
-    if detokenize := sum(max(0.0, one.output_seconds) for one in record.sequences.values() if one.ended):
+    if detokenize := sum(max(0.0, one.output_seconds) for one in record.sequences if one.ended):
         seconds["detokenize"] = detokenize
     end = record.ended or time.monotonic()
     return {
@@ -34,36 +34,50 @@ def summarize(record: RequestRecord, *, decode: Decode | None, with_prefix: bool
         "began": record.wall,
         "total_seconds": _round(end - record.began),
         "seconds": {name: _round(value) for name, value in seconds.items()},
-        "why": _why(seconds),
+        "why": _why(seconds, _details(record, with_prefix=with_prefix)),
         "timeline": spans,
         "sequences": sequences,
     }
 
 
 def timeline(record: RequestRecord) -> list[Span]:
-    """The stages of a request in their order. Of several sequences: of the one whose first token came last."""
+    """The stages of a request in their order. Of several sequences: of those that the request waited for."""
     spans = [_span(name, begin - record.began, end - begin) for name, begin, end in record.stages]
-    sequences = record.sequences.values()
-    if not sequences:
-        return spans
-    one = max(sequences, key=lambda sequence: (not sequence.first_token, sequence.first_token))
-    start = one.submitted - record.began
-    now = record.ended or time.monotonic()
-    engine = one.engine
+    return spans + [span for one in _awaited(record) for span in _spans_of(one, record)]
+
+
+def _awaited(record: RequestRecord) -> list[SequenceRecord]:
+    """Of sequences side by side, the one whose first token came last. Before it, those that had ended when it began."""
+    left, chain = list(record.sequences), list[SequenceRecord]()
+    while left:
+        one = max(left, key=lambda sequence: (not sequence.first_token, sequence.first_token))
+        chain.append(one)
+        left = [before for before in left if before.ended and before.ended <= one.submitted]
+    return chain[::-1]
+
+
+def _spans_of(one: SequenceRecord, record: RequestRecord) -> list[Span]:
+    start, end = one.submitted - record.began, (one.ended or record.ended or time.monotonic()) - record.began
+    engine, spans = one.before_first, list[Span]()
     if engine is None:
-        spans.append(_span("waiting", start, (one.ended or now) - one.submitted))
-        return spans
-    parts = [("transport", engine.transport), *engine.preparing.items(), *engine.queue.items()]
-    before_first = [(name, seconds) for name, seconds in parts if seconds > 0]
-    for name, seconds in before_first:
-        spans.append(_span(name, start, seconds))
-        start += seconds
+        return [_span("waiting", start, end - start)]
+    for name, seconds in (("transport", engine.transport), *engine.preparing.items(), *engine.queue.items()):
+        if seconds > 0:
+            spans.append(_span(name, start, seconds))
+            start += seconds
     first = one.first_token - record.began
+    if engine.encode:
+        encode = max(0.0, min(engine.encode, first - start))
+        spans.append(_span("encode", start, encode))
+        start += encode
     # The engine's own time from first scheduled to first token holds the waits after a preemption, which are in the queue's.
     spans.append(_span("prefill", start, max(0.0, first - start)))
-    if one.first_token:
-        spans.append(_span("decode", first, (one.ended or now) - one.first_token))
-    return spans
+    for name, begin, pause_end in one.pauses:
+        if begin - record.began > first:
+            spans.append(_span("decode", first, begin - record.began - first))
+        spans.append(_span(name, begin - record.began, pause_end - begin))
+        first = pause_end - record.began
+    return [*spans, _span("decode", first, max(0.0, end - first))]
 
 
 def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, bandwidth: float) -> dict[str, Any]:
@@ -77,7 +91,12 @@ def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, 
         "engine_id": one.engine_id,
         "finish_reason": one.finish_reason,
         "tokens": tokens,
-        "prefill": {"seconds": _round(engine.prefill), "chunks": engine.chunks, "steps": engine.prefill_steps},
+        "prefill": {
+            "seconds": _round(engine.prefill),
+            "chunks": engine.chunks,
+            "steps": engine.prefill_steps,
+            "beside_tokens": engine.beside_tokens,
+        },
         "queue": {name: _round(seconds) for name, seconds in engine.queue.items()},
         "preparing": {name: _round(seconds) for name, seconds in engine.preparing.items()},
     }
@@ -87,16 +106,17 @@ def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, 
         answer["preemptions"] = {
             "count": engine.preemptions,
             "seconds": _round(engine.preempted),
+            "recomputed_seconds": _round(engine.recomputed),
             "recomputed_tokens": engine.recomputed_tokens,
         }
     if engine.encoded_items:
-        answer["media"] = engine.encoded_items
+        answer["media"] = {"items": engine.encoded_items, "encode_seconds": _round(engine.encode)}
     if one.draft_tokens:
         answer["drafts"] = {"tokens": one.draft_tokens, "accepted": one.accepted_tokens}
-    totals = one.at_end.since(one.at_first)
+    totals = one.decode_steps
     seconds = sum(totals.seconds.values())
     if totals.steps:
-        decode_seconds = one.ended - one.first_token
+        decode_seconds = (one.ended or time.monotonic()) - one.first_token
         answer["steps"] = {kind: {"count": count, "seconds": _round(totals.seconds.get(kind, 0.0))} for kind, count in totals.steps.items()}
         answer["with_prompts"] = {"count": totals.prompt_steps, "seconds": _round(totals.prompt_seconds)}
         answer["between_steps"] = _round(max(0.0, decode_seconds - seconds))
@@ -110,12 +130,30 @@ def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, 
     return answer
 
 
-def _why(seconds: dict[str, float]) -> str:
+def _why(seconds: dict[str, float], details: dict[str, str]) -> str:
     """The stages that took the most, as a sentence."""
     named = sorted(((value, name) for name, value in seconds.items() if name in WAITS and "." not in name), reverse=True)
     total = sum(value for value, _ in named)
-    parts = [f"{_duration(value)}: {WAITS[name]}" for value, name in named[:3] if value >= 0.1 * total]
+    parts = [f"{_duration(value)}: {WAITS[name]}{details.get(name, '')}" for value, name in named[:3] if value >= 0.1 * total]
     return "; ".join(parts) + "." if parts else ""
+
+
+def _details(record: RequestRecord, *, with_prefix: bool) -> dict[str, str]:
+    """What made a stage long, by its name."""
+    chain, details = _awaited(record), dict[str, str]()
+    if not chain or (engine := chain[-1].before_first) is None:
+        return details
+    one = chain[-1]
+    if engine.prefill_steps and with_prefix:
+        steps = "1 step" if engine.prefill_steps == 1 else f"{engine.prefill_steps} steps"
+        beside = f", which also computed {engine.beside_tokens} tokens of others" if engine.beside_tokens > engine.computed_tokens else ""
+        details["prefill"] = f" ({engine.computed_tokens} of its {one.prompt_tokens} tokens, in {steps}{beside})"
+    totals = one.decode_steps
+    lasted = (one.ended or time.monotonic()) - one.first_token
+    if totals.prompt_seconds > 0.2 * lasted:
+        took = _duration(totals.prompt_seconds)
+        details["decode"] = f" ({took} of it in {totals.prompt_steps} steps that also computed prompts of others)"
+    return details
 
 
 def _duration(seconds: float) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import HTMLResponse
 
@@ -33,6 +36,7 @@ async def page(context: Context) -> HTMLResponse:
         .replace("{{model}}", html.escape(settings.served_model_names[0]))
         .replace("{{links}}", links(settings, "requests"))
         .replace("{{needs-key}}", "true" if settings.api_keys or settings.admin_keys else "false")
+        .replace("{{stages}}", html.escape(msgspec.json.encode(WAITS).decode()))
         .replace("{{style}}", _style())
         .replace("{{theme}}", theme_script())
         .replace("{{script}}", _static("requests.js"))
@@ -54,7 +58,7 @@ async def data(context: Context, since: Annotated[float, Query()] = 0.0) -> Resp
     steps = [(replica, step) for replica, step in book.steps if step.began + step.seconds > since]
     answer: dict[str, Any] = {
         "now": time.time(),
-        "live": [_request(book, record) for record in list(book.live.values()) if record.sequences or record.stages],
+        "live": [_request(book, record, waiting) for record in list(book.live.values()) if record.sequences or record.stages],
         "ended": [_request(book, record) for record in book.ended if record.wall + record.ended - record.began > since],
         "steps": [[replica, *_plain(step)] for replica, step in steps[-MAX_STEPS:]],
         "engine": {
@@ -68,15 +72,19 @@ async def data(context: Context, since: Annotated[float, Query()] = 0.0) -> Resp
     return json_response(answer)
 
 
-def _request(book: LedgerBook, record: RequestRecord) -> dict[str, Any]:
-    sequences = record.sequences.values()
+def _request(book: LedgerBook, record: RequestRecord, waiting_for: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+    """waiting_for: reason → requests of the engine."""
+    sequences = record.sequences
     if record.ended:
         state = "failed" if record.status >= 400 or any(one.error for one in sequences) else "ended"
     elif not sequences:
         state = "preparing"
     else:
-        state = "decoding" if any(one.first_token for one in sequences) else "waiting"
-    return {"path": record.path, "tenant": record.tenant, "state": state, "status": record.status, **book.summary(record)}
+        state = "decoding" if any(one.new_tokens for one in sequences) else "waiting"
+    answer = {"path": record.path, "tenant": record.tenant, "state": state, "status": record.status, **book.summary(record)}
+    if state == "waiting":  # the engine says why with the first token
+        answer["why"] += "".join(f" Of those that wait there, {count} {WAITS[reason]}." for reason, count in waiting_for.items())
+    return answer
 
 
 def _plain(step: Any) -> list[Any]:

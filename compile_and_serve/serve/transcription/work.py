@@ -65,8 +65,13 @@ class TranscriptionWork:
         for the longest.
         """
         transcriber = self.require()
+        with stage("media"):
+            return await self._begin(data, options, transcriber)
+
+    async def _begin(self, data: bytes, options: TranscriptionOptions, transcriber: Transcriber) -> HeldJob:
         held = self._max_seconds
-        await self._room.take(held)
+        with stage("media.room"):
+            await self._room.take(held)
         try:
             limits = AudioLimits(rate=transcriber.sample_rate, max_seconds=self._max_seconds)
             samples = await self._run("decode", lambda: decode_audio(data, limits), "file")
@@ -85,7 +90,7 @@ class TranscriptionWork:
 
     async def _run(self, name: str, work: Callable[[], T], param: str | None) -> T:
         """The result of `work`, in a thread. param: the field that is wrong if it raises."""
-        with stage("media"):
+        with stage(f"media.{name}"):
             async with self._turns.turn():
                 began = time.monotonic()
                 try:

@@ -115,8 +115,12 @@ def test_bytes_go_over_tcp_too(start: Callable[..., EngineCore], expected: dict[
     monkeypatch.setattr("compile_and_serve.runtime.connector.handover.pages.MAX_CHUNK_BYTES", 5000)
     giver, taker = start(), start()
     one = mixed_requests()[4]
-    assert tokens_of({"r4": taken_by(taker, one, given_by(giver, one))})["r4"] == expected["r4"]
+    outputs = taken_by(taker, one, given_by(giver, one))
+    assert tokens_of({"r4": outputs})["r4"] == expected["r4"]
     assert taker.stats().kv_tiers["handover_taken_requests"] == 1
+    [ledger] = [output.ledger for output in outputs if output.ledger is not None]
+    assert ledger.preparing["kv_load"] > 0
+    assert (ledger.loaded_tokens, ledger.misses) == ({"engine": 56}, [])
 
 
 @pytest.mark.parametrize("failure", ["gone", "restarted", "expired", "another salt", "silent"])
@@ -144,6 +148,7 @@ def test_what_does_not_come_is_computed(
         monkeypatch.setattr("compile_and_serve.runtime.connector.handover.lender.Lender._send", lambda *_: time.sleep(1.0))
     assert tokens_of({"r4": taken_by(taker, one, params)})["r4"] == expected["r4"]
     assert taker.stats().kv_tiers["handover_failures"] == 1
+    assert taker._scheduler.misses["prefix.not_loaded"] == 1
     check_nothing_is_held(taker, *([giver] if failure in ("expired", "another salt") else []))
 
 

@@ -17,8 +17,8 @@ from tests.support.engines import mixed_requests, prompt_of, request, run_reques
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     core = EngineCore(tiny_config(write_tiny_model(tmp_path_factory.mktemp("canary") / "model"), verify_state=True, num_kv_blocks=64))
-    assert core.canary is not None
-    core.canary.seconds = 0.0  # a round in every step
+    [canary] = core.canaries
+    canary.seconds = 0.0  # a round in every step
     yield core
     core.shutdown()
 
@@ -91,8 +91,7 @@ WRONG_TABLES = [stale_table, wrong_block_in_table, row_of_another_request, two_r
 
 @pytest.mark.parametrize("corrupt", [*OVERWRITES, *WRONG_TABLES])
 def test_a_planted_corruption_is_found_and_ends_its_request(core: EngineCore, corrupt: Callable[[EngineCore, int, int], None]) -> None:
-    canary = core.canary
-    assert canary is not None
+    [canary] = core.canaries
     num_before = len(canary.findings)
     for number in range(2):
         core.add_request(request(f"{corrupt.__name__} {number}", prompt_of(number, 30), max_tokens=150, ignore_eos=True))
@@ -126,8 +125,7 @@ def test_a_planted_corruption_is_found_and_ends_its_request(core: EngineCore, co
 
 
 def test_there_is_no_false_alarm_under_load(core: EngineCore) -> None:
-    canary = core.canary
-    assert canary is not None
+    [canary] = core.canaries
     num_before, num_checked = len(canary.findings), canary.num_checked
     for number in range(8):  # blocks are evicted, requests preempted
         requests = mixed_requests()
@@ -140,5 +138,5 @@ def test_there_is_no_false_alarm_under_load(core: EngineCore) -> None:
 
 def test_without_the_flag_there_is_no_canary(tmp_path: Path) -> None:
     core = EngineCore(tiny_config(write_tiny_model(tmp_path / "model")))
-    assert core.canary is None
+    assert not core.canaries
     core.shutdown()

@@ -33,8 +33,12 @@ def start(model_dir: Path, **options: Any) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def core(model_dir: Path) -> Iterator[EngineCore]:
-    core = start(model_dir)
+    core = start(model_dir, verify_state=True)
+    for canary in core.canaries:
+        canary.seconds = 0.0
     yield core
+    assert [len(canary.findings) for canary in core.canaries] == [0, 0]
+    assert all(canary.num_checked > 0 for canary in core.canaries)
     core.shutdown()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,16 +13,19 @@ import pytest
 
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
+from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.speculator import Speculator
 from compile_and_serve.runtime.ledger.records import Miss, RequestLedger, StepRan
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, Tenant
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
+from compile_and_serve.runtime.scheduler.move_requests import adopt, take_all
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
 from compile_and_serve.runtime.scheduler.step_messages import EncoderInfo, ModelRunnerOutput, SchedulerOutput, StateGroupInfo
-from tests.support.scheduler_harness import VOCAB, Driver, FakeRunner, make_request, make_scheduler, next_token
+from tests.support.scheduler_harness import VOCAB, Cell, Driver, FakeRunner, make_request, make_scheduler, next_token
 
 STEP = 0.1  # seconds of a step, on the test's clock
 
@@ -50,6 +53,7 @@ class Ledgers:
         self.scheduler, self.clock = scheduler, clock
         self.runner = FakeRunner(scheduler)
         self.of: dict[str, RequestLedger] = {}
+        self.ran = StepRan()
 
     def add(self, name: str, prompt: Any, *, tenant: str | None = None, waits_for: Any = None, **options: Any) -> None:
         request = make_request(name, prompt, ignore_eos=True, **options)
@@ -63,6 +67,7 @@ class Ledgers:
         if scheduled is None:
             return None
         result = self.runner.execute(scheduled)
+        result.ran = self.ran if scheduled.encodes else StepRan()
         for output in self.scheduler.update(scheduled, result, STEP):
             if output.ledger is not None:
                 self.of[output.request_id] = output.ledger
@@ -179,6 +184,7 @@ def test_a_request_waits_for_the_encoder(clock: Clock) -> None:
     cache = CacheConfig(block_size=4, enable_prefix_caching=False)
     scheduler = Scheduler(config, cache, num_blocks=64, max_model_len=100, encoder=EncoderCache(info))
     ledgers = Ledgers(scheduler, clock)
+    ledgers.ran = StepRan(encode=0.03)
     for number, name in enumerate(("first", "late")):
         patches = StepArray.of(np.full((12, 1), number, dtype=np.float32), start=0)
         request = make_request(name, [7] * 16, max_tokens=3)
@@ -186,7 +192,7 @@ def test_a_request_waits_for_the_encoder(clock: Clock) -> None:
         scheduler.add_request(request)
     found = ledgers.run().of["late"]
     assert found.queue == pytest.approx({"encoder": STEP})
-    assert found.encoded_items == 1
+    assert (found.encoded_items, found.encode) == (1, 0.03)
 
 
 def test_slots_that_are_given_away_in_groups(clock: Clock) -> None:
@@ -208,6 +214,8 @@ def test_a_preemption_has_its_time_and_its_tokens(clock: Clock) -> None:
     assert found.preemptions == 1
     assert found.preempted == pytest.approx(found.queue["blocks"] + found.queue.get("step", 0.0), abs=0.002)
     assert found.preempted > STEP
+    assert found.recomputed == pytest.approx(STEP)
+    assert found.prefill == pytest.approx(STEP)
     assert found.recomputed_tokens > 14
 
 
@@ -217,7 +225,76 @@ def test_the_chunks_of_a_prompt_and_the_steps_that_they_took(clock: Clock) -> No
     found = ledgers.run().of["first"]
     assert (found.chunks, found.prefill_steps, found.computed_tokens) == (3, 3, 40)
     assert found.prefill == pytest.approx(3 * STEP)
-    assert found.transport == 0.0
+    assert (found.transport, found.beside_tokens) == (0.0, 0)
+
+
+def test_a_prompt_beside_which_a_longer_one_is_computed(clock: Clock) -> None:
+    ledgers = Ledgers(make_scheduler(budget=64), clock)
+    ledgers.add("first", unlike(1, 50), max_tokens=2)
+    ledgers.add("late", unlike(2, 6), max_tokens=2)
+    found = ledgers.run().of["late"]
+    assert (found.computed_tokens, found.prefill_steps, found.beside_tokens) == (6, 1, 50)
+
+
+def test_a_request_that_no_replica_had_room_for(clock: Clock) -> None:
+    ledgers = Ledgers(make_scheduler(), clock)
+    late = msgspec.structs.replace(make_request("late", unlike(1), ignore_eos=True), arrival_time=clock.now - 0.5, held_seconds=0.45)
+    ledgers.scheduler.add_request(late)
+    found = ledgers.run().of["late"]
+    assert found.queue == pytest.approx({"slots": 0.45}, abs=1e-6)
+    assert found.transport == pytest.approx(0.05)
+
+
+def test_a_request_that_moves_to_another_scheduler_keeps_its_waits(clock: Clock) -> None:
+    """As between data groups, and where ranks join or leave."""
+    ledgers = Ledgers(make_scheduler(max_num_seqs=1), clock)
+    ledgers.add("first", unlike(1), max_tokens=20)
+    ledgers.step()
+    ledgers.add("late", unlike(2))
+    for _ in range(3):
+        ledgers.step()
+    [_, (late, tenant)] = take_all(ledgers.scheduler)
+    clock.now += 0.2
+    other = Ledgers(make_scheduler(), clock)
+    assert adopt(other.scheduler, late, tenant) is None
+    clock.now += 0.04
+    assert other.run().of["late"].queue == pytest.approx({"slots": 3 * STEP + 0.2, "step": 0.04}, abs=1e-6)
+
+
+class Tier(SchedulerConnector):
+    """Has the first 16 tokens of every prompt."""
+
+    def match(self, query: PrefixQuery) -> int:
+        return 16 - query.num_cached_tokens
+
+    def tiers_of(self, keys: Iterable[bytes]) -> dict[str, int]:
+        return {"disk": sum(1 for _ in keys)}
+
+    def update(self, transfers: FinishedTransfers) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", ["", "The file is damaged."])
+def test_blocks_that_come_from_a_tier_or_another_engine(error: str, clock: Clock) -> None:
+    ledgers = Ledgers(make_scheduler(connector=Tier()), clock)
+    ledgers.add("late", range(20), max_tokens=1)
+    scheduled = ledgers.scheduler.schedule()
+    assert scheduled is not None
+    assert scheduled.transfers is not None
+    [load] = scheduled.transfers.loads
+    clock.now += 0.3
+    for place in range(16):
+        ledgers.runner.cache[load.block_ids[place // 4], place % 4] = Cell(place, 0, "tier", -1)
+    result = ledgers.runner.execute(scheduled)
+    ended = {"failed": {load.transfer_id: error}} if error else {"finished": [load.transfer_id]}
+    result.transfers = FinishedTransfers(**ended)
+    ledgers.scheduler.update(scheduled, result, 0.3)
+    clock.now += 0.05
+    found = ledgers.run().of["late"]
+    assert found.preparing == pytest.approx({"kv_load": 0.3})
+    assert found.queue == pytest.approx({"step": 0.05}, abs=1e-6)
+    assert found.loaded_tokens == ({} if error else {"disk": 16})
+    assert found.misses == ([Miss("prefix", "not_loaded")] if error else [])
 
 
 def test_without_ledgers_nothing_is_kept(clock: Clock) -> None:

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from compile_and_serve.runtime.ledger.records import MISSES, Miss, StepTotals
+from compile_and_serve.runtime.ledger.records import MISSES, Miss, RequestLedger, StepTotals
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.text.output_processor import CompletionDelta
 from compile_and_serve.serve.ledger.record import RequestRecord, SequenceRecord, current_record, stage
 from compile_and_serve.serve.ledger.sentences import WAITS, sentence_of
 from compile_and_serve.serve.ledger.summary import summarize
@@ -115,8 +116,13 @@ def test_steps_that_others_prompts_lengthened() -> None:
         steps={"full": 20, "plain": 9}, seconds={"full": 0.2, "plain": 1.2}, prompt_steps=9, prompt_seconds=1.2, tokens=400,
         padded_tokens=60, bytes=29e9, row_bytes=5e9, misses={"graph.size": 9},
     )  # fmt: skip
-    record = RequestRecord("a", "/", began=9.9, sequences={0: sequence}, ended=12.0)
-    [one] = summarize(record, decode=None, bandwidth=100e9)["sequences"]
+    sequence.before_first = sequence.engine = RequestLedger(prefill=0.5, prefill_steps=1, chunks=1, computed_tokens=8, beside_tokens=2040)
+    record = RequestRecord("a", "/", began=9.9, sequences=[sequence], ended=12.0)
+    found = summarize(record, decode=None, bandwidth=100e9)
+    [one] = found["sequences"]
+    assert "generated its tokens (1.2 s of it in 9 steps that also computed prompts of others)" in found["why"]
+    assert "computed its prompt (8 of its 8 tokens, in 1 step, which also computed 2040 tokens of others)" in found["why"]
+    assert "of its 8" not in summarize(record, decode=None, with_prefix=False)["why"]
     assert one["with_prompts"] == {"count": 9, "seconds": 1.2}
     assert one["between_steps"] == pytest.approx(0.1)
     assert one["bytes_read"] == 5_000_000_000
@@ -129,3 +135,57 @@ def test_every_miss_has_a_sentence(kind: str, reason: str) -> None:
     said = {sentence_of(Miss(kind, one), None) for one in MISSES[kind]}
     assert len(said) == len(MISSES[kind])
     assert sentence_of(Miss(kind, reason), None).endswith(".")
+
+
+class At:
+    """The engine at a time. See `StepSource`."""
+
+    def __init__(self, now: float) -> None:
+        self.now, self.step_totals, self.output_seconds = now, StepTotals(steps={"full": int(now)}, seconds={"full": now}), 0.0
+
+
+def spans_of(record: RequestRecord) -> list[tuple[str, float, float]]:
+    return [(one["name"], one["start"], one["seconds"]) for one in summarize(record, decode=None)["timeline"]]
+
+
+def token(ledger: RequestLedger | None = None) -> CompletionDelta:
+    return CompletionDelta(index=0, text="", token_ids=[1], ledger=ledger)
+
+
+def test_a_preemption_after_the_first_token_is_no_wait_before_it() -> None:
+    sequence = SequenceRecord(8, 10.0)
+    sequence.take(token(RequestLedger(queue={"slots": 0.5}, prefill=0.5)), At(11.0))
+    sequence.take(token(), At(13.0))
+    ledger = RequestLedger(queue={"slots": 0.5, "blocks": 2.0}, prefill=0.5, preemptions=1, preempted=2.0, recomputed=1.0)
+    sequence.take(token(ledger), At(17.0))
+    sequence.ended = 18.0
+    record = RequestRecord("a", "/", began=10.0, sequences=[sequence], ended=18.0)
+    assert spans_of(record) == [
+        ("slots", 0.0, 0.5),
+        ("prefill", 0.5, 0.5),
+        ("decode", 1.0, 3.0),
+        ("preempted", 4.0, 2.0),
+        ("recomputed", 6.0, 1.0),
+        ("decode", 7.0, 1.0),
+    ]
+    assert summarize(record, decode=None)["why"].startswith("4.0 s: generated its tokens; 2.0 s: was preempted")
+
+
+def test_a_request_that_another_engine_began_waits_for_its_blocks() -> None:
+    """That engine's token is there at once; the first of this one comes behind the transfer."""
+    sequence = SequenceRecord(8, 10.0)
+    sequence.take(token(), At(10.1))
+    sequence.take(token(RequestLedger(preparing={"kv_load": 0.75}, prefill=0.25, encode=0.125)), At(11.0))
+    sequence.ended = 12.0
+    record = RequestRecord("a", "/", began=10.0, sequences=[sequence], ended=12.0)
+    assert spans_of(record) == [("kv_load", 0.0, 0.75), ("encode", 0.75, 0.125), ("prefill", 0.875, 0.125), ("decode", 1.0, 1.0)]
+
+
+def test_pieces_one_after_the_other_are_all_on_the_time_line() -> None:
+    """Of those side by side, the last."""
+    times = ((10.0, 10.5, 11.0), (10.0, 10.25, 10.75), (11.0, 11.5, 12.0))
+    sequences = [SequenceRecord(8, submitted, first_token=first, ended=ended) for submitted, first, ended in times]
+    for one in sequences:
+        one.before_first = one.engine = RequestLedger()
+    record = RequestRecord("a", "/", began=10.0, sequences=sequences, ended=12.0)
+    assert spans_of(record) == [("prefill", 0.0, 0.5), ("decode", 0.5, 0.5), ("prefill", 1.0, 0.5), ("decode", 1.5, 0.5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,11 +12,18 @@ import pytest
 
 from tests.support.browser import CHROMEDRIVER, CHROMIUM, MISSING, chromium
 from tests.support.fake_server import FakeServer
+from tests.support.slow_requests import LOADS, SLOW, Loads, start
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 needs_browser = pytest.mark.skipif(CHROMIUM is None or CHROMEDRIVER is None, reason=MISSING)
-SLOW = {"X-Request-Id": "the-slow-one"}
+SAYS = {  # what the ledger of the slow request must say, by load
+    "behind_another_key": ["waited for a batch slot", "of key bulk"],
+    "evicted_prefix": ["computed its prompt (480 of its 480 tokens", "same-before had the same tokens", "were evicted"],
+    "prompts_of_neighbors": ["steps that also computed prompts of others", "tokens of its prompt computed", "of key bulk"],
+    "slow_grammar": ["waited for the grammar"],
+    "preempted": ["was preempted, because others", "Preempted"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,7 @@ def texts(browser: Any, selector: str) -> list[str]:
 
 def ask(server: FakeServer, **options: Any) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}
-    httpx.post(server.url + "/v1/chat/completions", json=body, headers=SLOW, timeout=60, **options).raise_for_status()
+    httpx.post(server.url + "/v1/chat/completions", json=body, headers={"X-Request-Id": SLOW}, timeout=60, **options).raise_for_status()
 
 
 @needs_browser
@@ -91,3 +99,21 @@ def test_only_the_admin_key_opens_the_data() -> None:
         assert found["live"] == []
         policy = httpx.get(server.url + "/requests").headers["content-security-policy"]
         assert "unsafe" not in policy
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_page_says_why_a_request_was_slow(browser: Any, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    server = start(tiny_llama_dir, tmp_path)
+    try:
+        loads = Loads(server.url)
+        for load in LOADS:
+            data = loads.record(load)
+            browser.get(server.url + "/requests")
+            browser.execute_script("paused = true; take(arguments[0])", data)
+            names = "[...document.querySelectorAll('#table tbody button')]"
+            browser.execute_script(f"{names}.find((one) => one.innerText === arguments[0]).click()", SLOW)
+            [said] = texts(browser, "#ledger")
+            assert [one for one in SAYS[load.__name__] if one not in said] == [], (load.__name__, said)
+    finally:
+        server.stop()

@@ -1,11 +1,12 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 const KINDS = {
-  wait: ["waits in the queue", ["slots", "blocks", "budget", "prefix", "adapter_slots", "key", "group", "encoder", "prompt_logprobs", "step", "transport", "waiting"]],
-  prepare: ["is prepared", ["media", "media.download", "media.decode", "media.preprocess", "tokenize", "grammar_check", "grammar", "adapter", "kv_load"]],
-  prefill: ["computes its prompt", ["prefill"]], decode: ["generates", ["decode"]], send: ["is sent", ["sending", "detokenize"]],
+  wait: ["waits in the queue", ["slots", "blocks", "budget", "prefix", "adapter_slots", "key", "group", "encoder", "prompt_logprobs", "step", "transport", "waiting", "preempted"]],
+  prepare: ["is prepared", ["media", "media.room", "media.download", "media.decode", "media.preprocess", "tokenize", "grammar_check", "grammar", "adapter", "kv_load"]],
+  prefill: ["computes its prompt", ["encode", "prefill", "recomputed"]], decode: ["generates", ["decode"]], send: ["is sent", ["sending", "detokenize"]],
 };
 const STEPS = { full: "step as one CUDA graph", piecewise: "as graphs between attention", plain: "without graphs" };
+const SAYS = JSON.parse(document.body.dataset.stages); // stage → a sentence without its subject
 const KIND_OF = Object.fromEntries(Object.entries(KINDS).flatMap(([kind, [, names]]) => names.map((name) => [name, kind])));
 const ended = new Map(); // began and id → request
 const steps = new Map(); // replica and number → step
@@ -72,14 +73,16 @@ function draw() {
   const span = Number($("window").value), requests = shown(), from = now - span;
   const rows = requests.filter((one) => one.began + one.total_seconds > from).sort((a, b) => a.began - b.began).slice(-80);
   $("timeline").replaceChildren(...rows.map((request) => {
-    const row = h("div", { class: `row${keyOf(request) === chosen ? " chosen" : ""}`, title: `${request.request_id}: ${request.why}`, click: () => choose(request) });
+    const track = h("div", { class: "track" });
+    const row = h("div", { class: `row${keyOf(request) === chosen ? " chosen" : ""}`, title: `${request.request_id}: ${request.why}`, click: () => choose(request) },
+      h("span", { class: "name" }, request.request_id), track);
     for (const part of request.timeline) {
       const begin = Math.max(0, (request.began + part.start - from) / span), end = (request.began + part.start + part.seconds - from) / span;
       if (end <= 0 || begin >= 1) continue;
       const bar = h("div", { class: `part ${KIND_OF[part.name] ?? "wait"}`, title: `${part.name}: ${duration(part.seconds)}` });
       bar.style.left = `${100 * begin}%`;
       bar.style.width = `${100 * (Math.min(1, end) - begin)}%`;
-      row.append(bar);
+      track.append(bar);
     }
     return row;
   }));
@@ -90,6 +93,7 @@ function draw() {
     h("td", { class: "number" }, duration(request.total_seconds)),
     h("td", { class: "number" }, `${total(request, "prompt")} + ${total(request, "generated")}`),
     h("td", {}, request.why))));
+  $("from").textContent = `${$("window").selectedOptions[0].text} ago`;
   drawSteps(from, span);
   drawMemory(from, span);
   const again = requests.find((request) => keyOf(request) === chosen);
@@ -106,6 +110,11 @@ function surface(canvas) {
 function drawSteps(from, span) {
   const canvas = $("steps"), context = surface(canvas);
   const found = [...steps.values()].filter((step) => step[2] + step[3] > from);
+  const picked = shown().find((request) => keyOf(request) === chosen);
+  if (picked) {
+    context.fillStyle = color("good-back");
+    context.fillRect(canvas.width * (picked.began - from) / span, 0, canvas.width * picked.total_seconds / span, canvas.height);
+  }
   const most = Math.max(1, ...found.map((step) => Math.log2(1 + step[7])));
   for (const [, , began, seconds, kind, , prompts, tokens] of found) {
     const height = (canvas.height - 6) * Math.log2(1 + tokens) / most;
@@ -126,6 +135,38 @@ function drawMemory(from, span) {
 
 function choose(request) { chosen = keyOf(request); draw(); openLedger(request); }
 
+/** Who computed something during the longest stage of a request: [request, seconds, tokens of its prompt that were computed]. */
+function meanwhile(request) {
+  const [stage] = Object.entries(request.seconds).filter(([name]) => KIND_OF[name] && !name.includes(".")).sort((a, b) => b[1] - a[1])[0] ?? [];
+  const parts = request.timeline.filter((part) => part.name === stage);
+  if (!parts.length || ["prepare", "send"].includes(KIND_OF[stage])) return null;
+  const begin = request.began + parts[0].start, end = request.began + parts.at(-1).start + parts.at(-1).seconds;
+  const found = [];
+  for (const other of [...live, ...ended.values()]) {
+    if (keyOf(other) === keyOf(request)) continue;
+    const ran = other.timeline.filter((part) => ["prefill", "decode"].includes(KIND_OF[part.name]));
+    const overlap = (part) => Math.max(0, Math.min(end, other.began + part.start + part.seconds) - Math.max(begin, other.began + part.start));
+    const seconds = ran.reduce((sum, part) => sum + overlap(part), 0);
+    const computed = ran.some((part) => part.name === "prefill" && overlap(part) > 0) ? total(other, "computed") : 0;
+    if (seconds > 0) found.push([other, seconds, computed]);
+  }
+  return { stage, found: found.sort((a, b) => b[1] - a[1]) };
+}
+
+function othersList(request) {
+  const others = meanwhile(request);
+  if (!others?.found.length) return null;
+  const keys = new Map();
+  for (const [other] of others.found) keys.set(other.tenant, (keys.get(other.tenant) ?? 0) + 1);
+  const ofKeys = [...keys].filter(([name]) => name).map(([name, number]) => `${number} of key ${name}`).join(", ");
+  const what = { wait: "waited", prefill: "computed its prompt", decode: "generated" }[KIND_OF[others.stage]];
+  return h("section", {}, h("h3", {}, "Who ran meanwhile"),
+    h("p", {}, `While it ${what}, ${count(others.found.length, "other request")} ran${ofKeys ? `: ${ofKeys}` : ""}.`),
+    h("ul", {}, others.found.slice(0, 4).map(([other, seconds, computed]) => h("li", {},
+      h("button", { type: "button", class: "link", click: () => choose(other) }, other.request_id),
+      ` for ${duration(seconds)}${computed ? `, ${computed} tokens of its prompt computed` : ""}`))));
+}
+
 function openLedger(request) {
   const longest = Math.max(1e-9, ...Object.values(request.seconds));
   const meter = (name, seconds) => {
@@ -139,14 +180,15 @@ function openLedger(request) {
     h("p", { class: "why" }, request.why || "Nothing took long yet."),
     h("p", { class: "soft" }, `${request.path}, ${request.state}${request.tenant ? `, key ${request.tenant}` : ""}, ${new Date(request.began * 1000).toLocaleTimeString()}`),
     h("table", {}, h("caption", {}, "Where the time went"),
-      h("tbody", {}, stages.map(([name, seconds]) => h("tr", {}, h("td", {}, name), h("td", { class: "number" }, duration(seconds)), h("td", {}, meter(name, seconds)))))),
+      h("tbody", {}, stages.map(([name, seconds]) => h("tr", {}, h("td", {}, name, h("p", { class: "soft" }, SAYS[name] ?? "")), h("td", { class: "number" }, duration(seconds)), h("td", {}, meter(name, seconds)))))),
+    ...[othersList(request)].filter(Boolean),
     ...request.sequences.map((one) => h("section", {},
       h("h3", {}, one.engine_id),
       h("ul", {}, one.misses.map((miss) => h("li", { class: "miss" }, miss.sentence)),
         one.error ? h("li", { class: "bad" }, one.error) : null,
-        one.preemptions ? h("li", {}, `Preempted ${count(one.preemptions.count, "time")}: ${duration(one.preemptions.seconds)}, and ${one.preemptions.recomputed_tokens} tokens computed again.`) : null,
+        one.preemptions ? h("li", {}, `Preempted ${count(one.preemptions.count, "time")}, because others needed its blocks of the KV cache: it waited ${duration(one.preemptions.seconds)} and computed ${one.preemptions.recomputed_tokens} tokens again.`) : null,
         one.with_prompts?.count ? h("li", {}, `${one.with_prompts.count} of its steps also computed prompts of others: ${duration(one.with_prompts.seconds)}.`) : null,
-        h("li", {}, `Prompt of ${one.tokens.prompt} tokens: ${one.tokens.computed ?? "?"} computed in ${count(one.prefill.chunks, "part")} over ${count(one.prefill.steps, "step")}, the rest reused.`)),
+        h("li", {}, `Prompt of ${one.tokens.prompt} tokens: ${one.tokens.computed ?? "?"} computed in ${count(one.prefill.chunks, "part")} over ${count(one.prefill.steps, "step")}${one.prefill.beside_tokens ? ` (which computed ${one.prefill.beside_tokens} tokens of others too)` : ""}, the rest reused.`)),
       h("details", {}, h("summary", {}, "All figures"), h("pre", {}, JSON.stringify(one, null, 1))))));
 }
 
