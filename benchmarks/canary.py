@@ -102,6 +102,7 @@ def main() -> None:
         num_threads=arguments.num_threads,
     )
     core = EngineCore(config)
+    assert core.canaries is not None
     [canary] = core.canaries
     if arguments.interval is not None:
         canary.seconds = arguments.interval
@@ -119,8 +120,8 @@ def main() -> None:
         "preemptions": stats.num_preemptions,
         "blocks": stats.num_total_blocks,
         "blocks_checked": canary.num_checked,
+        "blocks_recomputed": stats.canary_recomputed_blocks,
         "tables_checked": canary.num_tables,
-        "blocks_per_second": round(canary.num_checked / seconds, 2),
         "findings": canary.findings,
         **environment(),
     }

@@ -212,6 +212,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_gap_seconds: float = 0.0
     stage_wait_seconds: float = 0.0  # in which the last stage's device waited for the stage before
     canary_checked_blocks: int = 0  # that were compared with what they held before (`EngineConfig.verify_state`)
+    canary_recomputed_blocks: int = 0
     canary_findings: int = 0
     kv_tiers: dict[str, float] = {}  # of the connector: see `SchedulerConnector.stats`
     # Tokens of each expert of each layer, with `EngineConfig.expert_metrics`; empty in most steps.

@@ -22,6 +22,7 @@ from compile_and_serve.runtime.connector.handover.engine_side import note_seed, 
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.engine.adapters import Adapters
+from compile_and_serve.runtime.engine.canaries import Canaries
 from compile_and_serve.runtime.engine.data_groups import DataGroups, MovedRequest
 from compile_and_serve.runtime.engine.elastic import Elastic
 from compile_and_serve.runtime.engine.expert_balance import ExpertBalancer
@@ -41,7 +42,6 @@ from compile_and_serve.runtime.messages import (
     ignore_stage,
 )
 from compile_and_serve.runtime.sampling.checks import verify_token_ids, with_vocabulary
-from compile_and_serve.runtime.scheduler.canary import Canary
 from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.source_prompts import for_encoder
@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 SLEEP_TAGS = ("weights", "kv_cache")
 UtilityValue = dict[str, int | float | str | bool | None]
-
-
 PREPARING_SECONDS = 0.002  # for a grammar, an adapter or blocks, while no step can run: new requests may arrive meanwhile
 NOT_PREPARED = "The engine failed on this request's structured_outputs or adapter; its log has the details."
 
@@ -115,9 +113,10 @@ class EngineCore:
         )
         self._depth = self.config.max_steps_in_flight
         self._captures_due = 0  # as of the last idle task
-        self.canaries: list[Canary] = []  # of each data group
+        self.canaries: Canaries | None = None
         if config.verify_state and found.groups:
-            self.canaries = [Canary(one.manager.pool, found.groups, one.requests, steps_in_flight=self._depth) for one in schedulers]
+            computes = is_one and found.length_regimes is None and found.pooling is None
+            self.canaries = Canaries(schedulers, found.groups, steps_in_flight=self._depth, computes=computes)
         self.experts: ExpertBalancer | None = None
         if config.expert_balance is not None and found.spread is not None:
             self.experts = ExpertBalancer(config.expert_balance, found.spread)
@@ -272,13 +271,15 @@ class EngineCore:
                 self._idle(requests_wait=True)
         if self.elastic is not None and self.elastic.holds_steps:
             depth = 0
+        if self.canaries is not None:
+            self.canaries.begin()
         while len(in_flight) < depth and self._to_profile is None:
             with DeferInterrupt():  # on the CPU, launching a step computes it
                 scheduled = scheduler.schedule()
                 if scheduled is None:
                     break
-                for canary, part in zip(self.canaries, scheduled.groups or [scheduled], strict=False):
-                    canary.plan(part)
+                if self.canaries is not None:
+                    self.canaries.plan(scheduled)
                 if self.experts is not None:
                     self.experts.begin(scheduled)
                 if not in_flight and self._idle_since is not None:
@@ -305,12 +306,13 @@ class EngineCore:
         self._idle_since = None if in_flight else now
         seconds = 0.0 if self._step_began is None else now - self._step_began
         self._step_began = now
-        for canary, part, own in zip(self.canaries, scheduled.groups or [scheduled], result.groups or [result], strict=False):
-            canary.take(part, own)
+        if self.canaries is not None:
+            self.canaries.take(scheduled, result)
         if self._steps is not None:
-            used = sum(pool.num_blocks - pool.num_free for pool in self._pools)
-            self._steps.add(scheduled, result, seconds, used, num_groups=len(self._pools))
+            self._steps.add(scheduled, result, seconds, [pool.num_blocks - pool.num_free for pool in self._pools])
         outputs = failed + scheduler.update(scheduled, result, seconds)
+        if self.canaries is not None:
+            outputs = self.canaries.without_own(outputs)
         if not scheduler.has_work():
             self._idle_since = self._step_began = None
         elif not scheduled.num_scheduled_tokens and not outputs and result.transfers is None:
@@ -385,8 +387,8 @@ class EngineCore:
         stats.pending_work = worker.pending_work
         stats.host_gap_seconds = self._host_gap
         stats.stage_wait_seconds = worker.stage_wait_seconds
-        for canary in self.canaries:
-            canary.add_to(stats)
+        if self.canaries is not None:
+            self.canaries.add_to(stats)
         return stats
 
     @property

@@ -144,6 +144,18 @@ class BaseRunner(ABC):
         groups = self.spec.state
         return PageMemory(parts=page_parts(groups, self.layout, self.state), pieces=page_pieces(groups, self.layout))
 
+    def differences(self, pairs: Sequence[tuple[int, int, int]]) -> list[float]:
+        """How far apart the contents of (group, page, other page) are, for the norm of the first: the most of the group's tensors that hold
+        floating-point numbers. Waits for the device.
+        """
+        found = []
+        for number, one, other in pairs:
+            tensors = [self.state[name] for name in self.layout.groups[self.spec.state[number].name].tensors]
+            contents = [(tensor[one].float(), tensor[other].float()) for tensor in tensors if tensor.is_floating_point()]
+            apart = [(first - second).norm() / first.norm().clamp_min(1e-6) for first, second in contents]
+            found.append(float(torch.stack(apart).max()) if apart else 0.0)
+        return found
+
     def stats(self) -> WorkerStats:
         """Counters since the start."""
         return WorkerStats(padded_tokens=self.padded_tokens)

@@ -45,6 +45,7 @@ class PendingStep:
     encoding: tuple[TimedEvent, TimedEvent] | None = None  # before and after what was encoded
     checksums: Sequence[int] = ()
     wrong_tables: Mapping[str, str] = MappingProxyType({})
+    differences: Sequence[float] = ()
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class PendingStep:
             ran=self.ran,
             checksums=list(self.checksums),
             wrong_tables=dict(self.wrong_tables),
+            differences=list(self.differences),
         )
         if self._logprobs is not None:
             assert self._plan is not None

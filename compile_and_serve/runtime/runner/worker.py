@@ -172,6 +172,7 @@ class Worker:
         connector = self._connector
         checks = scheduled.checks
         checksums = [] if checks is None else self.runner.page_memory().checksums(checks.pages)
+        differences = [] if checks is None else self.runner.differences(checks.pairs)
         if scheduled.emptied_blocks:
             self.runner.page_memory().poison(scheduled.emptied_blocks)
         if connector is not None and scheduled.transfers is not None:
@@ -180,6 +181,7 @@ class Worker:
         if scheduled.num_scheduled_tokens or scheduled.shape is not None:
             step = self._launch(scheduled)
         if checks is not None:
+            step.differences = differences
             step.checksums, step.wrong_tables = checksums, self.runner.batch.wrong_tables(checks.tables)
         if connector is not None:
             ended = connector.poll()

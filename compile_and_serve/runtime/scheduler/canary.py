@@ -140,15 +140,20 @@ class Canary:
         names = list(dict.fromkeys(name for _, ran in steps for name in ran))
         when = f"step {whole_before}" if found_in - whole_before == 1 else f"one of the steps {whole_before} to {found_in - 1}"
         group = group_of_key(key)
+        sentence = (
+            f"The canary found that {when} overwrote block {block.block_id} of state group {group}, which was complete. "
+            f"In these steps ran: {', '.join(names[:8]) or 'none'}{' and others' if len(names) > 8 else ''}."
+        )
+        self.end_holders(block, key, sentence)
+
+    def end_holders(self, block: KVCacheBlock, key: bytes, sentence: str) -> None:
+        """A block has not the content that its key names: end the requests that hold it, and let no others find it."""
+        group = group_of_key(key)
         holders = [
             name
             for name, request in self._requests.items()
             if request.block_ids and block.block_id in request.block_ids[group][request.num_freed_blocks[group] :]
         ]
-        sentence = (
-            f"The canary found that {when} overwrote block {block.block_id} of state group {group}, which was complete. "
-            f"In these steps ran: {', '.join(names[:8]) or 'none'}{' and others' if len(names) > 8 else ''}."
-        )
         self._known.pop(block.block_id, None)
         if block.key == key and key in self._pool.cached:
             self._pool.uncache(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from compile_and_serve.runtime.ledger.records import LastStep, StepTotals
 from compile_and_serve.runtime.messages import EngineStats
@@ -19,10 +19,8 @@ class StepLedger:
         self._weight_bytes, self._page_bytes = weight_bytes, page_bytes
         self._last_end = 0.0
 
-    def add(
-        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, num_used_blocks: int, *, num_groups: int = 1
-    ) -> None:
-        """Count a step whose result is there. seconds: that it took. num_used_blocks: of the KV caches of all data groups."""
+    def add(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, used_blocks: Sequence[int]) -> None:
+        """Count a step whose result is there. seconds: that it took. used_blocks: of the KV cache of each data group."""
         num_seqs = len(scheduled.num_scheduled_tokens)
         if not num_seqs:
             return
@@ -36,7 +34,8 @@ class StepLedger:
             totals.prompt_seconds += seconds
         totals.tokens += num_tokens
         totals.padded_tokens += ran.padded
-        num_bytes = self._weight_bytes + num_used_blocks / num_groups * self._page_bytes  # of a rank
+        num_groups = len(used_blocks)
+        num_bytes = self._weight_bytes + sum(used_blocks) / num_groups * self._page_bytes  # of a rank
         totals.bytes += num_bytes
         totals.row_bytes += num_bytes * num_groups / num_seqs
         for miss in (ran.miss and "graph." + ran.miss, scheduled.missed_drafts and "draft." + scheduled.missed_drafts):

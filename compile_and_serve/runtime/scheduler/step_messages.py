@@ -141,11 +141,13 @@ class CachedRequestData(msgspec.Struct, kw_only=True):
 
 class StateChecks(msgspec.Struct, kw_only=True):
     """What the canary wants to know. pages: (group, page) whose checksums are taken before the step. tables: request → (group, leading
-    entries that count no more, its blocks), to be compared with the device's tables after the step began.
+    entries that count no more, its blocks), to be compared with the device's tables after the step began. pairs: (group, page, other page)
+    whose contents are compared before the step.
     """
 
     pages: list[tuple[int, int]] = []
     tables: dict[str, list[tuple[int, int, list[int]]]] = {}
+    pairs: list[tuple[int, int, int]] = []
 
 
 class StepShape(msgspec.Struct, array_like=True, frozen=True):
@@ -258,6 +260,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     transfers: those that no rank works on any more. None: nothing new.
     mask_seconds: host time of the masks of structured output, of requests whose masks take long, where the step before took long, too.
     ran: how the device ran the step. checksums: of `StateChecks.pages`. wrong_tables: request → a sentence.
+    differences: of `StateChecks.pairs`: how far apart they are, for the norm of the first; the most of all layers.
     groups: the result of each data group; the other fields are empty then, but for `expert_tokens` and `ran`.
     """
 
@@ -274,6 +277,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     ran: StepRan = StepRan()
     checksums: list[int] = []
     wrong_tables: dict[str, str] = {}
+    differences: list[float] = []
     groups: list[ModelRunnerOutput] = []
 
 

@@ -38,6 +38,7 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hits": "Tokens found in the prefix cache.",
     "num_preemptions": "Preempted requests, which are recomputed later.",
     "canary_checked_blocks": "Blocks of the KV cache that --verify-state compared with what they held before.",
+    "canary_recomputed_blocks": "Blocks of the KV cache that --verify-state compared with the same tokens computed again.",
     "canary_findings": "What --verify-state found to be overwritten or wrong.",
     "padded_tokens": "Padding tokens computed to reach a captured graph size.",
     "steps_on_device": "Steps whose inputs the device computed from the previous step.",

@@ -11,14 +11,18 @@ import torch
 
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import RequestOutput
+from compile_and_serve.runtime.scheduler.recomputation import Recomputation
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
     core = EngineCore(tiny_config(write_tiny_model(tmp_path_factory.mktemp("canary") / "model"), verify_state=True, num_kv_blocks=64))
+    assert core.canaries is not None
     [canary] = core.canaries
     canary.seconds = 0.0  # a round in every step
+    assert core.canaries.recomputation is not None
+    core.canaries.recomputation.seconds = 1e9
     yield core
     core.shutdown()
 
@@ -91,6 +95,7 @@ WRONG_TABLES = [stale_table, wrong_block_in_table, row_of_another_request, two_r
 
 @pytest.mark.parametrize("corrupt", [*OVERWRITES, *WRONG_TABLES])
 def test_a_planted_corruption_is_found_and_ends_its_request(core: EngineCore, corrupt: Callable[[EngineCore, int, int], None]) -> None:
+    assert core.canaries is not None
     [canary] = core.canaries
     num_before = len(canary.findings)
     for number in range(2):
@@ -124,7 +129,53 @@ def test_a_planted_corruption_is_found_and_ends_its_request(core: EngineCore, co
     assert tokens_of(run_requests(core, [request("after", prompt_of(3, 20))]))["after"]
 
 
+@pytest.fixture
+def recomputation(core: EngineCore) -> Iterator[Recomputation]:
+    """It looks all the time, and checksums are not taken."""
+    assert core.canaries is not None
+    [canary] = core.canaries
+    found = core.canaries.recomputation
+    assert found is not None
+    canary.seconds, found.seconds = 1e9, 0.0
+    yield found
+    canary.seconds, found.seconds = 0.0, 1e9
+
+
+@pytest.mark.parametrize("corrupt", [write_another_block, shift_by_a_token, fill_with_zeros, poison])
+def test_what_was_wrong_from_the_beginning_is_found(
+    core: EngineCore, recomputation: Recomputation, corrupt: Callable[[EngineCore, int, int], None]
+) -> None:
+    outputs: list[RequestOutput] = []
+    for number in range(2):
+        core.add_request(request(f"{corrupt.__name__} again {number}", prompt_of(number, 12), max_tokens=120, ignore_eos=True))
+    outputs += core.step().outputs
+    first, second = (core._scheduler.requests[f"{corrupt.__name__} again {number}"] for number in range(2))
+    corrupt(core, first.block_ids[0][1], second.block_ids[0][2])
+    while core.has_work():
+        outputs += core.step().outputs
+    errors = {output.request_id: output.error or "" for output in outputs if output.finish_reason == "error"}
+    assert list(errors) == [first.request_id]
+    assert f"of request {first.request_id} again and found that block" in errors[first.request_id]
+    assert {output.request_id for output in outputs} == {first.request_id, second.request_id}
+    assert core._scheduler.reset_prefix_cache()
+
+
+def test_what_is_computed_again_is_the_same(core: EngineCore, recomputation: Recomputation) -> None:
+    [canary] = core.canaries or ()
+    num_before, num_checked = len(canary.findings), recomputation.num_checked
+    for number in range(4):
+        requests = mixed_requests()
+        for one in requests:
+            one.request_id = f"{one.request_id} again {number}"
+        outputs = run_requests(core, requests)
+        assert all(outputs.values())
+    assert len(canary.findings) == num_before
+    assert recomputation.num_checked - num_checked > 10
+    assert core.stats().canary_recomputed_blocks == recomputation.num_checked
+
+
 def test_there_is_no_false_alarm_under_load(core: EngineCore) -> None:
+    assert core.canaries is not None
     [canary] = core.canaries
     num_before, num_checked = len(canary.findings), canary.num_checked
     for number in range(8):  # blocks are evicted, requests preempted
@@ -138,5 +189,5 @@ def test_there_is_no_false_alarm_under_load(core: EngineCore) -> None:
 
 def test_without_the_flag_there_is_no_canary(tmp_path: Path) -> None:
     core = EngineCore(tiny_config(write_tiny_model(tmp_path / "model")))
-    assert not core.canaries
+    assert core.canaries is None
     core.shutdown()

@@ -34,6 +34,7 @@ def start(model_dir: Path, **options: Any) -> EngineCore:
 @pytest.fixture(scope="module")
 def core(model_dir: Path) -> Iterator[EngineCore]:
     core = start(model_dir, verify_state=True)
+    assert core.canaries is not None
     for canary in core.canaries:
         canary.seconds = 0.0
     yield core
