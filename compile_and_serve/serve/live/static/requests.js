@@ -12,6 +12,8 @@ const ended = new Map(); // began and id → request
 const steps = new Map(); // replica and number → step
 const memory = []; // [time, share of the KV cache]
 let live = [], now = 0, since = 0, paused = false, chosen = null, asking = false;
+let pressed = false; // a button is down: what is drawn anew would lose the click
+let opened = ""; // the request in the ledger, as JSON
 
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -60,7 +62,7 @@ function take(body) {
     h("div", { class: "card", id: "waiting" }, h("b", {}, String(body.engine.waiting)), h("span", {}, "waiting"), waits),
     h("div", { class: "card" }, h("b", {}, `${(100 * body.engine.kv_usage).toFixed(0)} %`), h("span", {}, `of ${body.engine.blocks} KV blocks`)),
     h("div", { class: "card" }, h("b", {}, rate.toFixed(0)), h("span", {}, "decodes per second")));
-  draw();
+  if (!pressed) draw();
 }
 
 function shown() {
@@ -97,7 +99,7 @@ function draw() {
   drawSteps(from, span);
   drawMemory(from, span);
   const again = requests.find((request) => keyOf(request) === chosen);
-  if (again) openLedger(again);
+  if (again && JSON.stringify(again) !== opened) openLedger(again);
 }
 
 function surface(canvas) {
@@ -133,7 +135,12 @@ function drawMemory(from, span) {
   context.stroke();
 }
 
-function choose(request) { chosen = keyOf(request); draw(); openLedger(request); }
+function choose(request) {
+  chosen = keyOf(request);
+  opened = "";
+  draw();
+  if (!opened) openLedger(request); // the search leaves it out
+}
 
 /** Who computed something during the longest stage of a request: [request, seconds, tokens of its prompt that were computed]. */
 function meanwhile(request) {
@@ -168,6 +175,8 @@ function othersList(request) {
 }
 
 function openLedger(request) {
+  const wasOpen = opened && $("ledger").querySelector("details[open]") ? "" : null;
+  opened = JSON.stringify(request);
   const longest = Math.max(1e-9, ...Object.values(request.seconds));
   const meter = (name, seconds) => {
     const bar = h("div", { class: KIND_OF[name] ?? "wait" });
@@ -189,7 +198,7 @@ function openLedger(request) {
         one.preemptions ? h("li", {}, `Preempted ${count(one.preemptions.count, "time")}, because others needed its blocks of the KV cache: it waited ${duration(one.preemptions.seconds)} and computed ${one.preemptions.recomputed_tokens} tokens again.`) : null,
         one.with_prompts?.count ? h("li", {}, `${one.with_prompts.count} of its steps also computed prompts of others: ${duration(one.with_prompts.seconds)}.`) : null,
         h("li", {}, `Prompt of ${one.tokens.prompt} tokens: ${one.tokens.computed ?? "?"} computed in ${count(one.prefill.chunks, "part")} over ${count(one.prefill.steps, "step")}${one.prefill.beside_tokens ? ` (which computed ${one.prefill.beside_tokens} tokens of others too)` : ""}, the rest reused.`)),
-      h("details", {}, h("summary", {}, "All figures"), h("pre", {}, JSON.stringify(one, null, 1))))));
+      h("details", { open: wasOpen }, h("summary", {}, "All figures"), h("pre", {}, JSON.stringify(one, null, 1))))));
 }
 
 /** What Perfetto and chrome://tracing open. */
@@ -207,6 +216,8 @@ function trace() {
   return { traceEvents: events };
 }
 
+addEventListener("pointerdown", () => { pressed = true; });
+for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => { pressed = false; });
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").textContent = paused ? "Go on" : "Pause";
