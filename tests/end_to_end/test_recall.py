@@ -109,7 +109,7 @@ def test_siblings_and_sleep() -> None:
 def test_the_canary_finds_a_snapshot_that_is_overwritten() -> None:
     core = core_of(num_kv_blocks=80, max_model_len=256)
     findings = FINDINGS.pop()
-    pool, groups = core._scheduler.manager.pool, core.executor.info.groups
+    [pool], groups = core._pools, core.executor.info.groups
     parts = core.executor.worker.runner.page_memory().parts  # type: ignore[attr-defined]
     (prompt, _), (other, _) = (next(turns(seed, 1)) for seed in SEEDS[:2])
     run_requests(core, [ask("first", prompt)])

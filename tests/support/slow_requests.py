@@ -24,7 +24,7 @@ SLOW = "the-slow-one"
 BULK, SHOP, ADMIN = "key of bulk", "key of shop", "key of admin"
 OPTIONS = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--enforce-eager", "--num-threads", "1", "--max-model-len", "512"),
-    *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--num-kv-blocks", "48", "--block-size", "16"),
+    *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "48", "--block-size", "16"),
     *("--enable-admin-routes", "--admin-api-key", ADMIN),
 )
 

@@ -120,7 +120,7 @@ def test_bytes_go_over_tcp_too(start: Callable[..., EngineCore], expected: dict[
     assert taker.stats().kv_tiers["handover_taken_requests"] == 1
     [ledger] = [output.ledger for output in outputs if output.ledger is not None]
     assert ledger.preparing["kv_load"] > 0
-    assert (ledger.loaded_tokens, ledger.misses) == ({"engine": 56}, [])
+    assert (ledger.loaded_tokens, ledger.misses) == ({"engine": 60}, [])
 
 
 @pytest.mark.parametrize("failure", ["gone", "restarted", "expired", "another salt", "silent"])

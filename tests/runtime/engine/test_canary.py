@@ -161,7 +161,8 @@ def test_what_was_wrong_from_the_beginning_is_found(
 
 
 def test_what_is_computed_again_is_the_same(core: EngineCore, recomputation: Recomputation) -> None:
-    [canary] = core.canaries or ()
+    assert core.canaries is not None
+    [canary] = core.canaries
     num_before, num_checked = len(canary.findings), recomputation.num_checked
     for number in range(4):
         requests = mixed_requests()

@@ -273,6 +273,9 @@ class Tier(SchedulerConnector):
     def update(self, transfers: FinishedTransfers) -> None:
         pass
 
+    def reset(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("error", ["", "The file is damaged."])
 def test_blocks_that_come_from_a_tier_or_another_engine(error: str, clock: Clock) -> None:
