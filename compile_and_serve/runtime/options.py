@@ -176,10 +176,10 @@ def _check_data_groups(config: EngineConfig) -> None:
         "nnodes": parallel.num_hosts > 1,
         "speculative_config": config.speculative is not None,
         "kv_offloading_size, kv_offload_dir or kv_connector": bool(cache.offloading_bytes or cache.offload_dir or cache.connector),
-        "verify_state": config.verify_state,
         "runner 'pooling'": config.model.runner == "pooling",
     }
     elastic = {
+        "verify_state": config.verify_state,
         "enable_lora": config.enable_lora,
         "kv_transfer_config": config.kv_transfer is not None,
         "distributed_executor_backend 'ray'": parallel.executor == "ray",

@@ -39,7 +39,7 @@ def core_of(**options: Any) -> EngineCore:
     core = EngineCore(tiny_config(FOLDER, **(defaults | options)))
     assert core.canaries is not None
     assert core.canaries.recomputation is not None
-    core.canaries.recomputation.seconds = 0.0
+    core.canaries.recomputation.seconds = 0.2
     [canary] = core.canaries
     canary.seconds = 0.0
     FINDINGS.append(canary.findings)

@@ -309,7 +309,7 @@ class EngineCore:
         if self.canaries is not None:
             self.canaries.take(scheduled, result)
         if self._steps is not None:
-            self._steps.add(scheduled, result, seconds, [pool.num_blocks - pool.num_free for pool in self._pools])
+            self._steps.add(scheduled, result, seconds, self._pools)
         outputs = failed + scheduler.update(scheduled, result, seconds)
         if self.canaries is not None:
             outputs = self.canaries.without_own(outputs)

@@ -96,7 +96,7 @@ class StepRan(msgspec.Struct, array_like=True, frozen=True):
 
 class LastStep(msgspec.Struct, array_like=True, frozen=True):
     """A step, for a time line. began: time.time(). kind: a `GraphKind`. decodes, prompts: sequences. idle: seconds before it in which the
-    device had nothing to do.
+    device had nothing to do. held: share of the KV cache's blocks that requests hold.
     """
 
     number: int
@@ -108,6 +108,7 @@ class LastStep(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     padded: int
     idle: float = 0.0
+    held: float = 0.0
 
 
 class RequestLedger(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from compile_and_serve.runtime.ledger.records import LastStep, StepTotals
 from compile_and_serve.runtime.messages import EngineStats
+from compile_and_serve.runtime.scheduler.block_pool import BlockPool
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput
 
 
@@ -19,8 +20,8 @@ class StepLedger:
         self._weight_bytes, self._page_bytes = weight_bytes, page_bytes
         self._last_end = 0.0
 
-    def add(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, used_blocks: Sequence[int]) -> None:
-        """Count a step whose result is there. seconds: that it took. used_blocks: of the KV cache of each data group."""
+    def add(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float, pools: Sequence[BlockPool]) -> None:
+        """Count a step whose result is there. seconds: that it took. pools: of the KV cache of each data group."""
         num_seqs = len(scheduled.num_scheduled_tokens)
         if not num_seqs:
             return
@@ -34,8 +35,8 @@ class StepLedger:
             totals.prompt_seconds += seconds
         totals.tokens += num_tokens
         totals.padded_tokens += ran.padded
-        num_groups = len(used_blocks)
-        num_bytes = self._weight_bytes + sum(used_blocks) / num_groups * self._page_bytes  # of a rank
+        num_groups, num_held = len(pools), sum(pool.num_blocks - pool.num_free for pool in pools)
+        num_bytes = self._weight_bytes + num_held / num_groups * self._page_bytes  # of a rank
         totals.bytes += num_bytes
         totals.row_bytes += num_bytes * num_groups / num_seqs
         for miss in (ran.miss and "graph." + ran.miss, scheduled.missed_drafts and "draft." + scheduled.missed_drafts):
@@ -44,7 +45,8 @@ class StepLedger:
         began = now - seconds
         idle = max(0.0, began - self._last_end) if self._last_end else 0.0
         self._last_end = now
-        self.last = LastStep(scheduled.step, began, seconds, kind, num_decodes, num_seqs - num_decodes, num_tokens, ran.padded, idle)
+        held, num_prompts = num_held / max(1, sum(pool.num_blocks for pool in pools)), num_seqs - num_decodes
+        self.last = LastStep(scheduled.step, began, seconds, kind, num_decodes, num_prompts, num_tokens, ran.padded, idle, held)
 
     def add_to(self, stats: EngineStats, misses: Mapping[str, int]) -> None:
         """Report the totals, and the step that was added last. misses: of requests."""

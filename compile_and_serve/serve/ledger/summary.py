@@ -10,6 +10,8 @@ from compile_and_serve.runtime.ledger.records import Miss, RequestLedger
 from compile_and_serve.serve.ledger.record import RequestRecord, SequenceRecord
 from compile_and_serve.serve.ledger.sentences import WAITS, sentence_of
 
+_AVOIDABLE = ("evicted", "snapshot", "not_loaded", "differs")  # misses of tokens that could have been reused
+
 Decode = Callable[[Sequence[int]], str]
 Span = dict[str, Any]  # {"name", "start", "seconds"}: start in seconds from the request's begin
 
@@ -34,7 +36,7 @@ def summarize(record: RequestRecord, *, decode: Decode | None, with_prefix: bool
         "began": record.wall,
         "total_seconds": _round(end - record.began),
         "seconds": {name: _round(value) for name, value in seconds.items()},
-        "why": _why(seconds, _details(record, with_prefix=with_prefix)),
+        "why": _why(seconds, _details(record, decode, with_prefix=with_prefix)),
         "timeline": spans,
         "sequences": sequences,
     }
@@ -81,7 +83,7 @@ def _spans_of(one: SequenceRecord, record: RequestRecord) -> list[Span]:
 
 
 def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, bandwidth: float) -> dict[str, Any]:
-    engine = one.engine or RequestLedger()
+    engine, prefill = one.engine or RequestLedger(), one.before_first or RequestLedger()
     tokens: dict[str, Any] = {"prompt": one.prompt_tokens, "generated": one.new_tokens}
     if with_prefix:
         loaded = sum(engine.loaded_tokens.values())
@@ -92,10 +94,10 @@ def _sequence(one: SequenceRecord, decode: Decode | None, *, with_prefix: bool, 
         "finish_reason": one.finish_reason,
         "tokens": tokens,
         "prefill": {
-            "seconds": _round(engine.prefill),
-            "chunks": engine.chunks,
-            "steps": engine.prefill_steps,
-            "beside_tokens": engine.beside_tokens,
+            "seconds": _round(prefill.prefill),
+            "chunks": prefill.chunks,
+            "steps": prefill.prefill_steps,
+            "beside_tokens": prefill.beside_tokens,
         },
         "queue": {name: _round(seconds) for name, seconds in engine.queue.items()},
         "preparing": {name: _round(seconds) for name, seconds in engine.preparing.items()},
@@ -138,7 +140,7 @@ def _why(seconds: dict[str, float], details: dict[str, str]) -> str:
     return "; ".join(parts) + "." if parts else ""
 
 
-def _details(record: RequestRecord, *, with_prefix: bool) -> dict[str, str]:
+def _details(record: RequestRecord, decode: Decode | None, *, with_prefix: bool) -> dict[str, str]:
     """What made a stage long, by its name."""
     chain, details = _awaited(record), dict[str, str]()
     if not chain or (engine := chain[-1].before_first) is None:
@@ -147,7 +149,8 @@ def _details(record: RequestRecord, *, with_prefix: bool) -> dict[str, str]:
     if engine.prefill_steps and with_prefix:
         steps = "1 step" if engine.prefill_steps == 1 else f"{engine.prefill_steps} steps"
         beside = f", which also computed {engine.beside_tokens} tokens of others" if engine.beside_tokens > engine.computed_tokens else ""
-        details["prefill"] = f" ({engine.computed_tokens} of its {one.prompt_tokens} tokens, in {steps}{beside})"
+        missed = "".join(f" — {sentence_of(miss, decode)[:-1]}" for miss in engine.misses if miss.reason in _AVOIDABLE)
+        details["prefill"] = f" ({engine.computed_tokens} of its {one.prompt_tokens} tokens, in {steps}{beside}{missed})"
     totals = one.decode_steps
     lasted = (one.ended or time.monotonic()) - one.first_token
     if totals.prompt_seconds > 0.2 * lasted:

@@ -406,7 +406,7 @@ def test_steps_are_added_up_by_kind_with_their_misses(clock: Clock) -> None:
         sampled = {"a": [5]}
         result = ModelRunnerOutput(step=scheduled.step, sampled_token_ids=sampled, logprobs={}, prompt_logprobs={}, errors={}, ran=ran)
         before = ledger.totals.copy()
-        ledger.add(scheduled, result, 0.25, [pool.num_blocks - pool.num_free])
+        ledger.add(scheduled, result, 0.25, [pool])
         scheduler.update(scheduled, result, 0.25)
         added = ledger.totals.since(before)
         assert (added.steps, added.seconds, added.tokens, added.padded_tokens) == ({kind: 1}, {kind: 0.25}, tokens, 3)
@@ -418,6 +418,7 @@ def test_steps_are_added_up_by_kind_with_their_misses(clock: Clock) -> None:
     assert stats.misses == {"prefix.first": 1, "graph.not_captured": 1}
     assert stats.last_step is not None
     assert (stats.last_step.kind, stats.last_step.decodes, stats.last_step.prompts) == ("full", 1, 0)
+    assert stats.last_step.held == 3 / 64
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"speculate": False}, "request"), ({}, "none_found"), ({"batch": 1}, "batch")])

@@ -19,7 +19,7 @@ WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWa
 needs_browser = pytest.mark.skipif(CHROMIUM is None or CHROMEDRIVER is None, reason=MISSING)
 SAYS = {  # what the ledger of the slow request must say, by load
     "behind_another_key": ["waited for a batch slot", "of key bulk"],
-    "evicted_prefix": ["computed its prompt (480 of its 480 tokens", "same-before had the same tokens", "were evicted"],
+    "evicted_prefix": ["computed its prompt (480 of its 480 tokens", "in 2 steps — Request cmpl-same-before", "were evicted"],
     "prompts_of_neighbors": ["steps that also computed prompts of others", "tokens of its prompt computed", "of key bulk"],
     "slow_grammar": ["waited for the grammar"],
     "preempted": ["was preempted, because others", "Preempted"],

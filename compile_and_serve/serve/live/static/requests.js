@@ -5,12 +5,11 @@ const KINDS = {
   prepare: ["is prepared", ["media", "media.room", "media.download", "media.decode", "media.preprocess", "tokenize", "grammar_check", "grammar", "adapter", "kv_load"]],
   prefill: ["computes its prompt", ["encode", "prefill", "recomputed"]], decode: ["generates", ["decode"]], send: ["is sent", ["sending", "detokenize"]],
 };
-const STEPS = { full: "step as one CUDA graph", piecewise: "as graphs between attention", plain: "without graphs" };
+const STEPS = { full: "as one CUDA graph", piecewise: "as graphs between attention", plain: "without graphs" };
 const SAYS = JSON.parse(document.body.dataset.stages); // stage → a sentence without its subject
 const KIND_OF = Object.fromEntries(Object.entries(KINDS).flatMap(([kind, [, names]]) => names.map((name) => [name, kind])));
 const ended = new Map(); // began and id → request
 const steps = new Map(); // replica and number → step
-const memory = []; // [time, share of the KV cache]
 let live = [], now = 0, since = 0, paused = false, chosen = null, asking = false;
 let pressed = false; // a button is down: what is drawn anew would lose the click
 let opened = ""; // the request in the ledger, as JSON
@@ -53,8 +52,6 @@ function take(body) {
   while (ended.size > 300) ended.delete(ended.keys().next().value);
   for (const step of body.steps) steps.set(`${step[0]} ${step[1]}`, step);
   while (steps.size > 6000) steps.delete(steps.keys().next().value);
-  memory.push([now, body.engine.kv_usage]);
-  while (memory.length > 1000) memory.shift();
   const rate = [...steps.values()].filter((step) => step[2] > now - 5).reduce((sum, step) => sum + step[4 + 1], 0) / 5;
   const waits = Object.entries(body.engine.waiting_for).map(([reason, [count, sentence]]) => h("p", { class: "soft", title: sentence }, `${count}: ${reason}`));
   $("cards").replaceChildren(
@@ -130,9 +127,13 @@ function drawSteps(from, span) {
 function drawMemory(from, span) {
   const canvas = $("memory"), context = surface(canvas);
   context.strokeStyle = color("accent");
-  context.beginPath();
-  for (const [time, share] of memory) context.lineTo(canvas.width * (time - from) / span, canvas.height * (1 - share));
-  context.stroke();
+  for (const replica of new Set([...steps.values()].map((step) => step[0]))) {
+    context.beginPath();
+    for (const [of, , began, , , , , , , , held] of steps.values()) {
+      if (of === replica) context.lineTo(canvas.width * (began - from) / span, 2 + (canvas.height - 4) * (1 - held));
+    }
+    context.stroke();
+  }
 }
 
 function choose(request) {
@@ -231,7 +232,9 @@ $("export").addEventListener("click", () => {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 });
-$("legend").append(...[...Object.entries(KINDS).map(([kind, [text]]) => [kind, text]), ...Object.entries(STEPS)].flatMap(([kind, text]) => [h("span", { class: kind }), text]));
+const colors = (entries) => entries.flatMap(([kind, text]) => [h("span", { class: kind }), text]);
+$("legend").append("A request", ...colors(Object.entries(KINDS).map(([kind, [text]]) => [kind, text])), h("br"),
+  "A step of the engine", ...colors(Object.entries(STEPS)));
 if (document.body.dataset.needsKey === "true") {
   $("key-label").hidden = false;
   $("key").value = sessionStorage.getItem("admin-key") ?? "";
