@@ -113,6 +113,9 @@ def test_a_prefix_hit_behind_an_image_encodes_nothing(folder: Path, encoded: lis
     assert outputs["b"][0].num_cached_tokens > len(TEXT[1]) + 12
     assert tokens_of(outputs)["b"] == tokens_of(first)["a"]
     assert encoded == [12]
+    ledgers = [next(output.ledger for output in one if output.ledger is not None) for one in (first["a"], outputs["b"])]
+    assert [ledger.encode > 0 for ledger in ledgers] == [True, False]
+    assert [ledger.encoded_items for ledger in ledgers] == [1, 1]
     core.shutdown()
 
 

@@ -184,7 +184,9 @@ function openLedger(request) {
     bar.style.width = `${100 * seconds / longest}%`;
     return h("div", { class: "meter" }, bar);
   };
-  const stages = Object.entries(request.seconds).sort((a, b) => b[1] - a[1]);
+  const sorted = Object.entries(request.seconds).sort((a, b) => b[1] - a[1]);
+  const stages = sorted.filter(([, seconds]) => seconds >= 0.01 * request.total_seconds), rest = sorted.slice(stages.length);
+  if (rest.length) stages.push([rest.map(([name]) => name).join(", "), rest.reduce((sum, [, seconds]) => sum + seconds, 0)]);
   $("ledger").replaceChildren(
     h("h2", {}, request.request_id),
     h("p", { class: "why" }, request.why || "Nothing took long yet."),
