@@ -51,10 +51,11 @@ class TokenBatch:
     step_data: Sequence[Mapping[str, StepDatum]] = ()
     arrays: Sequence[RequestArrays] = ()
 
-    def rows_of(self, name: str, *, goes_on: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
+    def rows_of(self, name: str, *, goes_on: bool = False, holds: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
         """The rows that requests brought for tokens of this step: (tokens of T, [tokens, *row_shape]) of each piece of an array `name`.
 
-        Where two pieces overlap, the later one counts. goes_on: behind a piece, up to the next, each token has the row before it plus 1.
+        Where two pieces overlap, the later one counts. Behind a piece, up to the next, each token has the row before it plus 1 (goes_on)
+        or the same (holds).
         """
         for sequence, arrays in enumerate(self.arrays):
             pieces = arrays.get(name)
@@ -68,18 +69,18 @@ class TokenBatch:
                 start, stop, behind = max(begin, array.start), min(reach, array.end), max(begin, array.end)
                 if start < stop:
                     yield slice(first + start - begin, first + stop - begin), array.rows(start, stop)
-                if goes_on and behind < reach:
+                if (goes_on or holds) and behind < reach:
                     last = array.rows(array.end - 1, array.end)
-                    steps = np.arange(behind, reach) - (array.end - 1)
+                    steps = (np.arange(behind, reach) - (array.end - 1)) * goes_on
                     yield slice(first + behind - begin, first + reach - begin), last + steps.reshape(-1, *[1] * (last.ndim - 1))
 
-    def with_rows_of(self, name: str, default: np.ndarray, *, axis: int = 0, goes_on: bool = False) -> np.ndarray:
+    def with_rows_of(self, name: str, default: np.ndarray, *, axis: int = 0, goes_on: bool = False, holds: bool = False) -> np.ndarray:
         """`default`, with the rows of the requests' arrays `name` in place of those of their tokens, as `rows_of` gives them.
 
         axis: the dimension of tokens.
         """
         values = default
-        for tokens, rows in self.rows_of(name, goes_on=goes_on):
+        for tokens, rows in self.rows_of(name, goes_on=goes_on, holds=holds):
             if values is default:
                 values = default.copy()
             np.moveaxis(values, axis, 0)[tokens] = rows

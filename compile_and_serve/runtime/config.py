@@ -140,6 +140,9 @@ class ModelConfig:
         flag_type=str,
         convert=read_media_limits,
     )
+    enable_mm_embeds: bool = _media_option(
+        False, "Let requests bring rows of the encoder in place of images (image_embeds), as files of torch.save or safetensors."
+    )
     allowed_media_domains: tuple[str, ...] = _media_option(
         (),
         "Host from which images, videos and audio may be downloaded (repeatable), or '*' for all with public addresses. A private address "

@@ -44,7 +44,8 @@ ENGINE_FLAGS = {
     "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
     "--logprobs-mode", "--kv-transfer-config",
     "--speculative-config", "--kv-events-config", "--expert-metrics", "--hf-overrides", "--download-dir", "--merge-lora",
-    "--trust-remote-code", "--mm-processor-kwargs", "--limit-mm-per-prompt", "--max-audio-seconds", "--allowed-media-domains",
+    "--trust-remote-code", "--mm-processor-kwargs", "--limit-mm-per-prompt", "--enable-mm-embeds",
+    "--max-audio-seconds", "--allowed-media-domains",
 }  # fmt: skip
 
 # Removing or renaming a flag breaks users' scripts: change this list only on purpose.

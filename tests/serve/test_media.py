@@ -367,3 +367,57 @@ async def test_models_of_text_refuse_images_as_before(start_server: StartServer)
     server = await start_server()
     answer = await ask(server, chat_part())
     assert "this model only reads text" in answer.json()["error"]["message"]
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def torch_file(value: Any) -> str:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return in_base64(buffer.getvalue())
+
+
+async def test_rows_in_place_of_an_image(start: Callable[..., Any], tokenizer: Tokenizer) -> None:
+    """As files of torch.save and safetensors; what is something else gets a sentence."""
+    import torch
+    from safetensors.torch import save
+
+    server = await start(media={"embeds": True})
+    rows = torch.randn(15, 8).bfloat16()
+    grid = {"image_grid_thw": [1, 6, 10]}
+    for given in (
+        {"image_embeds": torch_file(rows), **grid},
+        {"image_embeds": torch_file(rows[None]), "image_grid_thw": torch_file(torch.tensor([[1, 6, 10]]))},
+        {"image_embeds": in_base64(save({"x": rows})), "grid": [3, 5]},
+    ):
+        answer = await ask(server, {"type": "image_embeds", "image_embeds": given})
+        assert answer.status_code == 200, answer.text
+        [item] = server.engine.requests[-1].media
+        assert (item.length, item.arrays["embedded"].dtype) == (15, "bfloat16")
+        assert np.array_equal(item.arrays["embedded"].rows(item.position, item.position + 15), rows.float().numpy())
+    expanded = torch.zeros(1, 1).expand(1 << 20, 1 << 10)
+    sparse = torch.eye(4).to_sparse()
+    for value, sentence in (
+        (torch_file(rows), "need the grid"),
+        ({"image_embeds": torch_file(rows), "image_grid_thw": [1, 6, 8]}, "does not have the 15 tokens"),
+        ({"image_embeds": torch_file(rows), "image_grid_thw": [2, 6, 10]}, "image_grid_thw must be 1"),
+        ({"image_embeds": torch_file([rows]), **grid}, "one plain tensor"),
+        ({"image_embeds": torch_file(sparse), **grid}, "one plain tensor"),
+        ({"image_embeds": torch_file(expanded), **grid}, "share memory"),
+        ({"image_embeds": torch_file(rows.double()), **grid}, "float32, float16"),
+        ({"image_embeds": torch_file(rows.int()), **grid}, "floating"),
+        ({"image_embeds": torch_file(rows / 0), **grid}, "no finite numbers"),
+        ({"image_embeds": torch_file(Tokenizer), **grid}, "can be read"),
+        ({"image_embeds": in_base64(b"PK nothing"), **grid}, "can be read"),
+        ({"image_embeds": "###", **grid}, "base64"),
+        (None, "no URL and no data"),
+    ):
+        answer = await ask(server, {"type": "image_embeds", "image_embeds": value})
+        assert (answer.status_code, sentence in answer.text) == (400, True), (sentence, answer.text)
+    closed = await start()
+    answer = await ask(closed, {"type": "image_embeds", "image_embeds": {"image_embeds": torch_file(rows), **grid}})
+    assert (answer.status_code, "--enable-mm-embeds" in answer.text) == (400, True)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
-from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepInput, StepOutput
+from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepOutput
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.transformers.attention import RunningForward, Unsupported
@@ -39,9 +38,9 @@ from compile_and_serve.models.transformers.weights import split_weights, weight_
 from compile_and_serve.models.vision.ahead import TOKENS_AHEAD
 from compile_and_serve.models.vision.names import MEDIA_ROWS
 from compile_and_serve.models.vision.rope import positions_input
-from compile_and_serve.models.vision.whole_items import PROCESSED
+from compile_and_serve.models.vision.whole_items import PROCESSED_INPUT
 
-_AHEAD_IN_IMAGES = ("gemma3",)  # types of models in which tokens of an image attend to all of the same image
+_AHEAD_IN_ITEMS = ("gemma3",)  # types of models in which tokens of an image, or of a prompt with images, attend to all of it
 _DECODERS = ("language_model", "text_model")
 _AUDIO_MERGE = "_merge_input_ids_with_audio_features"  # Qwen2-Audio's
 _MERGES = ("get_placeholder_mask", "inputs_merger", _AUDIO_MERGE)
@@ -52,13 +51,6 @@ _REASON = "transformers' encoder reads sizes of images and audio on the host"
 _TO_DECODER = frozenset(
     "inputs_embeds attention_mask position_ids cache_position input_ids past_key_values cache use_cache logits_to_keep labels "
     "return_dict output_attentions output_hidden_states".split()
-)
-_INPUT = StepInput(
-    name=PROCESSED.name,
-    dtype=torch.uint8,
-    dims=(TOKENS,),
-    fill=lambda batch: np.zeros(len(batch.token_ids), dtype=np.uint8),
-    arrays=(PROCESSED,),
 )
 
 
@@ -85,7 +77,7 @@ def merging_module(model: nn.Module) -> Merging | None:
     decoder = _decoder_of(name, module)
     if len(found) > 1 or "." in name or decoder is None:
         raise Unsupported("its features are not put in place of embeddings before its decoder")
-    if attends_ahead(model) and getattr(model.config, "model_type", None) not in _AHEAD_IN_IMAGES:
+    if attends_ahead(model) and getattr(model.config, "model_type", None) not in _AHEAD_IN_ITEMS:
         raise Unsupported("tokens attend to later ones, and not to those of the same image alone")
     if others := sorted(_given_to_decoder(module, decoder) - _TO_DECODER):
         raise Unsupported(f"its decoder takes more of an item than embeddings: {', '.join(others)}")
@@ -270,7 +262,7 @@ def with_encoder(
             state=(),
             vocab_size=1,
             max_model_len=text.max_model_len,
-            inputs=(_INPUT,),
+            inputs=(PROCESSED_INPUT,),
             outputs=(StepOutput(name="rows", dims=(TOKENS, width)),),
             weight_map={one: names.get(one, one) if names.get(one, one) in own else None for one in {*names, *every, *text.parts} - own},
             buffers={one: value for one, value in values(model).items() if one in own and one not in persistent},

@@ -5,15 +5,23 @@ Pixels cross processes as bytes where the processor's normalization is the usual
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.step import TOKENS, StepInput
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray
 
 PROCESSED = ArrayInfo(name="processed", is_whole=True)
+PROCESSED_INPUT = StepInput(
+    name=PROCESSED.name,
+    dtype=torch.uint8,
+    dims=(TOKENS,),
+    fill=lambda batch: np.zeros(len(batch.token_ids), dtype=np.uint8),
+    arrays=(PROCESSED,),
+)
 _MEAN, _STD = "pixel mean", "pixel std"  # float32 [channels], beside pixels that are bytes
 
 
@@ -29,6 +37,17 @@ def packed(tensors: Mapping[str, np.ndarray], *, mean: np.ndarray | None = None,
     parts = {name: _Tensor(str(one.dtype), one.shape, np.ascontiguousarray(one).tobytes()) for name, one in every.items()}
     data = msgspec.msgpack.encode(parts)
     return StepArray(dtype="uint8", row_shape=(len(data),), data=data)
+
+
+def joined(arrays: Sequence[StepArray], **replaced: np.ndarray) -> StepArray:
+    """One item of several, whose tensors lie one behind the other in their first dimension. replaced: tensors in place of those."""
+    parts = [msgspec.msgpack.decode(one.data, type=dict[str, _Tensor]) for one in arrays]
+    values = {
+        name: np.concatenate([np.frombuffer(one[name].data, one[name].dtype).reshape(one[name].shape) for one in parts])
+        for name in parts[0].keys() - {_MEAN, _STD, *replaced}
+    }
+    moments = [np.frombuffer(parts[0][name].data, parts[0][name].dtype) if name in parts[0] else None for name in (_MEAN, _STD)]
+    return packed({**values, **replaced}, mean=moments[0], std=moments[1])
 
 
 def unpacked(array: StepArray, device: torch.device) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from compile_and_serve.models.vision.names import AHEAD_ARRAY
 from compile_and_serve.runtime.media.images import Image, pillow
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedItem, PreparedMedia
 from compile_and_serve.runtime.media.processor import NoMedia
-from compile_and_serve.runtime.media.transformers_files import first_line, load_processor, packed_arrays
+from compile_and_serve.runtime.media.transformers_files import changed_settings, first_line, load_processor, packed_arrays
 from compile_and_serve.runtime.media.video_pixels import video_pixels
 from compile_and_serve.runtime.media.videos import Frames
 
@@ -45,7 +45,7 @@ class TransformersProcessor(NoMedia):
         if not hasattr(loaded, "image_processor") or getattr(loaded, "image_token", None) is None:
             raise MediaError(f"{type(loaded).__name__} of {folder.name} prepares no images that a prompt has placeholders for.")
         self.transformers_processor, self._torch, self.sees_ahead = loaded, torch, sees_ahead
-        self._options = _changed(loaded.image_processor, config.get("image_processor") or {})
+        self._options = changed_settings(loaded.image_processor, config.get("image_processor") or {})
         self._token = int(loaded.tokenizer.convert_tokens_to_ids(loaded.image_token))
         self._video_token = None if self._videos is None else loaded.tokenizer.get_vocab().get(getattr(loaded, "video_token", None))
         base = MODEL_MAPPING.get(type(self._config), None)
@@ -62,6 +62,11 @@ class TransformersProcessor(NoMedia):
     def settings(self) -> str:
         """What the arrays depend on besides the content."""
         return f"{type(self.transformers_processor).__name__} {sorted(self._options.items())}"
+
+    @property
+    def merged_patches(self) -> int:
+        """Patches along a side of what one token stands for."""
+        return int(getattr(self.transformers_processor.image_processor, "merge_size", 1))
 
     def with_options(self, options: Mapping[str, Any]) -> TransformersProcessor:
         """There are none. Raises `MediaError`."""
@@ -168,11 +173,3 @@ def tokens_ahead(is_seen_T: np.ndarray) -> np.ndarray:
 
 def _has_pixels(name: str, tensor: np.ndarray) -> bool:
     return name.startswith("pixel") and (tensor.dtype.kind == "f" or tensor.dtype == np.uint8)
-
-
-def _changed(image_processor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not the processor's own: those of --mm-processor-kwargs."""
-    known = image_processor.to_dict()
-    return {
-        name: value for name, value in settings.items() if name in known and known[name] != value and isinstance(value, int | float | dict)
-    }

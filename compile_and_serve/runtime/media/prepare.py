@@ -37,7 +37,7 @@ class MediaPipeline:
         self.kinds = frozenset(processor.placeholders.values())
         self._limits: dict[str, int] = {**DEFAULT_LIMITS, **info.limits}
         self._fetch_limits = FetchLimits(domains=tuple(info.domains))
-        self._observe = observe
+        self._observe, self._reads_rows = observe, info.embeds
         self._workers = ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="media")
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="media-download")
 
@@ -81,7 +81,7 @@ class MediaPipeline:
             if isinstance(given, str):
                 given = data_of_url(given, source.where)
             settings = f"{source.kind} {processor.settings}"
-            if source.kind == "image" and (embedded := embedded_image(given)) is not None:
+            if source.kind == "image" and (embedded := embedded_image(given, reads_files=self._reads_rows)) is not None:
                 key = content_key("embedded", embedded.array.data, str(embedded.grid), settings)
                 return embedded.prepared(processor, key)
             make, own_key = _decoded(source, given, processor, settings)

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
+from compile_and_serve.custom_ops.step_data import CROSS_SPANS_ARRAY, MediaItem, StepArray
 from compile_and_serve.models.vision.names import POSITION_ARRAY
 
 MediaKind = Literal["image", "video", "audio"]
@@ -26,7 +26,8 @@ class PreparedItem:
 
     offset: its first token in the tokens of the whole. arrays: of the encoder, a row for each token. time, height, width: of three-row
     positions: tokens lie row by row in a grid. advance: what the positions gain behind it; None: the larger side of the grid. relative:
-    int32 [length, 3]: positions from 0 on, in place of those of a grid.
+    int32 [length, 3]: positions from 0 on, in place of those of a grid. is_beside: its rows are read by cross-attention, from the token at
+    `offset` on, and it has no other token.
     """
 
     offset: int
@@ -37,6 +38,7 @@ class PreparedItem:
     width: int = 1
     advance: int | None = None
     relative: np.ndarray | None = None
+    is_beside: bool = False
 
     def positions(self, start: int) -> tuple[np.ndarray, int]:
         """Where the first token has position `start`: int32 [length + 1, 3], and the position behind the item, which is the last row."""
@@ -91,6 +93,7 @@ def place_media(
     prompt = list(prompt)
     ids: list[int] = []
     items: list[MediaItem] = []
+    beside: list[tuple[int, bytes, PreparedItem]] = []
     left: dict[MediaKind, list[PreparedMedia]] = {}
     for one in reversed(media):
         left.setdefault(one.kind, []).append(one)
@@ -112,7 +115,8 @@ def place_media(
             position, skipped = position - 1, index + 1
         begin, done = len(ids), 0
         ids += one.tokens
-        for number, item in enumerate(one.items):
+        beside += [(begin + item.offset, one.key, item) for item in one.items if item.is_beside]
+        for number, item in enumerate(item for item in one.items if not item.is_beside):
             position += item.offset - done
             start = begin + item.offset
             arrays = {name: msgspec.structs.replace(array, start=start) for name, array in item.arrays.items()}
@@ -127,7 +131,32 @@ def place_media(
         position += len(one.tokens) - done
     if any(left.values()):
         raise MediaError(f"The prompt has {_counts(prompt, placeholders)}, but the request has {_given(media, placeholders)}.")
-    return ids, items
+    return ids, items + _beside_items(beside)
+
+
+def _beside_items(found: Sequence[tuple[int, bytes, PreparedItem]]) -> list[MediaItem]:
+    """Items beside a prompt, by the tokens from which on they are read. Those without text between them are one, which grows."""
+    runs: list[list[tuple[int, bytes, PreparedItem]]] = []
+    for one in found:
+        if runs and runs[-1][-1][0] == one[0] - 1:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    items = []
+    for run in runs:
+        position = run[0][0]
+        rows_T = np.cumsum([item.length for _, _, item in run])
+        spans_T2 = np.stack((np.zeros_like(rows_T), rows_T), axis=1).astype(np.int32)
+        arrays = dict(run[0][2].arrays)
+        if len(run) > 1:
+            from compile_and_serve.models.vision.whole_items import joined  # imports torch
+
+            arrays = {name: joined([item.arrays[name] for _, _, item in run]) for name in arrays}
+        arrays = {name: msgspec.structs.replace(array, start=position) for name, array in arrays.items()}
+        arrays[CROSS_SPANS_ARRAY] = StepArray.of(spans_T2, start=position)
+        key = run[0][1] if len(run) == 1 else content_key(*(key for _, key, _ in run))
+        items.append(MediaItem(key=key, position=position, length=int(rows_T[-1]), arrays=arrays, is_beside=True))
+    return items
 
 
 def _counts(prompt: Sequence[int], placeholders: Mapping[int, MediaKind]) -> str:

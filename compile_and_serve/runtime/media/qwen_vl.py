@@ -40,6 +40,11 @@ class QwenVLProcessor(NoMedia):
         return {token: kind for kind, token in self.tokens.items()}
 
     @property
+    def merged_patches(self) -> int:
+        """Patches along a side of what one token stands for."""
+        return self.patches.merge
+
+    @property
     def settings(self) -> str:
         """What the arrays depend on besides the content."""
         return f"{self.patches} {self.video} {self._window}"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.media.audio import AudioLimits
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.llava import LlavaProcessor
+from compile_and_serve.runtime.media.mllama import MllamaProcessor
+from compile_and_serve.runtime.media.paligemma import PaliGemmaProcessor
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.media.speech import SpeechProcessor
@@ -26,11 +29,19 @@ class MediaProcessor(Protocol):
     """Turns media into tokens and arrays for one model.
 
     placeholders: token of a prompt → the kind of media that it stands for. three_rows: the model's positions have three rows.
-    settings: what the arrays depend on besides the content. sees_ahead: tokens of an image attend to later ones of it.
+    settings: what the arrays depend on besides the content. sees_ahead: tokens of an image attend to later ones of it. takes_rows: of the
+    encoder, in place of an image. reads_prompts: `arranged` makes a prompt with images one item as a whole.
     """
 
     three_rows: bool
     sees_ahead: bool
+    takes_rows: bool
+    reads_prompts: bool
+
+    @property
+    def merged_patches(self) -> int:
+        """Patches along a side of what one token stands for, of models whose grids count patches."""
+        ...
 
     @property
     def placeholders(self) -> Mapping[int, MediaKind]: ...
@@ -44,6 +55,10 @@ class MediaProcessor(Protocol):
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""
+        ...
+
+    def arranged(self, tokens: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[MediaItem]]:
+        """A prompt whose media are in their places, as the model reads it."""
         ...
 
     def sample(self, total: int, fps: float) -> np.ndarray:
@@ -82,6 +97,9 @@ def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> Med
         folder = Path(info.folder)
         if prepares_audio(folder):
             return SpeechProcessor(config, folder, info.max_audio_seconds)
-        return TransformersProcessor(config, folder, sees_ahead=info.sees_ahead)
+        if config.get("model_type") == "mllama":
+            return MllamaProcessor(config, folder)
+        of_images = PaliGemmaProcessor if config.get("model_type") == "paligemma" else TransformersProcessor
+        return of_images(config, folder, sees_ahead=info.sees_ahead)
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
     return None if make is None else make(config, encode)

@@ -23,6 +23,7 @@ _KINDS: Mapping[str, MediaKind] = {
     "input_image": "image",
     "image": "image",
     "image_pil": "image",
+    "image_embeds": "image",
     "video_url": "video",
     "video": "video",
     "input_audio": "audio",
@@ -99,7 +100,9 @@ def _source(part: Mapping[str, Any], where: str) -> MediaSource | None:
     if kind is None:
         return None
     given = part.get(part["type"]) if part["type"] != "input_image" else part.get("image_url")
-    if part["type"] == "input_audio":
+    if part["type"] == "image_embeds":
+        given = given if given is None or isinstance(given, Mapping) else {"image_embeds": given}
+    elif part["type"] == "input_audio":
         given = _input_audio(given, where)
     elif isinstance(given, Mapping) and "array" not in given:
         given = given.get("url")

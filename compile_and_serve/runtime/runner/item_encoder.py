@@ -1,8 +1,9 @@
-"""`ItemEncoder`: an encoder of the transformers package, which runs as it is written, on one media item at a time."""
+"""Encoders of the transformers package, which run as they are written, on one media item at a time."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.compiler.model import Model
+from compile_and_serve.custom_ops.attention.cross_attention import CROSS_SPANS
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, row_numbers
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import Step
@@ -22,6 +24,7 @@ from compile_and_serve.runtime.media.prepared import MediaError, PreparedItem
 from compile_and_serve.runtime.media.registry import MediaProcessor, media_processor
 from compile_and_serve.runtime.media.speech import SpeechProcessor
 from compile_and_serve.runtime.media.videos import Frames
+from compile_and_serve.runtime.runner.cross_encoder import CrossCaches
 from compile_and_serve.runtime.runner.media_encoder import region_of, write_given_rows
 from compile_and_serve.runtime.runner.model_facts import media_info
 from compile_and_serve.runtime.scheduler.step_messages import EncodeItem, EncoderInfo
@@ -34,10 +37,11 @@ _SIZES = ((4096, 4096), (4096, 1024), (1024, 4096), (1024, 1024), (448, 448))
 _LONG_VIDEO = (1_000_000, 24.0)  # frames, and frames a second
 
 
-def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, list[PreparedItem]]:
+def with_longest_item(spec: ModelSpec, model: ModelConfig, max_tokens: int) -> tuple[ModelSpec, list[PreparedItem]]:
     """The spec with the length of the longest item that the folder's processor makes, and the shortest and that item.
 
-    Nothing changes, and there are none, for a model without such an encoder. Without a processor the model reads text alone.
+    max_tokens: of a prompt in one step, where items are whole prompts. Nothing changes, and there are none, for a model without such an
+    encoder. Without a processor the model reads text alone.
     """
     if spec.encoder is None or spec.encoder.eager_reason is None:
         return spec, []
@@ -54,11 +58,16 @@ def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, l
             items += processor.frames(frames, b"").items
     except MediaError as error:
         log.warning("The model reads text alone here: %s", error)
-        rows = spec.row_group
-        state = tuple(one for one in spec.state if one is not rows)
-        return replace(spec, encoder=None, state=state, inputs=tuple(one for one in spec.inputs if one is not ENCODER_ROW)), []
+        filled = spec.cross_group or spec.row_group
+        state = tuple(one for one in spec.state if one is not filled)
+        return replace(
+            spec, encoder=None, state=state, inputs=tuple(one for one in spec.inputs if one not in (ENCODER_ROW, CROSS_SPANS))
+        ), []
     items.sort(key=lambda item: item.length)
-    return replace(spec, encoder=replace(spec.encoder, max_model_len=items[-1].length)), [items[0], items[-1]]
+    if spec.cross_group is not None:  # an item may be several images
+        return spec, [items[0], items[-1]]
+    longest = max(items[-1].length, min(max_tokens, spec.max_model_len) if processor.reads_prompts else 0)
+    return replace(spec, encoder=replace(spec.encoder, max_model_len=longest)), [items[0], items[-1]]
 
 
 def _speech_items(processor: MediaProcessor, max_tokens: int) -> list[PreparedItem]:
@@ -66,30 +75,25 @@ def _speech_items(processor: MediaProcessor, max_tokens: int) -> list[PreparedIt
     return list(processor.shortest_and_longest(max_tokens))
 
 
-class ItemEncoder:
-    """A `RowEncoder`."""
+class WholeItems(ABC):
+    """A `RowEncoder` whose model computes one item at a time."""
 
-    has_region = True
+    has_region: bool
 
-    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, items: Sequence[PreparedItem], device: torch.device) -> None:
-        """spec: of the engine's model. items: from a short one to one of the greatest length."""
+    def __init__(self, side: SideModel, info: EncoderInfo, items: Sequence[PreparedItem], device: torch.device) -> None:
+        """items: from a short one to one of the greatest length."""
         self._model: Model = side.model
         self._output = side.spec.outputs[0].name
         self._items, self._device, self._platform = items, device, platform_of(device)
         self.max_tokens = info.max_tokens
-        name, self._rows_RD = region_of(spec, info, device)
-        self._name = name
 
+    @abstractmethod
     def share(self, state: dict[str, torch.Tensor]) -> None:
         """See `RowEncoder`."""
-        state[self._name] = self._rows_RD
 
+    @abstractmethod
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Compute the rows of items, one after another."""
-        for one in write_given_rows(self._rows_RD, items, self._platform):
-            rows_TD = self._rows_of(one.arrays[PROCESSED.name], one.length)
-            numbers_T = self._platform.upload(row_numbers(one.page_ids, one.length).astype(np.int64), through_pinned=True)
-            self._rows_RD.index_copy_(0, numbers_T, rows_TD.to(self._rows_RD.dtype))
 
     def run_largest(self) -> None:
         """See `RowEncoder`."""
@@ -99,7 +103,7 @@ class ItemEncoder:
         """See `RowEncoder`."""
         self._run(self._items[0 if self._platform.shares_host_memory else -1])
 
-    def run_dummy(self, num_tokens: int) -> None:
+    def run_dummy(self, num_tokens: int) -> None:  # noqa: B027 (nothing is to be done)
         """Nothing is made for a number of tokens."""
 
     def dummy_step(self, num_tokens: int) -> Step:
@@ -126,3 +130,42 @@ class ItemEncoder:
         rows_TD = self._model(step)[self._output]
         assert len(rows_TD) == length, f"the encoder gives {len(rows_TD)} rows for an item of {length} tokens"
         return rows_TD
+
+
+class ItemEncoder(WholeItems):
+    """Its rows lie in a region of their own."""
+
+    has_region = True
+
+    def __init__(self, side: SideModel, spec: ModelSpec, info: EncoderInfo, items: Sequence[PreparedItem], device: torch.device) -> None:
+        """spec: of the engine's model."""
+        super().__init__(side, info, items, device)
+        self._name, self._rows_RD = region_of(spec, info, device)
+
+    def share(self, state: dict[str, torch.Tensor]) -> None:
+        state[self._name] = self._rows_RD
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        for one in write_given_rows(self._rows_RD, items, self._platform):
+            rows_TD = self._rows_of(one.arrays[PROCESSED.name], one.length)
+            numbers_T = self._platform.upload(row_numbers(one.page_ids, one.length).astype(np.int64), through_pinned=True)
+            self._rows_RD.index_copy_(0, numbers_T, rows_TD.to(self._rows_RD.dtype))
+
+
+class CrossItemEncoder(WholeItems):
+    """Its rows are the keys and values of cross-attention."""
+
+    has_region = False
+
+    def __init__(
+        self, side: SideModel, caches: CrossCaches, info: EncoderInfo, items: Sequence[PreparedItem], device: torch.device
+    ) -> None:
+        super().__init__(side, info, items, device)
+        self._caches = caches
+
+    def share(self, state: dict[str, torch.Tensor]) -> None:
+        self._caches.take(state)
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        for one in items:
+            self._caches.write([one], self._rows_of(one.arrays[PROCESSED.name], one.length))

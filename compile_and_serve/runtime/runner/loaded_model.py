@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
-from compile_and_serve.compiler.cudagraphs.runner import PlainRunner
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
@@ -36,12 +36,12 @@ from compile_and_serve.runtime.runner.attention_backends import backends_of_mode
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
 from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec, sleeping_weights
-from compile_and_serve.runtime.runner.cross_encoder import CrossEncoder
+from compile_and_serve.runtime.runner.cross_encoder import CrossCaches, CrossEncoder
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, resolve_state_dtype, with_cache_dtype
 from compile_and_serve.runtime.runner.generation_files import with_generation_files
-from compile_and_serve.runtime.runner.item_encoder import ItemEncoder, with_longest_item
-from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, embedded_info, encoder_info, row_bytes
+from compile_and_serve.runtime.runner.item_encoder import CrossItemEncoder, ItemEncoder, with_longest_item
+from compile_and_serve.runtime.runner.media_encoder import MediaEncoder, RowEncoder, embedded_info, encoder_info, row_bytes
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
     flat_report,
@@ -148,17 +148,7 @@ class LoadedModel:
         common = self.config, self.spec, runners[0], self.backends, self.device, self.cache_dtype, num_pages
         limits: dict[str, Any] = {"max_model_len": self.max_model_len, "plain_steps": runners[-1], "stages": self.stages}
         if self.encoder is not None and self.encoder_info is not None:
-            of_encoder = None if graphs is None else graphs.encoder
-            if self.sample_items:
-                limits["encoder"] = ItemEncoder(self.encoder, self.spec, self.encoder_info, self.sample_items, self.device)
-            else:
-                steps = of_encoder or PlainRunner(self.encoder.model)
-                parts = self.encoder, steps, self.spec, self.encoder_info, self.device
-                if self.encoder_info.fills_items:
-                    size = self.config.mesh.tensor
-                    limits["encoder"] = CrossEncoder(*parts, tensor_rank=self.tensor_rank, tensor_size=size)
-                else:
-                    limits["encoder"] = MediaEncoder(*parts)
+            limits["encoder"] = self._new_encoder(self.encoder, self.encoder_info, None if graphs is None else graphs.encoder)
         runner: BaseRunner
         if self.spec.pooling is not None:
             runner = PoolingRunner(*common, **limits)
@@ -175,6 +165,18 @@ class LoadedModel:
         if graphs is not None:
             runner.bind(graphs, lambda size: dummy_step(runner, size, 1))
         return runner
+
+    def _new_encoder(self, side: SideModel, info: EncoderInfo, graphs: CudaGraphRunner | None) -> RowEncoder:
+        spec, device, size = self.spec, self.device, self.config.mesh.tensor
+        if self.sample_items and info.fills_items:
+            caches = CrossCaches(spec, device, tensor_rank=self.tensor_rank, tensor_size=size)
+            return CrossItemEncoder(side, caches, info, self.sample_items, device)
+        if self.sample_items:
+            return ItemEncoder(side, spec, info, self.sample_items, device)
+        parts = side, graphs or PlainRunner(side.model), spec, info, device
+        if info.fills_items:
+            return CrossEncoder(*parts, CrossCaches(spec, device, tensor_rank=self.tensor_rank, tensor_size=size))
+        return MediaEncoder(*parts)
 
     def compile_kernels(self, num_sharing: int, *, is_alone: bool) -> int:
         """Compile the Triton kernels of all steps; → how many. num_sharing: processes that share the cores. is_alone: there is one rank."""
@@ -308,7 +310,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
     )
     config = replace(config, scheduler=limits)
-    spec, sample_items = with_longest_item(spec, config.model)
+    spec, sample_items = with_longest_item(spec, config.model, limits.token_budget - limits.max_num_seqs)
     info = encoder_info(spec, config)
     check_stages(spec, rank.mesh)
     stages = None if rank.mesh.pipe == 1 else StageLink(platform_of(device), config.max_steps_in_flight)

@@ -75,6 +75,7 @@ def media_info(model: ModelConfig, spec: ModelSpec) -> MediaInfo:
         max_audio_seconds=model.max_audio_seconds,
         by_transformers=spec.encoder is not None and spec.encoder.eager_reason is not None,
         sees_ahead=TOKENS_AHEAD in spec.inputs,
+        embeds=model.enable_mm_embeds,
     )
 
 

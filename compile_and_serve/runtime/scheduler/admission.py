@@ -23,7 +23,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
 
-from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT, CROSS_ROWS_DATUM
+from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT, CROSS_ROWS_DATUM, CROSS_SPANS_ARRAY
 from compile_and_serve.runtime.config import SchedulerConfig
 from compile_and_serve.runtime.ledger.records import WaitReason
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
@@ -255,11 +255,13 @@ class Admission:
             self.prefix_misses.remember(request)
         num_computed = request.num_computed_tokens
         step.add_chunk(request, budget, scheduled, self._manager)
-        step_data = request.step_data
+        step_data, contents = request.step_data, request.prompt.contents
+        arrays = {} if contents is None else contents.all_arrays(without=() if step.encoder is None else step.encoder.arrays)
         if request.adapter is not None:
             step_data = step_data | {ADAPTER_SLOT: 1 + self._adapter_slots.acquire(request.adapter)}
         if isinstance(step.encoder, ItemQueue):
             step_data = step_data | {CROSS_ROWS_DATUM: step.encoder.num_rows(request)}
+            arrays |= {CROSS_SPANS_ARRAY: spans} if (spans := step.encoder.spans(request)) else {}
         return NewRequestData(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -269,9 +271,7 @@ class Admission:
             block_ids=[block_ids.copy() for block_ids in request.block_ids],
             num_computed_tokens=num_computed,
             step_data=step_data,
-            arrays={}
-            if request.prompt.contents is None
-            else request.prompt.contents.all_arrays(without=() if step.encoder is None else step.encoder.arrays),
+            arrays=arrays,
             pooling=request.pooling,
         )
 

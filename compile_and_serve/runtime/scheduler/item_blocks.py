@@ -48,7 +48,7 @@ class ItemBlocks(GroupBlocks):
         count = 0
         for item in items_of(request):
             first = self._pool.cached.get(self._key(request, item))
-            count += self._num_pages(item) if first is None else sum(block.is_free for block in (first, *first.followers))
+            count += self.num_pages(item) if first is None else sum(block.is_free for block in (first, *first.followers))
         return count
 
     def num_unencoded(self, request: Request) -> int:
@@ -65,7 +65,7 @@ class ItemBlocks(GroupBlocks):
                 self._pool.share(entry)
                 block_ids += [block.block_id for block in entry]
                 continue
-            pages = self._pool.allocate(self._num_pages(item))
+            pages = self._pool.allocate(self.num_pages(item))
             self._pool.cache_together(pages, key, COMPUTED, worth=item.length / len(pages) / self.block_size)
             self.unencoded.setdefault(request.request_id, []).append((item, pages))
             block_ids += pages
@@ -97,8 +97,17 @@ class ItemBlocks(GroupBlocks):
         self.unencoded.pop(request.request_id, None)
         self._pool.free(request.block_ids[self.index])
 
-    def _num_pages(self, item: MediaItem) -> int:
+    def num_pages(self, item: MediaItem) -> int:
+        """That an item's rows take."""
         return -(-item.length // self.block_size)
+
+    def check_size(self, items: Sequence[MediaItem]) -> None:
+        """Raise `ValueError` with one sentence for more than a request may have."""
+        if sum(self.num_pages(item) for item in items) > self._max_pages:
+            raise ValueError(
+                f"The request's media have {sum(item.length for item in items)} rows, but this model reads "
+                f"{self._max_pages * self.block_size} at most: give fewer or smaller ones."
+            )
 
     def _key(self, request: Request, item: MediaItem) -> bytes:
         """Requests of different salts share nothing."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
-from compile_and_serve.custom_ops.step_data import PromptContents
+from compile_and_serve.custom_ops.step_data import CROSS_SPANS_ARRAY, PromptContents, StepArray
 from compile_and_serve.runtime.scheduler.encoder_cache import EncoderCache
 from compile_and_serve.runtime.scheduler.item_blocks import ItemBlocks, items_of
 from compile_and_serve.runtime.scheduler.request import Request
@@ -26,10 +27,24 @@ class ItemQueue(EncoderCache):
         has_items = contents is not None and any(item.is_beside for item in contents.media)
         if self.info.is_required and not has_items:
             raise ValueError("This model reads an encoder's output beside the prompt: the request must bring what the encoder reads.")
+        if contents is not None and self.blocks is not None:
+            self.blocks.check_size([item for item in contents.media if item.is_beside])
 
     def num_rows(self, request: Request) -> int:
         """Rows that the tokens of a request read."""
         return sum(item.length for item in items_of(request))
+
+    def spans(self, request: Request) -> list[StepArray]:
+        """`CROSS_SPANS_ARRAY` of a request whose tokens read one of its items each, from the item's first token on."""
+        assert self.blocks is not None
+        found, first_page = [], 0
+        for item in items_of(request):
+            if (array := item.arrays.get(CROSS_SPANS_ARRAY)) is not None:
+                spans_T2 = array.rows(array.start, array.end).copy()
+                spans_T2[:, 0] = first_page
+                found.append(StepArray.of(np.minimum(spans_T2, [first_page, item.length]).astype(np.int32), start=array.start))
+            first_page += self.blocks.num_pages(item)
+        return found
 
     def has_room(self, request: Request, start: int, budget: int) -> bool:
         """Whether the step can begin the request, or go on with it."""

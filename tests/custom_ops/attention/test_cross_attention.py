@@ -75,3 +75,31 @@ def test_tokens_read_the_rows_of_their_request(name: str, query_lens: list[int])
         wanted = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
         torch.testing.assert_close(out_THE[begin:end], wanted, atol=2e-5, rtol=1e-4)
     assert not out_THE[sum(query_lens) :].any()
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
+def test_tokens_of_a_request_may_read_different_rows(name: str) -> None:
+    """Those behind other pages of the request, and none."""
+    backend = _backend(name)
+    cache = torch.randn(8, 2, KV_HEADS, PAGE, SIZE)
+    table = torch.tensor([[5, 2, 7, 3], [1, 6, 4, 0]], dtype=torch.int32)
+    spans = [(0, 0), (0, 6), (2, 3), (2, 7), (1, 5)]  # first page and rows of each token; the last one is the second request's
+    q_THE = torch.randn(len(spans), HEADS, SIZE)
+    lengths = StepLengths(
+        query_start_loc=torch.tensor([0, 4, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([20, 21], dtype=torch.int32),
+        num_seqs=2,
+        num_tokens=5,
+        max_query_len=4,
+        max_seq_len=21,
+    )
+    metadata = CrossAttention(max_rows=16).metadata(lengths, (table,), backend)
+    first_T, rows_T = torch.tensor(spans, dtype=torch.int32).unbind(1)
+    with running({CROSS_CACHES: metadata}):
+        out_THE = cross_attention(q_THE, cache, rows_T, SIZE**-0.5, first_pages_T=first_T)
+    assert not out_THE[0].any()
+    for token, (first, rows) in list(enumerate(spans))[1:]:
+        pages = table[token // 4, first:].long()
+        k, v = cache[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :rows]
+        wanted = functional.scaled_dot_product_attention(q_THE[token][None, :, None], k[None], v[None], enable_gqa=True)[0, :, 0]
+        torch.testing.assert_close(out_THE[token], wanted, atol=2e-5, rtol=1e-4)

@@ -172,7 +172,7 @@ DECISIONS: Mapping[str, Decision] = {
         "--disable-mm-preprocessor-cache --disable-chunked-mm-input --enable-tower-connector-lora",
     ),
     **_refused("files of the server are never sent to a model", "--allowed-local-media-path"),
-    **_refused("requests have images and videos themselves, for all parts of the model", "--enable-mm-embeds --mm-encoder-only"),
+    **_refused("requests have images and videos themselves, for all parts of the model", "--mm-encoder-only"),
     **_refused("a request names its adapter", "--default-mm-loras"),
     **_refused("the server only generates text and embeddings", "--diffusion-config --engram-config"),
     # Adapters
