@@ -5,6 +5,11 @@
 One JSON line: tokens/s of each (the median of the turns), and the ratios to the engine without: the medians over the turns, with their
 quartiles. An engine is built once for each of the three; turns alternate between them. On a CPU, ratios are also those of the processor
 time, which other programs on the machine disturb less, and of its least in any turn, which they disturb least.
+
+    python -m benchmarks.ledger --parts [--streams 64]
+
+What the ledger adds to a decode step, alone, in microseconds of processor time: the engine's sums and their message, and what the server
+notes of each sequence.
 """
 
 from __future__ import annotations
@@ -14,14 +19,22 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from benchmarks.common import cpu_name, environment
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.ledger.records import StepRan, StepTotals
+from compile_and_serve.runtime.messages import EngineRequest, EngineStats
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.scheduler.block_pool import BlockPool
+from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, step_without_tokens
+from compile_and_serve.runtime.text.output_processor import CompletionDelta
+from compile_and_serve.serve.ledger.record import SequenceRecord
 
 KINDS: dict[str, dict[str, Any]] = {
     "off": {"request_ledger": False},
@@ -56,9 +69,46 @@ def ratios(off: Sequence[float], others: Sequence[float]) -> list[float]:
     return [round(one, 4) for one in statistics.quantiles([a / b for a, b in zip(off, others, strict=True)], n=4)]
 
 
+def parts(streams: int, rounds: int = 2000) -> dict[str, float]:
+    """Microseconds for a step of so many decodes: of the engine, of the message (encoded and decoded), of the server."""
+    scheduled = step_without_tokens(0, None)
+    scheduled.num_scheduled_tokens = {f"request-{number}": 1 for number in range(streams)}
+    scheduled.total_num_scheduled_tokens = scheduled.num_decodes = streams
+    result = ModelRunnerOutput(step=0, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors={}, ran=StepRan("full", "", 0))
+    ledger, stats, pool = StepLedger(weight_bytes=1 << 30, page_bytes=1 << 20), EngineStats(), BlockPool(1000)
+    plain = msgspec.msgpack.encode(stats)
+    records = [SequenceRecord(32, 0.0, first_token=1.0) for _ in range(streams)]
+    delta, source = CompletionDelta(index=0, text="", token_ids=[1]), _Source()
+
+    def measured(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(rounds):
+            began = time.thread_time()
+            work()
+            times.append(time.thread_time() - began)
+        return statistics.median(times) * 1e6
+
+    def message(encoded: bytes, one: EngineStats) -> None:
+        msgspec.msgpack.encode(one)
+        msgspec.msgpack.decode(encoded, type=EngineStats)
+
+    found = {"engine": measured(lambda: (ledger.add(scheduled, result, 0.01, [pool]), ledger.add_to(stats, {"prefix.first": 64})))}
+    told = msgspec.msgpack.encode(stats)
+    found["message"] = measured(lambda: message(told, stats)) - measured(lambda: message(plain, EngineStats()))
+    found["server"] = measured(lambda: [one.take(delta, source) for one in records])
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+class _Source:
+    """See `StepSource`."""
+
+    now, step_totals, output_seconds = 0.0, StepTotals(), 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
@@ -68,6 +118,12 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--num-threads", type=int, default=None)
     arguments = parser.parse_args()
+    if arguments.parts:
+        figures: dict[str, Any] = {"benchmark": "ledger parts", "streams": arguments.streams, "device": cpu_name()}
+        print(json.dumps(figures | {"microseconds_per_step": parts(arguments.streams), **environment()}))
+        return
+    if arguments.model is None:
+        parser.error("name a model, or --parts")
     common: dict[str, Any] = {
         "max_num_seqs": arguments.streams,
         "max_model_len": 32 + arguments.tokens,
