@@ -20,7 +20,7 @@ from tests.support.vision_models import QWEN
 OTHERS = {
     *RECURRENT_FAMILIES,
     "LlavaForConditionalGeneration",
-    "WhisperForConditionalGeneration",
+    *(f"{prefix}ForConditionalGeneration" for prefix in ("Whisper", "Bart", "T5", "MT5", "Mllama")),
     *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values()),
 }
 # Those that come with the package, whose sizes and checkpoints' names are alike.
@@ -124,7 +124,7 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**SIZES}, 'names no architecture: expected "architectures" to be one of BambaForCausalLM, BertForMaskedLM, '),
+        ({**SIZES}, 'names no architecture: expected "architectures" to be one of BambaForCausalLM, BartForConditionalGeneration, '),
         (
             config_of("RwkvForCausalLM"),
             "RwkvForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"

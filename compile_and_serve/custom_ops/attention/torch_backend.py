@@ -38,7 +38,7 @@ def write_kv_cache(k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Ten
     kv_cache[blocks, 1, :, offsets] = round_to_cache(v_TKE[tokens], kv_cache.dtype)
 
 
-def _read_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cache blocks in `dtype`. → [blocks, 2, K, P, E]"""
     if kv_cache.dtype != torch.int8:
         return kv_cache[blocks].to(dtype)
@@ -103,7 +103,7 @@ class TorchAttention(AttentionBackend):
                 continue
             blocks = metadata.block_table[s, : (seq_len + block_size - 1) // block_size].long()
             # [blocks, 2, K, P, E] → [2, K, C, E]
-            kv = _read_blocks(kv_cache, blocks, math_dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+            kv = read_blocks(kv_cache, blocks, math_dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
             k_KCE, v_KCE = kv[0], kv[1]
             q_KGLE = q_THE[begin:end].to(math_dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores_KGLC = torch.einsum("kgle,kce->kglc", q_KGLE, k_KCE) * scale
