@@ -210,7 +210,7 @@ CLASSES: dict[str, Hearing] = {
 class GraniteByHand:
     """What Granite's processor would make, with noise in place of its mel spectrogram."""
 
-    three_rows = reads_prompts = False
+    three_rows = False
     placeholders: Mapping[int, str] = {11: "audio"}
 
     def made(self, samples: np.ndarray) -> dict[str, np.ndarray]:

@@ -339,7 +339,7 @@ CLASSES: dict[str, Seeing] = {
 class HandProcessor:
     """Makes images by `Seeing.by_hand`: of one tile or patch for each 20 pixels."""
 
-    three_rows = reads_prompts = False
+    three_rows = False
 
     def __init__(self, seeing: Seeing) -> None:
         self._seeing = seeing

@@ -40,7 +40,7 @@ from compile_and_serve.models.vision.names import MEDIA_ROWS
 from compile_and_serve.models.vision.rope import positions_input
 from compile_and_serve.models.vision.whole_items import PROCESSED_INPUT
 
-_AHEAD_IN_ITEMS = ("gemma3",)  # types of models in which tokens of an image, or of a prompt with images, attend to all of it
+_AHEAD_IN_IMAGES = ("gemma3",)  # types of models in which tokens of an image attend to all of the same image
 _DECODERS = ("language_model", "text_model")
 _AUDIO_MERGE = "_merge_input_ids_with_audio_features"  # Qwen2-Audio's
 _MERGES = ("get_placeholder_mask", "inputs_merger", _AUDIO_MERGE)
@@ -77,7 +77,7 @@ def merging_module(model: nn.Module) -> Merging | None:
     decoder = _decoder_of(name, module)
     if len(found) > 1 or "." in name or decoder is None:
         raise Unsupported("its features are not put in place of embeddings before its decoder")
-    if attends_ahead(model) and getattr(model.config, "model_type", None) not in _AHEAD_IN_ITEMS:
+    if attends_ahead(model) and getattr(model.config, "model_type", None) not in _AHEAD_IN_IMAGES:
         raise Unsupported("tokens attend to later ones, and not to those of the same image alone")
     if others := sorted(_given_to_decoder(module, decoder) - _TO_DECODER):
         raise Unsupported(f"its decoder takes more of an item than embeddings: {', '.join(others)}")

@@ -39,15 +39,15 @@ def packed(tensors: Mapping[str, np.ndarray], *, mean: np.ndarray | None = None,
     return StepArray(dtype="uint8", row_shape=(len(data),), data=data)
 
 
-def joined(arrays: Sequence[StepArray], **replaced: np.ndarray) -> StepArray:
-    """One item of several, whose tensors lie one behind the other in their first dimension. replaced: tensors in place of those."""
+def joined(arrays: Sequence[StepArray]) -> StepArray:
+    """One item of several, whose tensors lie one behind the other in their first dimension."""
     parts = [msgspec.msgpack.decode(one.data, type=dict[str, _Tensor]) for one in arrays]
     values = {
         name: np.concatenate([np.frombuffer(one[name].data, one[name].dtype).reshape(one[name].shape) for one in parts])
-        for name in parts[0].keys() - {_MEAN, _STD, *replaced}
+        for name in parts[0].keys() - {_MEAN, _STD}
     }
     moments = [np.frombuffer(parts[0][name].data, parts[0][name].dtype) if name in parts[0] else None for name in (_MEAN, _STD)]
-    return packed({**values, **replaced}, mean=moments[0], std=moments[1])
+    return packed(values, mean=moments[0], std=moments[1])
 
 
 def unpacked(array: StepArray, device: torch.device) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -70,10 +70,10 @@ def pixels_key(image: Image, settings: str) -> bytes:
     return content_key("pixels", str(image.size), image.tobytes(), settings)
 
 
-def resize(image: Image, width: int, height: int, resample: Literal["BICUBIC", "LANCZOS"] = "BICUBIC") -> np.ndarray:
-    """uint8 [height, width, 3]"""
+def resize(image: Image, width: int, height: int) -> np.ndarray:
+    """uint8 [height, width, 3], by bicubic interpolation."""
     if image.size != (width, height):
-        image = image.resize((width, height), getattr(pillow().Resampling, resample))
+        image = image.resize((width, height), pillow().Resampling.BICUBIC)
     return np.asarray(image)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.media.audio import AudioLimits
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.prepared import MediaError, PreparedMedia
@@ -17,16 +14,12 @@ class NoMedia:
     """Reads nothing. A `MediaProcessor` inherits from it, and has methods of its own for the kinds that its model reads."""
 
     three_rows = sees_ahead = False
-    takes_rows, reads_prompts = True, False
+    takes_rows = True
 
     @property
     def merged_patches(self) -> int:
         """Patches along a side of what one token stands for, of models whose grids count patches."""
         return 1
-
-    def arranged(self, tokens: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[MediaItem]]:
-        """A prompt whose media are in their places, as the model reads it."""
-        return list(tokens), list(items)
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from compile_and_serve.custom_ops.step_data import MediaItem
 from compile_and_serve.runtime.media.audio import AudioLimits
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.llava import LlavaProcessor
 from compile_and_serve.runtime.media.mllama import MllamaProcessor
-from compile_and_serve.runtime.media.paligemma import PaliGemmaProcessor
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.media.speech import SpeechProcessor
@@ -30,13 +28,12 @@ class MediaProcessor(Protocol):
 
     placeholders: token of a prompt → the kind of media that it stands for. three_rows: the model's positions have three rows.
     settings: what the arrays depend on besides the content. sees_ahead: tokens of an image attend to later ones of it. takes_rows: of the
-    encoder, in place of an image. reads_prompts: `arranged` makes a prompt with images one item as a whole.
+    encoder, in place of an image.
     """
 
     three_rows: bool
     sees_ahead: bool
     takes_rows: bool
-    reads_prompts: bool
 
     @property
     def merged_patches(self) -> int:
@@ -55,10 +52,6 @@ class MediaProcessor(Protocol):
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""
-        ...
-
-    def arranged(self, tokens: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[MediaItem]]:
-        """A prompt whose media are in their places, as the model reads it."""
         ...
 
     def sample(self, total: int, fps: float) -> np.ndarray:
@@ -99,7 +92,6 @@ def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> Med
             return SpeechProcessor(config, folder, info.max_audio_seconds)
         if config.get("model_type") == "mllama":
             return MllamaProcessor(config, folder)
-        of_images = PaliGemmaProcessor if config.get("model_type") == "paligemma" else TransformersProcessor
-        return of_images(config, folder, sees_ahead=info.sees_ahead)
+        return TransformersProcessor(config, folder, sees_ahead=info.sees_ahead)
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
     return None if make is None else make(config, encode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,6 @@ from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.runtime.media.prepared import MediaError
 
 _NOT_OF_MEDIA = ("attention_mask", "token_type_ids", "mm_token_type_ids")
-_ONES = "zero one two three four five six seven eight nine".split()
-_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _AUDIO_PARTS = ("feature_extractor", "audio_processor")
 
 
@@ -77,23 +73,6 @@ def changed_settings(image_processor: Any, settings: Mapping[str, Any]) -> dict[
     }
 
 
-def _name_numbers(module: Any) -> None:
-    """Let a processor that writes out numbers (SmolVLM's, of frames) do so without the package num2words."""
-    if getattr(module, "num2words", module) is None:
-        module.num2words = number_words
-
-
-def number_words(number: int) -> str:
-    """An integer from 0 to 999 in English words."""
-    if number < 20:
-        return (_ONES + _TEENS)[number]
-    if number < 100:
-        tens, ones = divmod(number, 10)
-        return _TENS[tens - 2] + (f"-{_ONES[ones]}" if ones else "")
-    hundreds, rest = divmod(number, 100)
-    return f"{_ONES[hundreds]} hundred" + (f" and {number_words(rest)}" if rest else "")
-
-
 def _audio_parts(found: Any) -> set[str]:
     return set() if found is None else set(inspect.signature(found.__init__).parameters)
 
@@ -114,7 +93,6 @@ def _load(folder: Path, videos: Any) -> Any:
     else:
         parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         parts |= {"video_processor": videos} if "video_processor" in parameters else {}
-    _name_numbers(sys.modules[found.__module__])
     unchecked = type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: None})
     own = {key: value for key, value in settings.items() if key in parameters and key not in parts and key != "chat_template"}
     return unchecked(**parts, **own)

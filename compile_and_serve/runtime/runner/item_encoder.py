@@ -37,11 +37,10 @@ _SIZES = ((4096, 4096), (4096, 1024), (1024, 4096), (1024, 1024), (448, 448))
 _LONG_VIDEO = (1_000_000, 24.0)  # frames, and frames a second
 
 
-def with_longest_item(spec: ModelSpec, model: ModelConfig, max_tokens: int) -> tuple[ModelSpec, list[PreparedItem]]:
+def with_longest_item(spec: ModelSpec, model: ModelConfig) -> tuple[ModelSpec, list[PreparedItem]]:
     """The spec with the length of the longest item that the folder's processor makes, and the shortest and that item.
 
-    max_tokens: of a prompt in one step, where items are whole prompts. Nothing changes, and there are none, for a model without such an
-    encoder. Without a processor the model reads text alone.
+    Nothing changes, and there are none, for a model without such an encoder. Without a processor the model reads text alone.
     """
     if spec.encoder is None or spec.encoder.eager_reason is None:
         return spec, []
@@ -66,8 +65,7 @@ def with_longest_item(spec: ModelSpec, model: ModelConfig, max_tokens: int) -> t
     items.sort(key=lambda item: item.length)
     if spec.cross_group is not None:  # an item may be several images
         return spec, [items[0], items[-1]]
-    longest = max(items[-1].length, min(max_tokens, spec.max_model_len) if processor.reads_prompts else 0)
-    return replace(spec, encoder=replace(spec.encoder, max_model_len=longest)), [items[0], items[-1]]
+    return replace(spec, encoder=replace(spec.encoder, max_model_len=items[-1].length)), [items[0], items[-1]]
 
 
 def _speech_items(processor: MediaProcessor, max_tokens: int) -> list[PreparedItem]:

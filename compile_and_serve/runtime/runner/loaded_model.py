@@ -310,7 +310,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
     )
     config = replace(config, scheduler=limits)
-    spec, sample_items = with_longest_item(spec, config.model, limits.token_budget - limits.max_num_seqs)
+    spec, sample_items = with_longest_item(spec, config.model)
     info = encoder_info(spec, config)
     check_stages(spec, rank.mesh)
     stages = None if rank.mesh.pipe == 1 else StageLink(platform_of(device), config.max_steps_in_flight)
