@@ -1,0 +1,26 @@
+"""The table of classes of images and text is what the code does."""
+
+from __future__ import annotations
+
+import pytest
+
+from compile_and_serve.models.image_classes import DOCUMENT, classes, make_table, outcome
+
+HINT = "run python -m compile_and_serve.models.image_classes"
+
+
+def test_every_class_is_in_the_table() -> None:
+    """A new version of transformers adds classes."""
+    rows = [line.split("|")[1].strip(" `") for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert rows == sorted(classes()), HINT
+
+
+@pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "Kimi_K25ForConditionalGeneration"])
+def test_a_row_is_what_becomes_of_the_class(name: str) -> None:
+    one = outcome(name, classes()[name])
+    assert f"| `{name}` | {one.status} | {one.reason} |\n" in DOCUMENT.read_text(encoding="utf-8"), HINT
+
+
+@pytest.mark.slow
+def test_the_table_is_up_to_date() -> None:
+    assert make_table({name: outcome(name, model_type) for name, model_type in classes().items()}) == DOCUMENT.read_text("utf-8"), HINT
