@@ -67,15 +67,29 @@ class BeamSearch:
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take the next tokens of the beams in `alive`: an entry of each, with its likeliest tokens."""
-        candidates = [
-            Beam((*beam.token_ids, token), beam.logprob + logprob, token in self._end_ids)
-            for beam, entry in zip(self.alive, entries, strict=True)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        counts: list[int] = []
+        for beam, entry in zip(self.alive, entries, strict=True):
             # The first is the chosen token, which comes again among the likeliest.
-            for token, logprob in zip(entry.ids[1:], entry.logprobs[1:], strict=True)
-        ]
-        self._finished += [beam for beam in candidates if beam.ended]
-        going_on = [beam for beam in candidates if not beam.ended and beam.logprob > float("-inf")]
-        self.alive = heapq.nlargest(self._width, going_on, key=lambda beam: beam.logprob)
+            ids += entry.ids[1:]
+            logprobs += [beam.logprob + logprob for logprob in entry.logprobs[1:]]
+            counts.append(len(entry.ids) - 1)
+        # Of width² · 2 candidates, only those that end or go on become beams.
+        beams = [number for number, count in enumerate(counts) for _ in range(count)]
+        ended, going_on = [], []
+        for place, token in enumerate(ids):
+            if token in self._end_ids:
+                ended.append(place)
+            elif logprobs[place] > float("-inf"):
+                going_on.append(place)
+        best = heapq.nlargest(self._width, going_on, key=logprobs.__getitem__)
+
+        def extended(place: int, *, has_ended: bool) -> Beam:
+            return Beam((*self.alive[beams[place]].token_ids, ids[place]), logprobs[place], has_ended)
+
+        self._finished += [extended(place, has_ended=True) for place in ended]
+        self.alive = [extended(place, has_ended=False) for place in best]
         if self.alive and len(self.alive[0].token_ids) >= self._max_tokens:
             self._finished += self.alive
             self.alive = []

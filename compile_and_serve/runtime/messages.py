@@ -167,7 +167,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     request_id: str
     new_token_ids: list[int] = []
     new_logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, after the prompt; [0] is None
+    # What the step computed of them: without a token or an end, the rest is to come. The first token of the prompt has None.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: Pooled | None = None  # with the finish reason of a pooling request
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the id of the stop token, if it is one of the request's own; REPETITION

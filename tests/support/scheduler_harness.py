@@ -232,8 +232,8 @@ class Answer:
         self.tokens += output.new_token_ids
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         if output.prompt_logprobs is not None:
-            assert self.prompt_logprobs is None, "prompt logprobs came twice"
-            self.prompt_logprobs = output.prompt_logprobs
+            assert len(self.outputs) == sum(one.prompt_logprobs is not None for one in self.outputs), "prompt logprobs behind tokens"
+            self.prompt_logprobs = [*(self.prompt_logprobs or []), *output.prompt_logprobs]
         self.outputs.append(output)
 
 

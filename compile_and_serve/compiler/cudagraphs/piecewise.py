@@ -81,6 +81,10 @@ class PiecewiseGraphs:
         self._static = [one.name for one in model.inputs if one.name in self._head.arguments]
         self._run_tail: Any = None
 
+    def __contains__(self, size: int) -> bool:
+        """Whether steps of this size have graphs."""
+        return size in self._captured
+
     def padded_size(self, num_tokens: int) -> int | None:
         """The number of tokens to pad a step to: the next size; until that is captured, a captured one of up to twice as many, or the
         octave that is due. None: the step is too long.

@@ -275,6 +275,9 @@ class CudaGraphRunner:
         """Run a step. with_sampling: False where something must come between the outputs and sampling, which the caller then does."""
         num_seqs, is_capture_due, miss = step.padded_seqs, False, "size" if self.sizes or self._piecewise is not None else ""
         is_decode = step.max_query_len == self.query_len and num_seqs * self.query_len == step.padded_tokens == step.num_rows
+        pieces = self._piecewise
+        if pieces is not None and step.padded_tokens > pieces.sizes[-1]:
+            pieces = None
         if is_decode and self.sizes and num_seqs <= self.sizes[-1]:
             full = self._full.get((num_seqs, with_sampling))
             is_replay = full is not None and full.addresses == step.addresses
@@ -287,11 +290,15 @@ class CudaGraphRunner:
                 full.graph.replay()
                 self.stats.replays["full"] += 1
                 return replace(full.result, is_capture_due=True) if is_capture_due else full.result
-        elif self._piecewise is not None and step.padded_tokens <= self._piecewise.sizes[-1]:
-            outputs = self._piecewise.run(step, self.stats)
-            if outputs is not None:
-                return StepResult(outputs, kind="piecewise")
+            # Decodes beside prompts of one token have the shape of decodes, but lie elsewhere. Nothing is captured twice.
+            if full is None and pieces is not None and step.padded_tokens not in pieces:
+                pieces = None
+        elif pieces is not None:
             miss = "not_captured"
+        if pieces is not None:
+            outputs = pieces.run(step, self.stats)
+            if outputs is not None:
+                return StepResult(outputs, is_capture_due=is_capture_due, kind="piecewise")
         self.stats.plain_steps += 1
         return StepResult(self.model(step), is_capture_due=is_capture_due, miss=miss)
 

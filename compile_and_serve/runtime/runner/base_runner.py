@@ -198,7 +198,8 @@ class BaseRunner(ABC):
         q, max_query_len = layout.query_len, layout.max_query_len
         seqs, rows = num_seqs, layout.num_logits
         if shape is None:
-            size = steps.padded_size(num_tokens, num_seqs, max_query_len) or num_tokens
+            # Prompts of a single token make no step of decodes.
+            size = steps.padded_size(num_tokens, num_seqs, max_query_len if layout.is_decode_only else max(2, max_query_len)) or num_tokens
         else:
             size, rows = common_size(steps, shape), shape.rows
             max_query_len = max_query_len if shape.is_decode else max(2, max_query_len)  # or it might have a graph where others have none

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from compile_and_serve.runtime.ledger.waits import RequestClock
 from compile_and_serve.runtime.messages import NOBODY, EngineStats, Tenant, TenantStats
-from compile_and_serve.runtime.scheduler.request import Request
-from compile_and_serve.runtime.scheduler.shares import Account, Entry, Share, served
+from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.shares import Account, Entry, Share, UserShare, served
 
 
 class FairQueue:
@@ -29,6 +29,7 @@ class FairQueue:
         self.may_start: Callable[[Account], bool] = lambda account: account.has_room
         self.keeps_ledgers = True
         self._num_waiting = 0
+        self._left: dict[UserShare, bool] = {}  # users with requests that ended; whether one of them waited
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -74,6 +75,7 @@ class FairQueue:
         account = user.account
         account.num_unfinished -= 1
         user.num_unfinished -= 1
+        self._left[user] = self._left.get(user, False) or request.status is RequestStatus.WAITING
 
     def push(self, request: Request) -> None:
         """Let a request wait at its place in the order of its user's."""
@@ -163,18 +165,23 @@ class FairQueue:
         }
 
     def drop_finished(self) -> None:
-        """Drop the requests that ended while they waited, and the keys and users that have none left."""
-        for account in list(self.accounts.values()):
-            for user in list(account.users.values()):
-                kept = [entry for entry in user.waiting if not entry[1].has_ended]
-                if num_dropped := len(user.waiting) - len(kept):
-                    user.waiting = kept
-                    heapq.heapify(kept)
-                    account.num_waiting -= num_dropped
-                    self._num_waiting -= num_dropped
-                if not user.num_unfinished:
-                    del account.users[user.name]
-            if not account.num_unfinished:
+        """Drop the requests that ended while they waited, and the keys and users that have none left. Looks only at users of whom a
+        request has ended.
+        """
+        left, self._left = self._left, {}
+        finished = RequestStatus.FINISHED
+        for user, has_waited in left.items():
+            account = user.account
+            if has_waited:
+                kept = [entry for entry in user.waiting if entry[1].status is not finished]
+                num_dropped = len(user.waiting) - len(kept)
+                user.waiting = kept
+                heapq.heapify(kept)
+                account.num_waiting -= num_dropped
+                self._num_waiting -= num_dropped
+            if not user.num_unfinished and account.users.get(user.name) is user:
+                del account.users[user.name]
+            if not account.num_unfinished and self.accounts.get(account.tenant.name) is account:
                 del self.accounts[account.tenant.name]
 
 

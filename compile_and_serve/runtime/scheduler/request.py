@@ -104,8 +104,8 @@ class Request:
         "keys", "kv_transfer", "loaded_tokens", "max_total_tokens", "may_load", "min_total_tokens", "misses", "next_cache_len",
         "num_beside_tokens", "num_cached_blocks", "num_cached_tokens", "num_charged_tokens", "num_chunks",
         "num_computed_tokens", "num_freed_blocks", "num_given_tokens", "num_held_tokens", "num_pending_steps",
-        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_tokens", "num_recomputed_tokens",
-        "paused_until", "pooling", "prefill_end", "prefill_step", "prompt", "prompt_logprobs", "repetition", "request_id",
+        "num_preemptions", "num_prefix_tokens", "num_promised_blocks", "num_prompt_logprobs", "num_prompt_tokens", "num_recomputed_tokens",
+        "paused_until", "pooling", "prefill_end", "prefill_step", "prompt", "repetition", "request_id",
         "sampling_params", "share", "status", "step_data", "stop_ids", "token_ids", "waits_for", "wants_prompt_logprobs",
         "was_refused_load",
     )  # fmt: skip
@@ -167,7 +167,7 @@ class Request:
         self.num_pending_steps = 0
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.num_prompt_logprobs = 0  # entries that were sent
         self.wants_prompt_logprobs = params.prompt_logprobs is not None  # False again once they are complete
 
         # Set by the block manager.
@@ -206,12 +206,16 @@ class Request:
         """Whether it is finished for ever."""
         return self.status is RequestStatus.FINISHED
 
-    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
-        """Take the entries of tokens start+1 …, from a step that computed positions start …. Known entries are skipped."""
-        if self.wants_prompt_logprobs:
-            have = len(self.prompt_logprobs) - 1
-            assert start <= have, (self.request_id, start, have)
-            self.prompt_logprobs.extend(entries[have - start :])
+    def new_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs | None]:
+        """Of the entries of tokens start+1 …, from a step that computed positions start …, those that were not sent yet. The first token
+        has None.
+        """
+        have = self.num_prompt_logprobs
+        known = max(have, 1) - 1
+        assert start <= known, (self.request_id, start, known)
+        new = [*([] if have else [None]), *entries[known - start :]]
+        self.num_prompt_logprobs += len(new)
+        return new
 
     def append_tokens(self, new_ids: list[int], output: RequestOutput) -> bool:
         """Append sampled tokens, to `output` as well. Returns True, and sets `output.finish_reason`, when one of them ends the

@@ -40,10 +40,11 @@ class Chunk:
         if request.status is RequestStatus.FINISHED:
             return None
         request_id = request.request_id
+        entries = None
         if request.wants_prompt_logprobs:
-            request.add_prompt_logprobs(self.start, result.prompt_logprobs.get(request_id, []))
+            entries = request.new_prompt_logprobs(self.start, result.prompt_logprobs.get(request_id, [])) or None
         if not self.samples:
-            return None
+            return None if entries is None else RequestOutput(request_id=request_id, prompt_logprobs=entries)
         if self.num_preemptions != request.num_preemptions:
             request.num_pending_steps -= 1
 
@@ -57,8 +58,8 @@ class Chunk:
             output.queue_seconds = max(0.0, request.first_scheduled_time - request.arrival_time)
             output.prefill_seconds = max(0.0, time.time() - request.first_scheduled_time)
         if request.wants_prompt_logprobs:
-            assert len(request.prompt_logprobs) == request.num_prompt_tokens, (request_id, len(request.prompt_logprobs))
-            output.prompt_logprobs = request.prompt_logprobs
+            assert request.num_prompt_logprobs == request.num_prompt_tokens, (request_id, request.num_prompt_logprobs)
+            output.prompt_logprobs = entries
             request.wants_prompt_logprobs = False
             # The runner must not compute them again, without a limit of rows, when the request resumes after a preemption.
             request.sampling_params = msgspec.structs.replace(request.sampling_params, prompt_logprobs=None)

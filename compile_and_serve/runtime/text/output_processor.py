@@ -112,15 +112,16 @@ class CompletionOutput:
 
 
 class _Sequence:
-    """An engine request in flight."""
+    """An engine request in flight. prompt_logprobs: those that have come, until the first token."""
 
-    __slots__ = ("include_stop", "index", "sink", "stream")
+    __slots__ = ("include_stop", "index", "prompt_logprobs", "sink", "stream")
 
     def __init__(self, index: int, sink: Sink, stream: TextStream | None, params: SamplingParams) -> None:
         self.index = index
         self.sink = sink
         self.stream = stream
         self.include_stop = params.include_stop_str_in_output
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
 
 
 class OutputProcessor:
@@ -184,6 +185,10 @@ class OutputProcessor:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
                 continue  # aborted while the step ran
+            if output.prompt_logprobs is not None:
+                sequence.prompt_logprobs += output.prompt_logprobs
+                if not output.new_token_ids and output.finish_reason is None:
+                    continue
             try:
                 delta = _delta(sequence, output)
             except Exception:  # an error in one request must not end the others
@@ -233,12 +238,15 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
             token_ids = token_ids[:used]
             logprobs = None if logprobs is None else logprobs[:used]
             finish_reason, stop_reason = "stop", sequence.stream.stopped_by
+    prompt_logprobs = None
+    if sequence.prompt_logprobs and finish_reason not in ("error", "abort"):
+        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
     return CompletionDelta(
         index=sequence.index,
         text=text,
         token_ids=token_ids,
         logprobs=logprobs,
-        prompt_logprobs=output.prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=output.num_cached_tokens,

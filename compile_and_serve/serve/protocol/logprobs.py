@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
+_TOKENS_PER_TURN = 256  # of the event loop: they take about half a millisecond
 
 
 class LogprobsWriter:
@@ -69,6 +73,25 @@ class LogprobsWriter:
         """`prompt_logprobs`: per prompt token, token id → {logprob, rank, decoded_token}; None for the first token."""
         return [None if entry is None else self._ranked(entry) for entry in entries]
 
+    async def prompt_json(self, entries: Sequence[TokenLogprobs | None]) -> msgspec.Raw:
+        """`prompt` as JSON. The event loop runs other work between its parts."""
+        written = []
+        for part in _parts(entries):
+            written.append(msgspec.json.encode(self.prompt(entries[part]))[1:-1])
+            await asyncio.sleep(0)
+        return msgspec.Raw(b"[" + b",".join(written) + b"]")
+
+    async def echoed(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """`completion` of a prompt. The event loop runs other work between its parts."""
+        whole: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        offset = 0
+        for part in _parts(entries):
+            for name, values in self.completion(token_ids[part], entries[part], offset=offset).items():
+                whole[name] += values
+            offset = whole["text_offset"][-1] + self.num_chars(token_ids[part][-1])
+            await asyncio.sleep(0)
+        return whole
+
     def _key(self, token_id: int) -> str:
         """A name that tells tokens apart: a token that holds part of a character is named by its bytes, as OpenAI does."""
         name = self.token(token_id)
@@ -88,6 +111,16 @@ class LogprobsWriter:
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
         return {"token": self.token(token_id), "logprob": _finite(logprob), "bytes": raw}
+
+
+def _parts(entries: Sequence[TokenLogprobs | None]) -> Iterator[slice]:
+    """Entries of about _TOKENS_PER_TURN tokens each."""
+    begin = num_tokens = 0
+    for end, entry in enumerate(entries, 1):
+        num_tokens += 0 if entry is None else len(entry.ids)
+        if num_tokens >= _TOKENS_PER_TURN or end == len(entries):
+            yield slice(begin, end)
+            begin, num_tokens = end, 0
 
 
 def _finite(logprob: float) -> float:

@@ -53,7 +53,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     if body.stream:
         generation = await answer.conversation.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
-    return await collect(request, answer.conversation.submit, answer.complete)
+    return await collect(request, answer.conversation.submit, answer.complete, answer.write_prompt)
 
 
 class _Answer:
@@ -78,7 +78,13 @@ class _Answer:
         self.logprobs = LogprobsWriter(context.inputs.tokenizer, as_ids=as_ids)
         self.role = context.settings.response_role if not body.continue_final_message else body.messages[-1]["role"]
         self.echo = self._echo()
+        self.written: msgspec.Raw | None = None  # the prompt's log-probabilities
         self.message_options: dict[str, Any] = {"with_reasoning": body.include_reasoning is not False}
+
+    async def write_prompt(self, completions: list[CompletionOutput]) -> None:
+        """Write the prompt's log-probabilities, which may take long. `complete` needs them."""
+        if (entries := completions[0].prompt_logprobs) is not None:
+            self.written = await self.logprobs.prompt_json(entries)
 
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""
@@ -96,8 +102,7 @@ class _Answer:
             choice["token_ids"] = completion.token_ids if self.body.return_token_ids else None
             choices.append(choice)
         answer = {**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict(), **self._prompt_ids()}
-        prompt_logprobs = completions[0].prompt_logprobs
-        answer["prompt_logprobs"] = None if prompt_logprobs is None else self.logprobs.prompt(prompt_logprobs)
+        answer["prompt_logprobs"] = self.written
         return json_response(answer | transfer_fields(completions))
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:

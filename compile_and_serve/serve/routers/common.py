@@ -28,14 +28,22 @@ def usage_options(body: GenerationFields, *, always: bool) -> tuple[bool, bool]:
 
 
 async def collect(
-    request: Request, submit: Callable[[], Awaitable[Generation]], complete: Callable[[list[CompletionOutput]], Response]
+    request: Request,
+    submit: Callable[[], Awaitable[Generation]],
+    complete: Callable[[list[CompletionOutput]], Response],
+    write_ahead: Callable[[list[CompletionOutput]], Awaitable[None]] | None = None,
 ) -> Response:
-    """Wait for every completion and answer with all of them. A client's disconnect ends its generation."""
+    """Wait for every completion and answer with all of them. A client's disconnect ends its generation. write_ahead: what of the answer
+    may take long: it lets the event loop run other work.
+    """
 
     async def work() -> Response:
         generation = await submit()
         try:
-            return complete(await generation.gather())
+            completions = await generation.gather()
+            if write_ahead is not None:
+                await write_ahead(completions)
+            return complete(completions)
         finally:
             generation.close()
 

@@ -50,7 +50,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
-    return await collect(request, answer.submit, answer.complete)
+    return await collect(request, answer.submit, answer.complete, answer.write_prompts)
 
 
 class _Answer:
@@ -81,6 +81,9 @@ class _Answer:
         self.echoed = [self._text_of(prompt) for prompt in prompts] if body.echo else []
         # For each completion, the `text_offset` of its next token.
         self.offsets = [0] * (len(prompts) * self.n)
+        # Of completions with log-probabilities of their prompts, these as they are shown: as JSON, and as part of `logprobs`.
+        self.written: dict[int, msgspec.Raw] = {}
+        self.written_echo: dict[int, dict[str, Any]] = {}
 
     @classmethod
     def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
@@ -129,25 +132,36 @@ class _Answer:
         options = {"request_id": self.head["id"], "priority": self.body.priority or 0, "cache_salt": self.cache_salt, "lora": self.lora}
         return options if self.kv_transfer is None else {**options, "kv_transfer": self.kv_transfer}
 
+    async def write_prompts(self, completions: list[CompletionOutput]) -> None:
+        """Write the prompts' log-probabilities, which may take long. `complete` needs them."""
+        for completion in completions:
+            index, entries = completion.index, completion.prompt_logprobs
+            if entries is None:
+                continue
+            if self.body.prompt_logprobs is not None:
+                self.written[index] = await self.logprobs.prompt_json(entries)
+            if self.body.echo and self.body.logprobs is not None:
+                prompt = self.prompts[index // self.n][: len(entries)]
+                shown = self.written_echo[index] = await self.logprobs.echoed(prompt, entries)
+                self.offsets[index] = shown["text_offset"][-1] + self.logprobs.num_chars(prompt[-1])
+
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""
         choices = []
         for completion in completions:
             self.usage.add(completion)
             prompt = self.prompts[completion.index // self.n]
-            entries = completion.prompt_logprobs
+            logprobs = self._choice_logprobs(completion.index, completion.token_ids, completion.logprobs, [])
+            if logprobs is not None and (echoed := self.written_echo.get(completion.index)) is not None:
+                logprobs = {name: [*echoed[name], *values] for name, values in logprobs.items()}
             choice: dict[str, Any] = {
                 "index": completion.index,
                 "text": self._echo(completion.index) + completion.text,
-                "logprobs": self._choice_logprobs(
-                    completion.index, completion.token_ids, completion.logprobs, self._echoed_entries(entries)
-                ),
+                "logprobs": logprobs,
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
-                "prompt_logprobs": None,
+                "prompt_logprobs": self.written.get(completion.index),
             }
-            if entries is not None and self.body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self.logprobs.prompt(entries)
             with_ids = self.body.return_token_ids
             choice |= {"prompt_token_ids": prompt if with_ids else None, "token_ids": completion.token_ids if with_ids else None}
             choices.append(choice)

@@ -361,6 +361,29 @@ def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piec
     assert runner.stats.replays == {"full": 0, "piecewise": 1}
 
 
+def test_decodes_that_lie_elsewhere_are_replayed_piece_by_piece(shared_cache_dir: Path) -> None:
+    """Beside prompts of one token, decodes have the shape of decodes, but not the memory that their graphs read."""
+    spec, model = compiled(shared_cache_dir)
+    state = caches(spec, torch.float32)
+
+    def decodes(size: int) -> Step:
+        return make_step(spec.inputs, spec.state, [(0, 1)] * size, state=state, tokens_per_page=PAGE_SIZES)
+
+    runner = CudaGraphRunner(model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(4, 8))
+    runner.bind(decodes)
+    runner.capture()
+    elsewhere = decodes(4)
+    for number in range(6):
+        result = runner.run(elsewhere)
+        assert (result.kind, result.miss) == (("plain", "addresses") if number < 3 else ("piecewise", ""))
+        assert result.sampled is None
+        assert not result.is_capture_due
+    torch.testing.assert_close(result.outputs["logits"], model(elsewhere)["logits"], rtol=1e-5, atol=1e-5)
+    unsampled = [runner.run(decodes(size), with_sampling=False) for size in (4, 8)]
+    assert [one.kind for one in unsampled] == ["piecewise", "plain"]  # they ask for a graph of their own, and for no second one
+    assert runner.capture() == 2
+
+
 def test_a_capture_that_fails_says_of_what() -> None:
     class Full(FakeDevice):
         error: Exception = torch.OutOfMemoryError("CUDA out of memory")

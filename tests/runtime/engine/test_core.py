@@ -150,16 +150,18 @@ def test_logprobs_and_prompt_logprobs(model_dir: Path, core: EngineCore, budget:
     prompt = prompt_of(3, 21)
     asks = request("asks", prompt, logprobs=3, prompt_logprobs=2, temperature=1.0, seed=7, max_tokens=5)
     outputs = run_requests(engine, [asks, request("other", prompt_of(1, 12)), request("asks too", prompt, logprobs=0)])
-    steps = outputs["asks"]
+    parts = [step.prompt_logprobs for step in outputs["asks"] if step.prompt_logprobs is not None]
+    assert len(parts) == (1 if budget == 2048 else 3)
+    assert all(len(part) <= budget + 1 for part in parts)  # the first token's None is one more
+    prompt_entries = [entry for part in parts for entry in part]
+    assert [step.prompt_logprobs for step in outputs["asks"][: len(parts)]] == parts
+    steps = outputs["asks"][len(parts) - 1 :]  # from the first token on
     tokens = [token for step in steps for token in step.new_token_ids]
     expected_TV = reference_logprobs(core, prompt + tokens)
-    prompt_entries = steps[0].prompt_logprobs
-    assert prompt_entries is not None
     assert len(prompt_entries) == len(prompt)
     assert prompt_entries[0] is None
     for position in range(1, len(prompt)):
         check_entry(prompt_entries[position], expected_TV[position - 1], prompt[position], 2)
-    assert all(step.prompt_logprobs is None for step in steps[1:])
     for i, step in enumerate(steps):
         assert step.new_logprobs is not None
         check_entry(step.new_logprobs[0], expected_TV[len(prompt) + i - 1], tokens[i], 3)
