@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from compile_and_serve.runtime.messages import TokenLogprobs
@@ -90,6 +93,27 @@ def test_of_two_tokens_with_equal_names_the_more_likely_is_kept(tokenizer: Token
     entry = TokenLogprobs([5, beyond, beyond + 1, 6], [-9.0, -1.0, -2.0, -3.0], 7)
     [likeliest] = writer.completion([5], [entry], offset=0)["top_logprobs"]
     assert likeliest == {"": -1.0, tokenizer.token_text(6): -3.0, tokenizer.token_text(5): -9.0}
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_what_is_written_in_parts_is_the_whole(tokenizer: Tokenizer, as_ids: bool) -> None:
+    """Log-probabilities of a long prompt; the event loop has its turns meanwhile."""
+    writer, turns = LogprobsWriter(tokenizer, as_ids=as_ids), 0
+    ids = [(7 * place) % (tokenizer.vocab_size + 3) for place in range(500)]
+    entries = [None, *(TokenLogprobs([token, token + 1, token], [-1e-7 * token, -3.5, -math.inf], 1 + token) for token in ids[1:])]
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    assert bytes(await writer.prompt_json(entries)) == msgspec.json.encode(writer.prompt(entries))
+    assert turns >= 5
+    assert await writer.echoed(ids, entries) == writer.completion(ids, entries, offset=0)
+    assert turns >= 10
+    counting.cancel()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -26,6 +26,9 @@ from compile_and_serve.custom_ops.step import ROWS, Step, running
 # In a longer step, the device takes longer to compute than the host to launch, so that graphs gain nothing.
 PIECEWISE_TOKENS = 2048
 SMALL_LAYERS_TOKENS = 4096  # where pieces have at most SMALL_LAYER_WEIGHTS weights
+# Steps lost by a size above the limit before it is captured nevertheless: the kernels of such steps are chosen while the engine is idle,
+# and an engine that never is would launch them kernel by kernel for ever.
+UNLIMITED_STEPS = 8 * CAPTURE_STEPS
 # 0.25 TFLOP for 4096 tokens: a large GPU computes this faster than the host launches it.
 SMALL_LAYER_WEIGHTS = 30_000_000
 
@@ -68,7 +71,8 @@ class PiecewiseGraphs:
 
     def __init__(self, model: Any, device: GraphDevice, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
-        self.max_tokens: int | None = None  # of a size that may be captured now; None: any
+        self.max_tokens: int | None = None  # of a size whose kernels are chosen; None: all are
+        self._provisional: set[int] = set()  # sizes captured above the limit
         self._model = model
         self._device = device
         self._captured: dict[int, _Captured] = {}
@@ -80,6 +84,18 @@ class PiecewiseGraphs:
         self._head, self._tail = plan.cut(first)
         self._static = [one.name for one in model.inputs if one.name in self._head.arguments]
         self._run_tail: Any = None
+
+    def limit(self, max_tokens: int | None) -> None:
+        """Capture no size above max_tokens (None: all may be), unless steps without it have lost UNLIMITED_STEPS. Such graphs are dropped
+        once the limit reaches them, to be captured again with the kernels that are chosen then. No step may be in flight.
+        """
+        self.max_tokens = max_tokens
+        for size in [size for size in self._provisional if max_tokens is None or size <= max_tokens]:
+            self._provisional.discard(size)
+            del self._captured[size]
+            self._lost.pop(size, None)
+            if size not in self._wanted:
+                bisect.insort(self._wanted, size)
 
     def __contains__(self, size: int) -> bool:
         """Whether steps of this size have graphs."""
@@ -106,7 +122,8 @@ class PiecewiseGraphs:
         return octave if octave in self.sizes else size
 
     def _is_due(self, size: int) -> bool:
-        return self._lost.get(size, 0.0) >= CAPTURE_STEPS and (self.max_tokens is None or size <= self.max_tokens)
+        is_limited = self.max_tokens is not None and size > self.max_tokens
+        return self._lost.get(size, 0.0) >= (UNLIMITED_STEPS if is_limited else CAPTURE_STEPS)
 
     def run(self, step: Step, stats: GraphStats) -> Outputs | None:
         """→ the step's outputs; None if it has to run without graphs: its size is not captured yet, or it is not padded to a size."""
@@ -127,6 +144,8 @@ class PiecewiseGraphs:
             before = self._device.used_bytes()
             with capturing(f"a step of {size} tokens, piece by piece,"):
                 captured = self._captured[size] = self._capture(step, stats)
+            if self.max_tokens is not None and size > self.max_tokens:
+                self._provisional.add(size)
             stats.capture_seconds += time.perf_counter() - started
             stats.used_bytes += max(0, self._device.used_bytes() - before)
         for name, static in captured.inputs.items():

@@ -235,9 +235,9 @@ class CudaGraphRunner:
         stats.used_bytes += max(0, self._device.used_bytes() - before)
 
     def capture_pieces_up_to(self, max_tokens: int | None) -> None:
-        """Piecewise graphs are not captured above `max_tokens`; None: there is no limit."""
+        """See `PiecewiseGraphs.limit`."""
         if self._piecewise is not None:
-            self._piecewise.max_tokens = max_tokens
+            self._piecewise.limit(max_tokens)
 
     def next_piecewise_size(self) -> int | None:
         """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""

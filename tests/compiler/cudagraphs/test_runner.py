@@ -427,6 +427,22 @@ def test_idle_moments_capture_every_piecewise_size_once(shared_cache_dir: Path) 
     assert piecewise.stats.replays["piecewise"] == 1
 
 
+def test_a_size_that_waits_for_its_kernels_is_captured_for_the_time_being_where_steps_lose_much(shared_cache_dir: Path) -> None:
+    spec, model = compiled(shared_cache_dir)
+    runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(), sizes=(8, 16, 24))
+    runner.capture_pieces_up_to(8)
+    state = caches(spec, torch.float32)
+    for _ in range(35):
+        step(runner, [7] * 16, 0, state)
+    assert (runner.stats.plain_steps, runner.stats.replays["piecewise"]) == (31, 4)
+    runner.capture_pieces_up_to(None)
+    step(runner, [7] * 16, 0, state)
+    assert runner.stats.plain_steps == 32  # its graphs are gone,
+    assert [runner.next_piecewise_size() for _ in range(3)] == [24, 16, 8]  # and are wanted again
+    step(runner, [7] * 16, 0, state)
+    assert (runner.stats.plain_steps, runner.stats.replays["piecewise"]) == (32, 5)
+
+
 def test_two_plans_capture_in_turns_and_the_one_that_loses_more_goes_first() -> None:
     device, stats = FakeDevice(), GraphStats()
     runner, _, buffers, _ = make(device=device, stats=stats)

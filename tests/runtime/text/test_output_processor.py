@@ -72,6 +72,23 @@ def test_deltas_extended_are_the_same_completion(inputs: InputProcessor, with_lo
     assert run.completion() == expected
 
 
+def test_log_probabilities_of_a_prompt_come_in_parts(inputs: InputProcessor) -> None:
+    """The completion has them with its first token, and none if the prompt is never complete."""
+    entries = [None, *(TokenLogprobs([token], [-0.5], 1) for token in range(4))]
+    for last in (entries[4:], None):
+        run = Run(inputs, SamplingParams(prompt_logprobs=0))
+        for part in (entries[:2], entries[2:4], *([] if last else [entries[4:]])):
+            run.feed("", prompt_logprobs=part)
+        assert run.deltas == []
+        run.feed("a", prompt_logprobs=last)
+        run.feed("b")
+        assert [delta.prompt_logprobs for delta in run.deltas] == [entries, None]
+    run = Run(inputs, SamplingParams(prompt_logprobs=0))
+    run.feed("", prompt_logprobs=entries[:2])
+    run.feed("", finish_reason="error", error="It failed.")
+    assert [(delta.prompt_logprobs, delta.error) for delta in run.deltas] == [(None, "It failed.")]
+
+
 def test_each_completion_has_its_own_id_seed_and_index(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams(n=3, seed=10))
     assert len({request.request_id for request in run.requests}) == 3
