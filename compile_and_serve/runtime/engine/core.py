@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any
@@ -155,6 +155,11 @@ class EngineCore:
     def has_steps_in_flight(self) -> bool:
         """Whether a launched step is not over."""
         return bool(self._in_flight)
+
+    @property
+    def unfinished_keys(self) -> Collection[str]:
+        """Names of the API keys that have unfinished requests."""
+        return self._scheduler.unfinished_keys
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request with all its sequences.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -138,6 +138,11 @@ class DataGroups:
             self._structured.add(request_id)
         self._has_limits |= moved.tenant.max_running is not None
         return None
+
+    @property
+    def unfinished_keys(self) -> Collection[str]:
+        """Names of the API keys that have unfinished requests."""
+        return {name for member in self.members for name in member.unfinished_keys}
 
     def has_work(self) -> bool:
         """See `Scheduler.has_work`."""

@@ -29,6 +29,7 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.engine.engine_socket import Client, EngineSocket
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatSender
+from compile_and_serve.runtime.engine.intake import Intake
 from compile_and_serve.runtime.logs import LogFormat
 from compile_and_serve.runtime.messages import (
     AbortRequests,
@@ -75,6 +76,7 @@ class EngineProcess:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._heartbeat = HeartbeatSender(context, bootstrap.folder)
         self._socket = EngineSocket(context, bootstrap.folder)
+        self._intake = Intake(self._add)
         self._ready: EngineReady | None = None
         self._has_unreported_abort = False  # since the last stats were sent
         self._sent_pending_work: dict[str, int] = {}  # of `EngineStats`, as sent last
@@ -121,7 +123,7 @@ class EngineProcess:
             self._heartbeat.begin_turn()
             if self._loads:
                 self._answer_loads()
-            has_work = core.has_work()
+            has_work = core.has_work() or len(self._intake) > 0
             if self._shutdown is not None and not has_work:
                 return
             if self._sleep_calls and not has_work:
@@ -130,6 +132,7 @@ class EngineProcess:
                     self._answer(client, call)
             if has_work or self._idle() or self._wait():
                 self._receive()
+                self._intake.take(core.unfinished_keys)
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return
@@ -173,16 +176,21 @@ class EngineProcess:
         elif not self._socket.is_connected(client):
             return  # its last words
         elif isinstance(message, AddRequest):
-            self._add(client, message)
+            self._intake.put(client, message)
         elif isinstance(message, AbortRequests):
+            self._intake.drop(client, message.request_ids)
             self._core.abort(self._socket.disown(client, message.request_ids))
             self._has_unreported_abort = True
-        elif isinstance(message, UtilityCall):
-            self._call(client, message)
         else:
-            self._shutdown = message
+            self._intake.take_all()
+            if isinstance(message, UtilityCall):
+                self._call(client, message)
+            else:
+                self._shutdown = message
 
     def _add(self, client: Client, message: AddRequest) -> None:
+        if not self._socket.is_connected(client):
+            return  # it has gone meanwhile
         from compile_and_serve.runtime.scheduler.request_checks import QueueFullError, TenantLimitError
 
         request, answer = message.request, UtilityResult(call_id=message.call_id)

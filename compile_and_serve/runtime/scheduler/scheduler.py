@@ -127,7 +127,7 @@ class Scheduler:
             transfers=self._transfers,
         )
         self.waiting = self._queue = self._admission.waiting
-        self.misses = self._admission.misses
+        self.misses, self.unfinished_keys = self._admission.misses, self._queue.accounts.keys()  # names of API keys
         if isinstance(encoder, ItemQueue):
             encoder.blocks = self.manager.items
         self.encoder, self._whole_prompts, self._length_regimes = encoder, whole_prompts, length_regimes
