@@ -52,6 +52,8 @@ class TokenCost:
     def __init__(self) -> None:
         self.decode, self.row = self.DEFAULT, 0.0
         self._decode_seconds = self._prompt_seconds = self._row_seconds = 0.0  # of a token
+        # Of a row, by which a step with decodes takes longer: with its token, and its part of what a step with prompts takes anyway.
+        self._seconds_beside = 0.0
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float, num_rows: int = 0) -> None:
         """Learn from a step's duration. num_rows: prompt tokens whose logprobs it computed."""
@@ -62,6 +64,8 @@ class TokenCost:
             self._decode_seconds = self._mean(self._decode_seconds, seconds / num_decodes)
         elif num_rows:
             self._row_seconds = self._mean(self._row_seconds, max(0.0, rest) / num_rows)
+            beside = max(0.0, seconds - num_decodes * self._decode_seconds)
+            self._seconds_beside = self._mean(self._seconds_beside, beside / num_rows)
         elif rest > 0.0:
             self._prompt_seconds = self._mean(self._prompt_seconds, rest / num_prompt_tokens)
         if self._prompt_seconds:
@@ -71,12 +75,12 @@ class TokenCost:
                 self.decode = min(highest, max(lowest, self._decode_seconds / self._prompt_seconds))
 
     def rows_beside(self, num_decodes: int) -> int:
-        """Prompt tokens whose logprobs take about as long as so many decodes."""
+        """Prompt tokens that, with their logprobs, take about as long as so many decodes."""
         if not num_decodes:
             return MAX_PROMPT_ROWS
-        if not self._row_seconds:
+        if not self._seconds_beside:
             return MIN_PROMPT_ROWS
-        return min(MAX_PROMPT_ROWS, max(MIN_PROMPT_ROWS, int(num_decodes * self._decode_seconds / self._row_seconds)))
+        return min(MAX_PROMPT_ROWS, max(MIN_PROMPT_ROWS, int(num_decodes * self._decode_seconds / self._seconds_beside)))
 
     def _mean(self, before: float, new: float) -> float:
         return new if not before else before + self._NEW_PART * (new - before)
