@@ -4,7 +4,7 @@
 
 A tiny Llama of random weights on the CPU. Key B decodes in half of the 8 batch slots. `alone`: nobody else. `fair`: A decodes in the other
 half. Then A does what is named. A turn is what the engine's process does between two waits for the device: it decodes and handles the
-messages that have come, schedules, launches, takes the result and encodes the outputs. `host_us` is a turn's time without what a GPU
+messages that have come, schedules, launches, takes the result and encodes the outputs. `host_us` is a turn's CPU time without what a GPU
 would do: the model, sampling and log-probabilities. It has `receive`, `schedule`, `launch`, `result`, `update` and `send`. `host_p99_us`
 and `host_max_us` are of the whole turn. `b_tokens`: B's per turn, at most 4. `api_us`: per turn, what A's requests cost an API process
 in the search of beams and in writing log-probabilities; `api_max_us`: at one go.
@@ -81,19 +81,19 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        began, device = time.perf_counter(), self._device
+        began, device = time.thread_time(), self._device
         yield
-        self.seconds[name] += time.perf_counter() - began - (self._device - device)  # type: ignore[assignment]
+        self.seconds[name] += time.thread_time() - began - (self._device - device)  # type: ignore[assignment]
 
     def on_device(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose time is the device's."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return work(*arguments, **options)
             finally:
-                self._device += time.perf_counter() - began
+                self._device += time.thread_time() - began
 
         return run
 
@@ -146,9 +146,9 @@ class Bench:
         return [self.random.randrange(3, VOCAB) for _ in range(length)]
 
     def on_api(self, work: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         result = work()
-        self.api.append(time.perf_counter() - began)
+        self.api.append(time.thread_time() - began)
         return result
 
     def turn(self) -> float:
@@ -346,8 +346,8 @@ def _compare(arguments: argparse.Namespace) -> None:
                 row = json.loads(line)
                 found.setdefault(row["host_work"], []).append(row)
     ours, theirs = rows.values()
-    for name, found in ours.items():
-        us, them = (min(part, key=lambda row: float(row["host_us"])) for part in (found, theirs[name]))
+    for name, measured in ours.items():
+        us, them = (min(part, key=lambda row: float(row["host_us"])) for part in (measured, theirs[name]))
         ratio = round(us["host_us"] / them["host_us"], 3)
         print(json.dumps({**us, "ratio": ratio, "against": {key: them[key] for key in us if key != "host_work"}}), flush=True)
 
