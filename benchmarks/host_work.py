@@ -5,9 +5,9 @@
 A tiny Llama of random weights on the CPU. Key B decodes in half of the 8 batch slots. `alone`: nobody else. `fair`: A decodes in the other
 half. Then A does what is named. A turn is what the engine's process does between two waits for the device: it decodes and handles the
 messages that have come, schedules, launches, takes the result and encodes the outputs. `host_us` is a turn's time without what a GPU would
-do (the model, sampling, log-probabilities), and what `receive`, `schedule`, `launch`, `result`, `update` and `send` take of it: medians over
-the turns, so that a busy machine's pauses do not count. `host_p99_us` has them. `b_tokens`: B's per turn, at most 4. `api_us`: per turn, what A's requests cost an API process
-in the search of beams and in writing log-probabilities; `api_p50_us`: at one go.
+do (the model, sampling, log-probabilities), and `receive`, `schedule`, `launch`, `result`, `update` and `send` are its parts: medians over
+the turns, so that a busy machine's pauses do not count. `host_p99_us` has them. `b_tokens`: B's per turn, at most 4. `api_us`: per turn,
+what A's requests cost an API process in the search of beams and in writing log-probabilities; `api_p50_us`: at one go.
 
 --against: the other checkout's figures in the same run, in turns; the fastest of each. `ratio`: this checkout's host_us by the other's.
 """
