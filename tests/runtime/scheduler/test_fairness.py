@@ -81,7 +81,7 @@ class Meter:
     num_blocks=st.sampled_from([40, 80, 400]),
     depth=st.integers(0, 2),
 )
-def test_a_key_that_waits_is_behind_by_no_more_than_a_step(
+def test_a_key_that_waits_gets_its_share(
     seed: int, weights: list[float], max_num_seqs: int, budget: int, num_blocks: int, depth: int
 ) -> None:
     rng = random.Random(seed)
@@ -104,10 +104,12 @@ def test_a_key_that_waits_is_behind_by_no_more_than_a_step(
         meter.step()
     for request in requests:
         assert_as_alone(driver.answers[request.request_id], request, scheduler.max_len)
-    # A step's tokens cost up to twice its budget, and half a step's is granted before a key gives way. Where blocks are few, steps that
-    # only compute again what a preemption lost count nothing.
-    step_cost = budget * TokenCost.DEFAULT
-    assert meter.behind <= (step_cost + budget / 2 if num_blocks == 400 else 2.5 * step_cost)
+    # The counters of keys that wait may differ by the slack (half a step's tokens: a key gives way to one that is behind by more) and by
+    # what one more step adds: its tokens, of which each sequence's decode costs as much as DEFAULT. A key that begins to wait may be ahead
+    # by as much, and the others catch up with it first. So what keys get while one waits differs by twice that, as in the paper: 2 U.
+    # Where blocks are few, steps that only compute again what a preemption lost count nothing.
+    apart = budget / 2 + budget + max_num_seqs * (TokenCost.DEFAULT - 1)
+    assert meter.behind <= (2 * apart if num_blocks == 400 else 5 * budget)
 
 
 def started(driver: Driver, *, steps: int = 1) -> list[str]:
