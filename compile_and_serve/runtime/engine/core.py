@@ -386,8 +386,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """State after the last step, with `step_tokens` 0."""
         stats, worker = self._scheduler.stats(), self.executor.stats()
-        stats.padded_tokens = worker.padded_tokens
-        stats.steps_on_device = worker.steps_on_device
+        stats.padded_tokens, stats.steps_on_device = worker.padded_tokens, worker.steps_on_device
         stats.graph_replays = worker.graph_replays
         stats.pending_work = worker.pending_work
         stats.host_gap_seconds = self._host_gap
