@@ -118,9 +118,9 @@ def _config(model_type: str) -> dict[str, Any]:
     config = CONFIG_MAPPING[model_type]()
     smaller = _with_few_layers(config.to_dict())
     try:
-        return CONFIG_MAPPING[model_type](**smaller).to_dict()  # type: ignore[no-any-return]
+        return CONFIG_MAPPING[model_type](**smaller).to_dict()
     except Exception:  # lists of layers, or a check of their number
-        return config.to_dict()  # type: ignore[no-any-return]
+        return config.to_dict()
 
 
 def _with_few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
