@@ -25,7 +25,7 @@ def test_the_first_start_measures_for_all(tmp_path: Path, monkeypatch: pytest.Mo
     use_plain_pieces(monkeypatch)
     folder = write_tiny_model(tmp_path / "model")
     monkeypatch.setattr(stage_costs, "gather_objects", lambda mine: [mine])
-    core = EngineCore(tiny_config(folder, enforce_eager=False, use_cache=False, num_kv_blocks=8))
+    core = EngineCore(tiny_config(folder, enforce_eager=False, use_cache=False))
     assert isinstance(core.executor, InProcessExecutor)
     worker = core.executor.worker
     model, config = worker.loaded.model, tiny_config(folder, enforce_eager=False, pipeline_parallel_size=2, cache_dir=tmp_path)
