@@ -59,5 +59,5 @@ def test_the_first_start_measures_for_all(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_nothing_is_measured_where_nothing_is_kept_or_the_user_cuts(tmp_path: Path, options: dict[str, Any], expected: bool) -> None:
-    config: EngineConfig = tiny_config(tmp_path, **({"enforce_eager": False, "use_cache": True} | options))
+    config: EngineConfig = tiny_config(write_tiny_model(tmp_path), **({"enforce_eager": False, "use_cache": True} | options))
     assert measures_stages(config) == expected
