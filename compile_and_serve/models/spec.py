@@ -82,6 +82,7 @@ class ModelSpec:
         item. Both read one checkpoint, in which each knows the other's tensors (`weight_map`: None).
     decoder_start: tokens with which the decoder begins, of a model whose encoder reads the prompt (as the array `SOURCE_IDS`). Empty: the
         prompt is the decoder's.
+    leading_rows: of an encoder: rows that its steps have before those of each item, such as a class token, whose outputs are dropped.
     eager_reason: of an encoder that runs as it is written, on one item at a time: why, as a clause. It takes tensors by name, which
         `whole_items.unpacked` gives, and returns a row for each token of the item. None: it is compiled.
     """
@@ -100,6 +101,7 @@ class ModelSpec:
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
     pooling: PoolingSpec | None = None
     whole_prompts: bool = False
+    leading_rows: int = 0
     length_regimes: LengthRegimes | None = None
     encoder: ModelSpec | None = None
     decoder_start: tuple[int, ...] = ()

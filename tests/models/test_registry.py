@@ -20,6 +20,7 @@ from tests.support.vision_models import QWEN
 OTHERS = {
     *RECURRENT_FAMILIES,
     "LlavaForConditionalGeneration",
+    "OpenVLAForActionPrediction",
     *(f"{prefix}ForConditionalGeneration" for prefix in ("Whisper", "Bart", "T5", "MT5", "Mllama")),
     *(f"{prefix}ForConditionalGeneration" for prefix, *_ in QWEN.values()),
 }

@@ -16,6 +16,7 @@ import numpy as np
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.runtime.audio.transcriber import Decode, Decoded
 from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
+from compile_and_serve.runtime.llm.actions import ActionMethods
 from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
 from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
 from compile_and_serve.runtime.llm.prompts import Message, Prompt, PromptReader
@@ -98,7 +99,7 @@ class InvalidRequestError(ValueError, RuntimeError):
     """A request that turned out to be wrong only while it was prepared or ran, such as one with an adapter that cannot be used."""
 
 
-class LLM(PoolingMethods, TranscriptionMethods):
+class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
     """A model in this process, or replicas of it in processes of their own (`data_parallel_size`). `shutdown`, or leaving a `with` block,
     frees its memory.
 

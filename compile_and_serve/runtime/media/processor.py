@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from compile_and_serve.runtime.media.audio import AudioLimits
@@ -20,6 +22,10 @@ class NoMedia:
     def merged_patches(self) -> int:
         """Patches along a side of what one token stands for, of models whose grids count patches."""
         return 1
+
+    def with_placeholders(self, prompt: Sequence[int], media: Sequence[PreparedMedia]) -> Sequence[int]:
+        """The prompt as it is."""
+        return prompt
 
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.llava import LlavaProcessor
 from compile_and_serve.runtime.media.mllama import MllamaProcessor
+from compile_and_serve.runtime.media.openvla import OpenVLAProcessor
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.media.speech import SpeechProcessor
@@ -50,6 +51,10 @@ class MediaProcessor(Protocol):
         """The same with a request's mm_processor_kwargs. Raises `MediaError`."""
         ...
 
+    def with_placeholders(self, prompt: Sequence[int], media: Sequence[PreparedMedia]) -> Sequence[int]:
+        """A prompt's token ids with the placeholders and other tokens that the model expects around these media."""
+        ...
+
     def image(self, image: Image, key: bytes) -> PreparedMedia:
         """Raises `MediaError`."""
         ...
@@ -75,6 +80,7 @@ class MediaProcessor(Protocol):
 Encode = Callable[[str], list[int]]
 PROCESSORS: dict[str, Callable[[Mapping[str, Any], Encode | None], MediaProcessor]] = {
     "LlavaForConditionalGeneration": LlavaProcessor,
+    "OpenVLAForActionPrediction": OpenVLAProcessor,
     "Qwen2_5_VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=True),
     "Qwen3VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),
     "Qwen3VLMoeForConditionalGeneration": partial(QwenVLProcessor, has_windows=False),

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
@@ -48,11 +49,14 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         raise ValueError(
             f"The encoder must keep no state and give rows of the model's one tensor of rows, got {dims}: see ModelSpec.encoder."
         )
+    if cross is not None and encoder.leading_rows:
+        raise ValueError("An encoder whose rows are read by cross-attention can have no leading_rows: see ModelSpec.encoder.")
     longest, budget = encoder.max_model_len, config.scheduler.max_encoder_tokens
+    needed = longest + encoder.leading_rows
     if budget is None:
-        budget = max(longest, config.scheduler.token_budget)
-    if budget < longest:
-        raise ValueError(f"max_encoder_tokens is {budget}, but one item may have {longest} tokens: raise --max-encoder-tokens.")
+        budget = max(needed, config.scheduler.token_budget)
+    if budget < needed:
+        raise ValueError(f"max_encoder_tokens is {budget}, but one item may have {needed} tokens: raise --max-encoder-tokens.")
     is_whole = TOKENS_AHEAD in spec.inputs
     room = config.scheduler.token_budget - config.scheduler.max_num_seqs
     if is_whole and room < longest:
@@ -67,6 +71,7 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         whole_arrays=[array.name for one in encoder.inputs for array in one.arrays if array.is_whole],
         max_tokens=budget,
         max_item_tokens=longest,
+        leading_rows=encoder.leading_rows,
         num_pages=0 if cross else -(-STEPS_OF_ROWS * budget // ROWS_PER_PAGE),
         rows_per_page=ROWS_PER_PAGE,
         fills_items=cross is not None,
@@ -145,6 +150,7 @@ class PackedEncoder(ABC):
         """steps: runs the side model. spec: of the engine's model."""
         self._steps, self._info = steps, info
         self.max_tokens = info.max_tokens
+        self._longest = info.max_item_tokens + info.leading_rows
         self._platform = platform_of(device)
         self._output = side.spec.outputs[0].name
         limit = info.max_tokens
@@ -156,8 +162,16 @@ class PackedEncoder(ABC):
 
     def _rows_of(self, items: Sequence[EncodeItem]) -> torch.Tensor:
         """The encoder's output for items: [T, D]."""
-        step = self._step([one.length for one in items], [{name: [array] for name, array in one.arrays.items()} for one in items])
-        return self._steps.run(step).outputs[self._output][: step.num_tokens]  # without padding
+        leading = self._info.leading_rows
+        lengths = [leading + one.length for one in items]
+        arrays = [{name: [replace(array, start=array.start + leading)] for name, array in one.arrays.items()} for one in items]
+        step = self._step(lengths, arrays)
+        rows_TD = self._steps.run(step).outputs[self._output][: step.num_tokens]  # without padding
+        if not leading:
+            return rows_TD
+        behind = np.cumsum(lengths)
+        kept_T = np.concatenate([np.arange(end - one.length, end) for end, one in zip(behind, items, strict=True)])
+        return rows_TD[self._platform.upload(kept_T, through_pinned=True)]
 
     def run_largest(self) -> None:
         """`run_dummy` of the largest step that there can be."""
@@ -165,7 +179,7 @@ class PackedEncoder(ABC):
 
     def run_longest_item(self) -> None:
         """`run_dummy` of one item of the greatest length. On the CPU a short one does, because nothing there is made for a size."""
-        longest = self._info.max_item_tokens
+        longest = self._longest
         self.run_dummy(min(longest, _SHORT_ITEM) if self._platform.shares_host_memory else longest)
 
     def run_dummy(self, num_tokens: int) -> None:
@@ -175,8 +189,8 @@ class PackedEncoder(ABC):
 
     def dummy_step(self, num_tokens: int) -> Step:
         """A step of `num_tokens` tokens of items of zeros, as few as there can be."""
-        count, rest = divmod(num_tokens, self._info.max_item_tokens)
-        lengths = [self._info.max_item_tokens] * count + [rest] * (rest > 0)
+        count, rest = divmod(num_tokens, self._longest)
+        lengths = [self._longest] * count + [rest] * (rest > 0)
         return self._step(lengths, [{}] * len(lengths))
 
     def _step(self, lengths: Sequence[int], arrays: Sequence[Mapping[str, Sequence[StepArray]]]) -> Step:

@@ -138,7 +138,7 @@ class EncoderCache:
     def _is_available(self, request: Request, item: MediaItem) -> bool:
         if item.position in self._held.get(request.request_id, ()) or _key(request, item) in self.pool.cached:
             return True
-        self._is_full |= item.length > self._budget or self._num_pages(item) > self.pool.num_free
+        self._is_full |= item.length + self.info.leading_rows > self._budget or self._num_pages(item) > self.pool.num_free
         return not self._is_full
 
     def _num_pages(self, item: MediaItem) -> int:
@@ -157,7 +157,7 @@ class EncoderCache:
         else:
             pages = self.pool.allocate(self._num_pages(item))
             self.pool.cache_together(pages, key, 0)
-            self._budget -= item.length
+            self._budget -= item.length + self.info.leading_rows
             self.num_encoded += 1
             given = {name: array for name, array in item.arrays.items() if name in self.arrays}
             arrays = {name: msgspec.structs.replace(array, start=array.start - item.position) for name, array in given.items()}

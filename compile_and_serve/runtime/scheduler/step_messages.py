@@ -72,9 +72,10 @@ class StateGroupInfo(msgspec.Struct, frozen=True):
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The encoder beside the model. arrays: of media items, which it reads. max_tokens: that it reads in one step. max_item_tokens: of one
-    item. num_pages: of the region for its rows. rows_per_page: of that. whole_arrays: those that have one row for a whole item.
-    embedded: the array of an item that comes with its rows, in place of the others. fills_items: the rows go to the state group of items,
-    and there is no region. is_required: a request must bring an item. is_whole: no step computes a part of an item's tokens.
+    item. leading_rows: that a step has before each item, and that count as its tokens do. num_pages: of the region for its rows.
+    rows_per_page: of that. whole_arrays: those that have one row for a whole item. embedded: the array of an item that comes with its rows,
+    in place of the others. fills_items: the rows go to the state group of items, and there is no region. is_required: a request must bring
+    an item. is_whole: no step computes a part of an item's tokens.
     max_aligned_rows: of `SamplingParams.aligned_rows`. decoder_start: of `ModelSpec`.
     """
 
@@ -84,6 +85,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_whole: bool = False
     max_tokens: int
     max_item_tokens: int
+    leading_rows: int = 0
     num_pages: int
     rows_per_page: int
     fills_items: bool = False

@@ -160,6 +160,7 @@ class InputProcessor:
                 "truncate_prompt_tokens", "A prompt with images or videos cannot be truncated: leave out truncate_prompt_tokens."
             )
         ids = self.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, (str, ChatText)) else prompt
+        ids = processor.with_placeholders(ids, media)
         tokens, items = place_media(ids, media, processor.placeholders, three_rows=processor.three_rows)
         return tokens, items, msgspec.structs.replace(params, truncate_prompt_tokens=None) if items else params
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from compile_and_serve.models.folder_code import FolderCodeError, class_reference, load_class
+from compile_and_serve.runtime.text.built_in_templates import BUILT_IN_TEMPLATES
 from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
 
@@ -161,6 +162,8 @@ def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         found["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         found[file.stem] = file.read_text(encoding="utf-8")
+    if not found and (built_in := BUILT_IN_TEMPLATES.get(str(_read_json(path / "config.json").get("model_type")))):
+        found["default"] = built_in
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from compile_and_serve.runtime.actions import ActionSpace
 from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.prepare import MediaPipeline
 from compile_and_serve.runtime.media.prepared import MediaError, MediaKind, PreparedMedia
@@ -21,7 +22,7 @@ from compile_and_serve.serve.ledger.record import current_record, stage
 class MediaWork:
     """info: None: the model reads only text, and parts with media stay in messages, where they are refused or described.
 
-    texts: what stands for media in a prompt's text.
+    texts: what stands for media in a prompt's text. actions: what answers mean for a robot; None: the model gives none.
     """
 
     def __init__(self, info: MediaInfo | None, tokenizer: Tokenizer | None, observe: Callable[[str, float], None]) -> None:
@@ -32,6 +33,7 @@ class MediaWork:
             self._pipeline = MediaPipeline.of(info, encode, self._observe_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.texts: dict[MediaKind, str] = {}
+        self.actions = ActionSpace.of(info)
         if self._pipeline is not None and tokenizer is not None:
             placeholders = self._pipeline.processor.placeholders
             self.texts = {kind: tokenizer.backend.id_to_token(token) or "" for token, kind in placeholders.items()}

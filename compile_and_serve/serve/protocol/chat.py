@@ -82,6 +82,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     thinking_token_budget: int | None = Field(
         default=None, ge=-1, lt=2**31, description="Tokens after which the reasoning is ended; -1: no limit."
     )
+    unnorm_key: str | None = Field(
+        default=None, description="Of models that move robots: the dataset in whose units the answer's `action` is."
+    )
     echo: bool | None = Field(default=False, description="Begin the answer with the last message if that has the answer's role.")
 
     @model_validator(mode="before")

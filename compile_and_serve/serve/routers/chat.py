@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from compile_and_serve.runtime.actions import ActionError
 from compile_and_serve.runtime.parsers.events import ParsedMessage
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_search
-from compile_and_serve.serve.context import Context
+from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.conversation.chat_message import MessageDeltas, whole_message
 from compile_and_serve.serve.conversation.conversation import Conversation
 from compile_and_serve.serve.engine.generation import Generation
@@ -42,6 +43,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     else:
         messages, taken = context.media.take(body.messages, "messages")
         body = body.model_copy(update={"messages": messages}).with_media(taken) if taken is not None else body
+    body = _with_action(body, context)
     check_beam_search(body)
     request_id = public_id("chatcmpl", body.request_id, request)
     answer = _Answer(body, await Conversation.create(body, request, context, request_id))
@@ -54,6 +56,26 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
         generation = await answer.conversation.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
     return await collect(request, answer.conversation.submit, answer.complete, answer.write_prompt)
+
+
+def _with_action(body: ChatCompletionRequest, context: ServerContext) -> ChatCompletionRequest:
+    """The request with what an action needs, if it asks for one. Raises a 400."""
+    if body.unnorm_key is None:
+        return body
+    actions = context.media.actions
+    if actions is None:
+        raise ApiError(400, "unnorm_key asks for a robot's action, but this model gives none: leave it out.", "unnorm_key")
+    try:
+        num_tokens = actions.num_tokens(body.unnorm_key)
+    except ActionError as error:
+        raise ApiError(400, str(error), "unnorm_key") from None
+    if body.stream:
+        raise ApiError(400, "An action comes with a whole answer: leave out stream, or unnorm_key.", "stream")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, name) not in (None, num_tokens):
+            raise ApiError(400, f"An action has {num_tokens} tokens, got {name} = {getattr(body, name)}: leave it out.", name)
+    temperature = 0.0 if body.temperature is None else body.temperature
+    return body.model_copy(update={"max_tokens": num_tokens, "ignore_eos": True, "temperature": temperature})
 
 
 class _Answer:
@@ -100,6 +122,8 @@ class _Answer:
                 "stop_reason": completion.stop_reason,
             }
             choice["token_ids"] = completion.token_ids if self.body.return_token_ids else None
+            if self.body.unnorm_key is not None:
+                choice["action"] = self._action(completion)
             choices.append(choice)
         answer = {**self.head, "service_tier": None, "choices": choices, "usage": self.usage.as_dict(), **self._prompt_ids()}
         answer["prompt_logprobs"] = self.written
@@ -136,6 +160,12 @@ class _Answer:
         message = ParsedMessage().add(reader.feed(completion.text, completion.token_ids, completion.finish_reason or "stop"))
         message.content = self.echo + message.content
         return whole_message(message, completion.finish_reason, ids=self.conversation.call_ids(), **self.message_options)
+
+    def _action(self, completion: CompletionOutput) -> list[float] | None:
+        """The robot's action; None: the answer ended before it was whole."""
+        actions, key = self.conversation.context.media.actions, self.body.unnorm_key
+        assert actions is not None
+        return actions.action(completion.token_ids, key) if len(completion.token_ids) == actions.num_tokens(key) else None
 
     def _echo(self) -> str:
         last = self.body.messages[-1]
