@@ -274,7 +274,7 @@ def test_actions_offline_and_over_http(made: Made) -> None:
     prompt_ids = PROMPT_IDS
     tokens, _ = generated(model, tensors, prompt_ids, PICTURES[:1], 7)
     expected = expected_action(tokens)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enforce_eager": True, "num_kv_blocks": 64, "num_threads": 1}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enforce_eager": True, "num_kv_blocks": 128, "num_threads": 1}
     with LLM(str(folder), **options) as llm:
         prompt = {"prompt": PROMPT, "multi_modal_data": {"image": PICTURES[0]}}
         assert llm.predict_action(prompt, "bridge")[0] == pytest.approx(expected, abs=1e-6)  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ def test_actions_offline_and_over_http(made: Made) -> None:
     PICTURES[0].save(buffer, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     image = {"type": "image_url", "image_url": {"url": url}}
-    server = ServerProcess(str(folder), "--device=cpu", "--dtype=float32", "--enforce-eager", "--port=0", "--num-gpu-blocks-override=64")
+    server = ServerProcess(str(folder), "--device=cpu", "--dtype=float32", "--enforce-eager", "--port=0", "--num-gpu-blocks-override=128")
     try:
         with server.client() as client:
 
