@@ -48,7 +48,7 @@ def test_an_engine_that_fails_is_a_line_with_its_error(capsys: pytest.CaptureFix
     worker = Worker("no such engine", sys.executable, job)
     take_turns([worker], 0, case, 2)
     worker.end()
-    print_case([worker], case, "a model", None)
+    print_case([worker], case, "a model", None, 0, {})
     row = json.loads(capsys.readouterr().out)
     assert "KeyError" in row["error"]
     assert "rounds" not in row
