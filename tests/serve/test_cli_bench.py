@@ -84,10 +84,14 @@ def test_throughput_of_several_sequences_per_prompt(tiny_llama_dir: Path) -> Non
 
 
 class StreamingServer(BaseHTTPRequestHandler):
-    """Streams 4 chunks of 2 tokens, 20 ms apart; fails every `fail_every`-th request with a 503, or in the stream."""
+    """Streams 4 chunks of 2 tokens, 20 ms apart; fails every `fail_every`-th request with a 503, or in the stream.
+
+    The first requests wait for each other, as many as `together` says, so that a busy machine does not decide how many are under way.
+    """
 
     under_way = most_under_way = served = 0
-    fail_every = 0
+    fail_every = together = 0
+    barrier: threading.Barrier
     with_usage = True
     arrivals: list[float] = []  # noqa: RUF012 (each test makes a subclass)
     bodies: list[dict[str, Any]] = []  # noqa: RUF012
@@ -108,14 +112,18 @@ class StreamingServer(BaseHTTPRequestHandler):
             kind.most_under_way = max(kind.most_under_way, kind.under_way)
             kind.arrivals.append(time.perf_counter())
             kind.bodies.append(body)
-        try:
-            self._stream(number, chat="messages" in body)
-        finally:
-            with self.lock:
-                kind.under_way -= 1
+        if number <= kind.together:
+            kind.barrier.wait(timeout=30)
+        self._stream(number, chat="messages" in body)
+
+    def _leaves(self) -> None:
+        """Before the client knows that its request is over, and sends another."""
+        with self.lock:
+            type(self).under_way -= 1
 
     def _stream(self, number: int, *, chat: bool) -> None:
         if self.fail_every and number % self.fail_every == 0:
+            self._leaves()
             self._answer(503, b'{"error": {"message": "full"}}')
             return
         self.send_response(200)
@@ -128,6 +136,7 @@ class StreamingServer(BaseHTTPRequestHandler):
             self._event({"choices": [{"index": 0, "delta": {"content": "ab "}} if chat else {"index": 0, "text": "ab "}]})
         if self.with_usage:
             self._event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 8}})
+        self._leaves()
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict[str, Any]) -> None:
@@ -143,7 +152,8 @@ class StreamingServer(BaseHTTPRequestHandler):
 
 @contextmanager
 def server(**settings: Any) -> Iterator[tuple[str, type[StreamingServer]]]:
-    fresh = {"arrivals": [], "bodies": [], "under_way": 0, "most_under_way": 0, "served": 0}
+    fresh: dict[str, Any] = {"arrivals": [], "bodies": [], "under_way": 0, "most_under_way": 0, "served": 0}
+    fresh["barrier"] = threading.Barrier(max(1, settings.get("together", 0)))
     handler = type("Handler", (StreamingServer,), fresh | settings)
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
@@ -156,7 +166,7 @@ def server(**settings: Any) -> Iterator[tuple[str, type[StreamingServer]]]:
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_serve_uses_the_servers_token_counts(endpoint: str) -> None:
-    with server() as (url, handler):
+    with server(together=2) as (url, handler):
         lengths = ["--num-prompts", "6", "--max-concurrency", "2", "--input-len", "5", "--output-len", "8"]
         code, out, err = run("bench", "serve", "--base-url", url + "/v1", "--endpoint", endpoint, *lengths)
     assert code == 0, err
@@ -189,7 +199,7 @@ def test_serve_draws_lengths_around_their_means() -> None:
 
 
 def test_serve_from_several_processes() -> None:
-    with server() as (url, handler):
+    with server(together=3) as (url, handler):
         sizes = ["--num-prompts", "7", "--input-len", "5", "--output-len", "8", "--random-range-ratio", "0.5"]
         clients = ["--num-clients", "2", "--max-concurrency", "3"]
         code, out, err = run("bench", "serve", "--base-url", url, *sizes, *clients)
