@@ -38,7 +38,7 @@ def _of_torch(data: bytes) -> StepArray:
     import torch
 
     found: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_quantized or found.device.type != "cpu":
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_quantized or found.is_meta:
         raise MediaError(f"must be one plain tensor, got a {type(found).__name__}.")
     if found.numel() * found.element_size() > len(data):
         raise MediaError("has a tensor whose elements share memory: save a contiguous one.")
