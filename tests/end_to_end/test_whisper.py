@@ -78,7 +78,7 @@ def test_items_in_the_prompt_are_refused(model: tuple[Path, Any]) -> None:
 def aligned(core: EngineCore) -> dict[str, np.ndarray]:
     """What the tokens of `PROMPTS` attend to: [tokens but the last, heads, 20]"""
     found = run_requests(core, requests(1, prompt_logprobs=0, aligned_rows=20))
-    entries = {name: next(one.prompt_logprobs for one in steps if one.prompt_logprobs) for name, steps in found.items() if name != "b"}
+    entries = {name: [one for step in steps for one in step.prompt_logprobs or ()] for name, steps in found.items() if name != "b"}
     return {
         name: np.stack([np.frombuffer(one.attention, np.float32).reshape(-1, 20) for one in several[1:] if one is not None])
         for name, several in entries.items()
