@@ -125,7 +125,8 @@ class MllamaForConditionalGeneration(nn.Module):
         cross_spans: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden_SD = self.model(input_ids, positions, kv_caches, logits_indices, cross_caches or [], cross_spans)
-        return functional.pad(self.lm_head(hidden_SD), (0, _IMAGE_TOKENS), value=_NEVER)
+        logits_SV = self.lm_head(hidden_SD)
+        return torch.cat((logits_SV, logits_SV.new_full((logits_SV.shape[0], _IMAGE_TOKENS), _NEVER)), dim=1)
 
 
 class KeysAndValues(nn.Module):
