@@ -22,6 +22,7 @@ from compile_and_serve.runtime.media.videos import as_frames
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
 from tests.support.engines import request
+from tests.support.media_reference import greedy_by_transformers
 from tests.support.vision_models import Parts, picture
 
 SIDE = 24  # pixels of a tile
@@ -471,16 +472,5 @@ def reference(
         inputs["mm_token_type_ids"] = kinds
     if model.config.model_type == "gemma3":
         inputs["token_type_ids"] = kinds
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=one.sampling_params.max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **inputs,
-    )
-    tokens = out.sequences[0, ids.shape[1] :].tolist()
-    return tokens, [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens, strict=True)]
+    assert one.sampling_params.max_tokens is not None
+    return greedy_by_transformers(model, ids, one.sampling_params.max_tokens, inputs)

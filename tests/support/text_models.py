@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.support.whisper_models import SIZES
+
 VOCAB_SIZE, MAX_LEN = 200, 64
 
 
@@ -17,16 +19,9 @@ def write_bart(folder: Path) -> Any:
 
     config = transformers.BartConfig(
         vocab_size=VOCAB_SIZE,
-        d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
+        **SIZES,
         max_position_embeddings=MAX_LEN,
         scale_embedding=True,
-        init_std=0.3,
         pad_token_id=1,
         bos_token_id=0,
         eos_token_id=2,

@@ -14,6 +14,16 @@ from tests.support.engines import request
 
 ROWS, BANDS, VOCAB_SIZE, MAX_LEN = 30, 16, 200, 96
 ALIGNMENT_HEADS = [[0, 1], [1, 0], [1, 3]]
+SIZES: dict[str, Any] = {  # of BART's models, too
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "init_std": 0.3,
+}
 
 
 def write_whisper(folder: Path) -> Any:
@@ -22,13 +32,7 @@ def write_whisper(folder: Path) -> Any:
 
     config = transformers.WhisperConfig(
         vocab_size=VOCAB_SIZE,
-        d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
+        **SIZES,
         num_mel_bins=BANDS,
         max_source_positions=ROWS,
         max_target_positions=MAX_LEN,
@@ -36,7 +40,6 @@ def write_whisper(folder: Path) -> Any:
         bos_token_id=1,
         eos_token_id=2,
         decoder_start_token_id=3,
-        init_std=0.3,
     )
     torch.manual_seed(0)
     model = transformers.WhisperForConditionalGeneration(config).eval()

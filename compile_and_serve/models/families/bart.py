@@ -12,30 +12,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.cross_attention import CROSS_ROWS
-from compile_and_serve.custom_ops.state.cross import CROSS_CACHES, CrossAttention
-from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, POSITIONS, TOKENS, StepOutput
+from compile_and_serve.custom_ops.step import POSITIONS
 from compile_and_serve.custom_ops.step_data import SOURCE_IDS
 from compile_and_serve.models.config import UnsupportedConfigError, positive_int
 from compile_and_serve.models.decoder_spec import on_meta
+from compile_and_serve.models.encoder_decoder import (
+    TP_PLAN,
+    CrossAttentionLayer,
+    EncoderAttention,
+    KeysAndValues,
+    SelfAttention,
+    decoder_start,
+    encoder_decoder_spec,
+    stored_name,
+)
 from compile_and_serve.models.encoder_layers import ACTIVATIONS
 from compile_and_serve.models.families import register_model
-from compile_and_serve.models.families.whisper import CrossAttentionLayer, EncoderAttention, KeysAndValues, SelfAttention
-from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
+from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.vision.patches import array_input
 
 _FIRST_POSITION = 2  # of a text, in the table of positions
-
-TP_PLAN: Mapping[str, ShardStyle] = {
-    **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "model.decoder.layers.*.encoder_attn.q_proj": "colwise",
-    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
-    "model.decoder.layers.*.encoder_attn.out_proj": "rowwise",
-    "model.decoder.layers.*.fc1": "colwise",
-    "model.decoder.layers.*.fc2": "rowwise",
-}
 
 
 class Mlp(nn.Module):
@@ -144,66 +141,34 @@ class BartEncoder(nn.Module):
         x_TD = self.encoder.embedded(self.shared(source_ids), positions)
         for layer in self.encoder.layers:
             x_TD = layer(x_TD)
-        return torch.cat([linear(x_TD) for layer in self.cross for linear in (layer.k_proj, layer.v_proj)], dim=1)  # type: ignore[operator]
+        return torch.cat([layer(x_TD) for layer in self.cross], dim=1)
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     width, heads = positive_int(config, "d_model"), positive_int(config, "decoder_attention_heads")
-    vocab_size, num_layers = positive_int(config, "vocab_size"), positive_int(config, "decoder_layers")
     if width % heads or config.get("activation_function", "gelu") not in ACTIVATIONS:
         raise UnsupportedConfigError(f"BART with {heads} heads of {width} features, or with this activation, is not supported.")
     max_len = positive_int(config, "max_position_embeddings")
-    layer = KVCacheSpec(num_kv_heads=heads, head_dim=width // heads)
     decoder, encoder = on_meta(lambda: BartForConditionalGeneration(config), dtype), on_meta(lambda: BartEncoder(config), dtype)
-    of_decoder = [name for name, _ in decoder.named_parameters()]
-    theirs = {_stored_name(name): name for name, _ in encoder.named_parameters()}
-    tied = [f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
-    if config.get("tie_word_embeddings", True):
-        tied.append("lm_head.weight")
-    return ModelSpec(
-        module=decoder,
-        config=config,
-        state=(
-            full_attention([layer] * num_layers),
-            StateGroup(name=CROSS_CACHES, layers=(layer,) * num_layers, kind=CrossAttention(max_rows=max_len)),
-        ),
-        vocab_size=vocab_size,
-        max_model_len=max_len,
-        inputs=(*DECODER_INPUTS, CROSS_ROWS),
-        weight_map=dict.fromkeys([*tied, *(name for name in theirs if name not in of_decoder)]),
+    return encoder_decoder_spec(
+        decoder,
+        encoder,
+        config,
+        layer=KVCacheSpec(num_kv_heads=heads, head_dim=width // heads),
+        num_layers=positive_int(config, "decoder_layers"),
+        vocab_size=positive_int(config, "vocab_size"),
+        max_len=max_len,
+        max_rows=max_len,
+        inputs=(array_input(SOURCE_IDS, torch.int64, ()), POSITIONS),
+        of_decoder={name: name for name, _ in decoder.named_parameters()},
+        of_encoder={stored_name(name): name for name, _ in encoder.named_parameters()},
+        unused=[
+            *(f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder")),
+            *(["lm_head.weight"] if config.get("tie_word_embeddings", True) else []),
+        ],
         tp_plan=TP_PLAN,
         decoder_start=decoder_start(config),
-        encoder=ModelSpec(
-            module=encoder,
-            config=config,
-            state=(),
-            vocab_size=1,
-            max_model_len=max_len,
-            inputs=(array_input(SOURCE_IDS, torch.int64, ()), POSITIONS),
-            outputs=(StepOutput(name="rows", dims=(TOKENS, 2 * num_layers * width)),),
-            weight_map={**theirs, **dict.fromkeys([*tied, *(name for name in of_decoder if name not in theirs)])},
-        ),
     )
-
-
-def decoder_start(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens with which the decoder begins: the start, and the first one where the config forces it.
-
-    Raises `UnsupportedConfigError`.
-    """
-    start = config.get("decoder_start_token_id")
-    if not isinstance(start, int):
-        raise UnsupportedConfigError("The config has no decoder_start_token_id, with which the decoder must begin.")
-    forced = config.get("forced_bos_token_id")
-    return (start,) if forced is None else (start, int(forced))
-
-
-def _stored_name(name: str) -> str:
-    """A parameter of the encoder's side in the checkpoint."""
-    if name.startswith("cross."):
-        _, number, rest = name.split(".", 2)
-        return f"model.decoder.layers.{number}.encoder_attn.{rest}"
-    return f"model.{name}"
 
 
 register_model("BartForConditionalGeneration", build, features=("full attention", "text encoder"))

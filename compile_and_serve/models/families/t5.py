@@ -12,23 +12,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.cross_attention import CROSS_ROWS, cross_attention
+from compile_and_serve.custom_ops.attention.cross_attention import cross_attention
 from compile_and_serve.custom_ops.attention.distance_attention import distance_attention
 from compile_and_serve.custom_ops.attention.encoder_attention import encoder_attention
-from compile_and_serve.custom_ops.state.cross import CROSS_CACHES, CrossAttention
-from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, POSITIONS, TOKENS, StepOutput
+from compile_and_serve.custom_ops.step import POSITIONS
 from compile_and_serve.custom_ops.step_data import SOURCE_IDS
 from compile_and_serve.models.config import UnsupportedConfigError, positive_int
 from compile_and_serve.models.decoder_spec import on_meta
+from compile_and_serve.models.encoder_decoder import decoder_start, encoder_decoder_spec
 from compile_and_serve.models.encoder_layers import ACTIVATIONS
 from compile_and_serve.models.families import register_model
-from compile_and_serve.models.families.bart import decoder_start
-from compile_and_serve.models.spec import ModelSpec, full_attention
+from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.vision.patches import array_input
 
 _MAX_LEN = 512  # where the config says none
@@ -68,21 +65,15 @@ class Mlp(nn.Module):
         return self.wo(activation(self.wi_0(x_TD)) * self.wi_1(x_TD) if self.is_gated else activation(self.wi(x_TD)))
 
 
-class Norm(nn.Module):
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(positive_int(config, "d_model")))
-        self.eps = float(config.get("layer_norm_epsilon", 1e-6))
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
+def _norm(config: Mapping[str, Any]) -> nn.RMSNorm:
+    return nn.RMSNorm(positive_int(config, "d_model"), eps=float(config.get("layer_norm_epsilon", 1e-6)))
 
 
 class EncoderLayer(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.attention, self.attention_norm = Attention(config), Norm(config)
-        self.mlp, self.mlp_norm = Mlp(config), Norm(config)
+        self.attention, self.attention_norm = Attention(config), _norm(config)
+        self.mlp, self.mlp_norm = Mlp(config), _norm(config)
 
     def forward(self, x_TD: torch.Tensor, columns_F: torch.Tensor, bias_HR: torch.Tensor) -> torch.Tensor:
         q, k, v = self.attention.heads(self.attention_norm(x_TD), "qkv")
@@ -94,9 +85,9 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.attention, self.attention_norm = Attention(config), Norm(config)
-        self.cross, self.cross_norm = Attention(config, "qo"), Norm(config)
-        self.mlp, self.mlp_norm = Mlp(config), Norm(config)
+        self.attention, self.attention_norm = Attention(config), _norm(config)
+        self.cross, self.cross_norm = Attention(config, "qo"), _norm(config)
+        self.mlp, self.mlp_norm = Mlp(config), _norm(config)
 
     def forward(
         self,
@@ -128,7 +119,7 @@ class T5ForConditionalGeneration(nn.Module):
         self.distance_bias = nn.Embedding(positive_int(config, "relative_attention_num_buckets"), positive_int(config, "num_heads"))
         self.register_buffer("columns", torch.empty(2 * _farthest(config) + 1, dtype=torch.int64), persistent=False)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(_num_decoder_layers(config)))
-        self.final_norm = Norm(config)
+        self.final_norm = _norm(config)
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
         if is_tied := config.get("tie_word_embeddings", True):
             self.lm_head.weight = self.shared.weight
@@ -160,7 +151,7 @@ class T5Encoder(nn.Module):
         self.distance_bias = nn.Embedding(positive_int(config, "relative_attention_num_buckets"), positive_int(config, "num_heads"))
         self.register_buffer("columns", torch.empty(2 * _farthest(config) + 1, dtype=torch.int64), persistent=False)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(positive_int(config, "num_layers")))
-        self.final_norm = Norm(config)
+        self.final_norm = _norm(config)
         self.cross = nn.ModuleList(Attention(config, "kv") for _ in range(_num_decoder_layers(config)))
 
     def forward(self, source_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -207,41 +198,29 @@ def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     config = {"relative_attention_num_buckets": 32, **config}
-    heads, head_dim, num_layers = positive_int(config, "num_heads"), positive_int(config, "d_kv"), _num_decoder_layers(config)
     max_len = int(config.get("n_positions") or _MAX_LEN)
     num_buckets, farthest = positive_int(config, "relative_attention_num_buckets"), _farthest(config)
-    layer = KVCacheSpec(num_kv_heads=heads, head_dim=head_dim)
     decoder, encoder = on_meta(lambda: T5ForConditionalGeneration(config), dtype), on_meta(lambda: T5Encoder(config), dtype)
-    own = {_stored_name(name, "decoder"): name for name, _ in decoder.named_parameters()}
-    theirs = {_stored_name(name, "encoder"): name for name, _ in encoder.named_parameters()}
-    unused = [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
-    unused.append("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight")
-    if config.get("tie_word_embeddings", True):
-        unused.append("lm_head.weight")
-    return ModelSpec(
-        module=decoder,
-        config=config,
-        state=(
-            full_attention([layer] * num_layers),
-            StateGroup(name=CROSS_CACHES, layers=(layer,) * num_layers, kind=CrossAttention(max_rows=max_len)),
-        ),
+    return encoder_decoder_spec(
+        decoder,
+        encoder,
+        config,
+        layer=KVCacheSpec(num_kv_heads=positive_int(config, "num_heads"), head_dim=positive_int(config, "d_kv")),
+        num_layers=_num_decoder_layers(config),
         vocab_size=positive_int(config, "vocab_size"),
-        max_model_len=max_len,
-        inputs=(*DECODER_INPUTS, CROSS_ROWS),
-        weight_map={**own, **dict.fromkeys([*unused, *(name for name in theirs if name not in own)])},
+        max_len=max_len,
+        max_rows=max_len,
+        inputs=(array_input(SOURCE_IDS, torch.int64, ()), POSITIONS),
+        of_decoder={_stored_name(name, "decoder"): name for name, _ in decoder.named_parameters()},
+        of_encoder={_stored_name(name, "encoder"): name for name, _ in encoder.named_parameters()},
+        unused=[
+            *(f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")),
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+            *(["lm_head.weight"] if config.get("tie_word_embeddings", True) else []),
+        ],
         buffers={"columns": buckets(num_buckets, farthest, both_ways=False)},
+        encoder_buffers={"columns": buckets(num_buckets, farthest, both_ways=True)},
         decoder_start=decoder_start(config),
-        encoder=ModelSpec(
-            module=encoder,
-            config=config,
-            state=(),
-            vocab_size=1,
-            max_model_len=max_len,
-            inputs=(array_input(SOURCE_IDS, torch.int64, ()), POSITIONS),
-            outputs=(StepOutput(name="rows", dims=(TOKENS, 2 * num_layers * heads * head_dim)),),
-            weight_map={**theirs, **dict.fromkeys([*unused, *(name for name in own if name not in theirs)])},
-            buffers={"columns": buckets(num_buckets, farthest, both_ways=True)},
-        ),
     )
 
 

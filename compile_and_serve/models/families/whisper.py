@@ -14,44 +14,27 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.attention.cross_attention import CROSS_ROWS, cross_attention
-from compile_and_serve.custom_ops.attention.encoder_attention import encoder_attention
-from compile_and_serve.custom_ops.state.cross import CROSS_CACHES, CrossAttention
-from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.tokens import KVCacheSpec
-from compile_and_serve.custom_ops.step import (
-    ALIGNMENT_QUERIES,
-    DECODER_INPUTS,
-    LOGITS,
-    POSITIONS,
-    ROWS,
-    TOKENS,
-    StepInput,
-    StepOutput,
-    TokenBatch,
-)
+from compile_and_serve.custom_ops.step import ALIGNMENT_QUERIES, LOGITS, POSITIONS, ROWS, TOKENS, StepInput, StepOutput, TokenBatch
 from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor
 from compile_and_serve.models.config import UnsupportedConfigError, positive_int
 from compile_and_serve.models.decoder_spec import on_meta
+from compile_and_serve.models.encoder_decoder import (
+    TP_PLAN,
+    CrossAttentionLayer,
+    EncoderAttention,
+    KeysAndValues,
+    SelfAttention,
+    encoder_decoder_spec,
+    stored_name,
+)
 from compile_and_serve.models.encoder_layers import ACTIVATIONS
 from compile_and_serve.models.families import register_model
-from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
+from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.vision.patches import array_input, flatten_inputs
 
 ALIGNMENT_HEADS = "alignment_heads"  # in the config: [layer, head] of cross-attention, which tell when a token is said
 MEL = "mel"  # the encoder's array: two frames of 10 ms for each row
-
-TP_PLAN: Mapping[str, ShardStyle] = {
-    "model.decoder.embed_tokens": "vocab",
-    **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "model.decoder.layers.*.encoder_attn.q_proj": "colwise",
-    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
-    "model.decoder.layers.*.encoder_attn.out_proj": "rowwise",
-    "model.decoder.layers.*.fc1": "colwise",
-    "model.decoder.layers.*.fc2": "rowwise",
-    "proj_out": "vocab",
-}
 
 
 def _rows_beside(batch: TokenBatch) -> np.ndarray:
@@ -64,34 +47,6 @@ def _rows_beside(batch: TokenBatch) -> np.ndarray:
 
 
 BESIDE = StepInput(name="beside", dtype=torch.int64, dims=(2, TOKENS), fill=_rows_beside)
-
-
-class SelfAttention(nn.Module):
-    """Attention of tokens to those before them. Whisper's keys have no bias."""
-
-    def __init__(self, width: int, num_heads: int, *, key_bias: bool = False) -> None:
-        super().__init__()
-        self.head_dim = width // num_heads
-        self.q_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(3))
-        self.k_proj = nn.Linear(width, width, bias=key_bias)
-
-    def forward(self, x_TD: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        return self.out_proj(attention(q, k, v, kv_cache, self.head_dim**-0.5).flatten(1))
-
-
-class CrossAttentionLayer(nn.Module):
-    """Attention of tokens to the encoder's rows, whose keys and values the encoder's side computes."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.head_dim = width // num_heads
-        self.q_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x_TD: torch.Tensor, cross_cache: torch.Tensor, rows_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ the result, and the queries [T, H, E]"""
-        q_THE = self.q_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
-        return self.out_proj(cross_attention(q_THE, cross_cache, rows_T, self.head_dim**-0.5).flatten(1)), q_THE
 
 
 class DecoderLayer(nn.Module):
@@ -168,20 +123,6 @@ class WhisperForConditionalGeneration(nn.Module):
         return logits_SV if q_SAE is None else (logits_SV, q_SAE.flatten(1))
 
 
-class EncoderAttention(nn.Module):
-    """Attention of rows to those of their item."""
-
-    def __init__(self, width: int, num_heads: int, *, key_bias: bool = False) -> None:
-        super().__init__()
-        self.head_dim = width // num_heads
-        self.q_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(3))
-        self.k_proj = nn.Linear(width, width, bias=key_bias)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        return self.out_proj(encoder_attention(q, k, v, self.head_dim**-0.5).flatten(1))
-
-
 class EncoderLayer(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -229,14 +170,6 @@ def _windows(*parts_TD: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts_TD, dim=-1).flatten(1)
 
 
-class KeysAndValues(nn.Module):
-    """Of one layer's cross-attention."""
-
-    def __init__(self, width: int, *, key_bias: bool = False) -> None:
-        super().__init__()
-        self.k_proj, self.v_proj = nn.Linear(width, width, bias=key_bias), nn.Linear(width, width)
-
-
 class WhisperEncoder(nn.Module):
     """forward(mel float32 [T, 2, M], positions int64 [T], beside int64 [2, T]) → keys and values of the decoder's layers [T, L · 2 · D]"""
 
@@ -247,19 +180,14 @@ class WhisperEncoder(nn.Module):
 
     def forward(self, mel: torch.Tensor, positions: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         x_TD = self.encoder(mel, positions, beside)
-        return torch.cat([linear(x_TD) for layer in self.cross for linear in (layer.k_proj, layer.v_proj)], dim=1)  # type: ignore[operator]
+        return torch.cat([layer(x_TD) for layer in self.cross], dim=1)
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     width, heads = positive_int(config, "d_model"), positive_int(config, "decoder_attention_heads")
-    vocab_size, num_layers = positive_int(config, "vocab_size"), positive_int(config, "decoder_layers")
     if width % heads or config.get("activation_function", "gelu") not in ACTIVATIONS:
         raise UnsupportedConfigError(f"Whisper with {heads} heads of {width} features, or with this activation, is not supported.")
-    rows = positive_int(config, "max_source_positions")
-    layer = KVCacheSpec(num_kv_heads=heads, head_dim=width // heads)
     decoder, encoder = on_meta(lambda: WhisperForConditionalGeneration(config), dtype), on_meta(lambda: WhisperEncoder(config), dtype)
-    of_decoder = [name for name, _ in decoder.named_parameters(remove_duplicate=False)]
-    theirs = {_stored_name(name): name for name, _ in encoder.named_parameters()}
     bands = positive_int(config, "num_mel_bins")
     kernels = {
         name: ArrangedWeight(
@@ -267,43 +195,24 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         )
         for name, inputs in (("encoder.conv1.weight", bands), ("encoder.conv2.weight", width))
     }
-    for kernel in kernels.values():
-        del theirs[kernel.tensors[0].name]
     aligned = len(config.get(ALIGNMENT_HEADS) or []) * width // heads
-    unused: dict[str, str | None] = {"proj_out.weight": None} if config.get("tie_word_embeddings", True) else {}
-    return ModelSpec(
-        module=decoder,
-        config=config,
-        state=(
-            full_attention([layer] * num_layers),
-            StateGroup(name=CROSS_CACHES, layers=(layer,) * num_layers, kind=CrossAttention(max_rows=rows)),
-        ),
-        vocab_size=vocab_size,
-        max_model_len=positive_int(config, "max_target_positions"),
-        inputs=(*DECODER_INPUTS, CROSS_ROWS),
+    return encoder_decoder_spec(
+        decoder,
+        encoder,
+        config,
+        layer=KVCacheSpec(num_kv_heads=heads, head_dim=width // heads),
+        num_layers=positive_int(config, "decoder_layers"),
+        vocab_size=positive_int(config, "vocab_size"),
+        max_len=positive_int(config, "max_target_positions"),
+        max_rows=positive_int(config, "max_source_positions"),
+        inputs=(array_input(MEL, torch.float32, (2, bands)), POSITIONS, BESIDE),
+        of_decoder={name: name for name, _ in decoder.named_parameters()},
+        of_encoder={stored_name(name): name for name, _ in encoder.named_parameters() if name not in kernels},
+        unused=["proj_out.weight"] if config.get("tie_word_embeddings", True) else [],
+        arranged=kernels,
         outputs=(StepOutput(name=LOGITS), *([StepOutput(name=ALIGNMENT_QUERIES, dims=(ROWS, aligned))] if aligned else [])),
-        weight_map={**unused, **dict.fromkeys([*theirs, *(kernel.tensors[0].name for kernel in kernels.values())])},
-        tp_plan=TP_PLAN,
-        encoder=ModelSpec(
-            module=encoder,
-            config=config,
-            state=(),
-            vocab_size=1,
-            max_model_len=rows,
-            inputs=(array_input(MEL, torch.float32, (2, bands)), POSITIONS, BESIDE),
-            outputs=(StepOutput(name="rows", dims=(TOKENS, 2 * num_layers * width)),),
-            weight_map={**theirs, **dict.fromkeys([*of_decoder, *unused, "proj_out.weight"])},
-            quantized_weights=kernels,
-        ),
+        tp_plan={"model.decoder.embed_tokens": "vocab", "proj_out": "vocab", **TP_PLAN},
     )
-
-
-def _stored_name(name: str) -> str:
-    """A parameter of the encoder's side in the checkpoint."""
-    if name.startswith("cross."):
-        _, number, rest = name.split(".", 2)
-        return f"model.decoder.layers.{number}.encoder_attn.{rest}"
-    return f"model.{name}"
 
 
 register_model("WhisperForConditionalGeneration", build, features=("full attention", "speech"))

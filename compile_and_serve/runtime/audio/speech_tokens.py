@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from compile_and_serve.runtime.audio.options import TranscriptionError
+from compile_and_serve.runtime.json_files import read_json_object
 
 SECONDS_PER_TIMESTAMP = 0.02
 ALIGNMENT_REFUSED = "alignment_refused"  # in a config: why no times of words are computed, as a clause
@@ -51,7 +50,7 @@ class SpeechTokens:
     def read(cls, folder: Path) -> SpeechTokens:
         """From tokenizer.json and generation_config.json. Raises `TranscriptionError` where they lack a token."""
         ids = _added_tokens(folder)
-        config = _json(folder / "config.json") | _json(folder / "generation_config.json")
+        config = _read(folder / "config.json") | _read(folder / "generation_config.json")
 
         def required(name: str) -> int:
             if name not in ids:
@@ -88,8 +87,8 @@ class SpeechTokens:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    return {str(one["content"]): int(one["id"]) for one in _json(folder / "tokenizer.json").get("added_tokens") or ()}
+    return {str(one["content"]): int(one["id"]) for one in _read(folder / "tokenizer.json").get("added_tokens") or ()}
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _read(file: Path) -> dict[str, Any]:
+    return read_json_object(file, TranscriptionError)

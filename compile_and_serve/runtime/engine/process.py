@@ -123,7 +123,7 @@ class EngineProcess:
             self._heartbeat.begin_turn()
             if self._loads:
                 self._answer_loads()
-            has_work = core.has_work() or len(self._intake) > 0
+            has_work = core.has_work() or bool(self._intake)
             if self._shutdown is not None and not has_work:
                 return
             if self._sleep_calls and not has_work:
@@ -132,7 +132,8 @@ class EngineProcess:
                     self._answer(client, call)
             if has_work or self._idle() or self._wait():
                 self._receive()
-                self._intake.take(core.unfinished_keys)
+                if self._intake:
+                    self._intake.take(core.unfinished_keys)
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from compile_and_serve.models.families.whisper import ALIGNMENT_HEADS
 from compile_and_serve.runtime.audio.speech_tokens import ALIGNMENT_REFUSED
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.json_files import read_json_object
 
 _BEGINS = ("decoder_start_token_id", "forced_bos_token_id")
 
@@ -17,8 +17,7 @@ def with_generation_files(model_config: Mapping[str, Any], config: EngineConfig)
     """The config with what generation_config.json says of how decoders with an encoder begin; of a Whisper model with its alignment heads,
     or with the reason why there are none.
     """
-    file = config.model.path / "generation_config.json"
-    given = json.loads(file.read_text()) if file.is_file() else {}
+    given = read_json_object(config.model.path / "generation_config.json")
     begins = {name: given[name] for name in _BEGINS if given.get(name) is not None}
     if "WhisperForConditionalGeneration" not in (model_config.get("architectures") or ()):
         return {**model_config, **begins}

@@ -7,7 +7,6 @@ imported only in the last case.
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from compile_and_serve.models.folder_code import FolderCodeError, class_reference, load_class
+from compile_and_serve.runtime.json_files import read_json_object
 from compile_and_serve.runtime.text.built_in_templates import BUILT_IN_TEMPLATES
 from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
@@ -174,12 +174,4 @@ def _token_text(value: Any) -> str | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{file} is not valid JSON ({error}): check that the file is complete.") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file} must hold a JSON object, got a {type(value).__name__}.")
-    return value
+    return read_json_object(file, TokenizerError)
