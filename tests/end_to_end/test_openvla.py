@@ -37,7 +37,7 @@ from PIL.Image import Image, Resampling, fromarray
 
 BOS, EMPTY, PLACEHOLDER, VOCAB = 1, 29871, 32000, 32000
 SIDE, PATCH, PATCHES = 24, 4, 36
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB + 64}
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB + 64}
 TOWERS: list[dict[str, Any]] = [
     {"patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2, "reg_tokens": 4, "init_values": 1e-5},
     {"patch_size": PATCH, "embed_dim": 48, "depth": 4, "num_heads": 2, "class_token": False, "mlp_ratio": 2.3},
