@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from compile_and_serve.runtime.audio.options import TranscriptionError
 from compile_and_serve.runtime.json_files import read_json_object

@@ -41,8 +41,7 @@ from compile_and_serve.runtime.messages import (
     UtilityOptions,
     ignore_stage,
 )
-from compile_and_serve.runtime.sampling.checks import verify_token_ids, with_vocabulary
-from compile_and_serve.runtime.scheduler.request_checks import QueueFullError
+from compile_and_serve.runtime.scheduler.request_checks import QueueFullError, for_engine
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.source_prompts import for_encoder
 from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
@@ -168,30 +167,13 @@ class EngineCore:
         """
         if self._refusal is not None:
             raise QueueFullError(self._refusal)
-        params, vocab_size = request.sampling_params, self.info.vocab_size
-        if (request.pooling is None) != (self.info.pooling is None):
-            does, asked = ("pools", "generate") if self.info.pooling else ("generates tokens", "pool")
-            raise ValueError(f"This engine {does}, so it cannot {asked}: see --runner.")
-        if request.pooling is not None and request.pooling.pooling is None:
-            assert self.info.pooling is not None
-            chosen = msgspec.structs.replace(request.pooling, pooling=self.info.pooling.pooling)
-            request = msgspec.structs.replace(request, pooling=chosen)
-        params.verify()
-        params = with_vocabulary(params, vocab_size)
-        request = msgspec.structs.replace(request, sampling_params=params)
-        verify_token_ids(params, request.stop_token_ids, vocab_size)
-        prompt = request.prompt_token_ids
-        if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
+        request = for_engine(request, self.info)
         request = for_encoder(request, self.executor.info.encoder)
-        prompt = request.prompt_token_ids
         if request.kv_transfer is not None:
             request = with_handover(request, self.info.kv_transfer)
-            params = request.sampling_params
-        contents, encoder = request.contents(), self._scheduler.encoder
+        params, contents, encoder = request.sampling_params, request.contents(), self._scheduler.encoder
         if contents is not None:
-            contents.check(len(prompt), self.executor.info.arrays)
+            contents.check(len(request.prompt_token_ids), self.executor.info.arrays)
         if encoder is not None:
             encoder.check(contents)
         if params.seed is None and not params.is_greedy:

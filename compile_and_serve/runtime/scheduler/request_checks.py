@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
+from msgspec.structs import replace
+
 from compile_and_serve.runtime.config import SchedulerConfig
-from compile_and_serve.runtime.messages import NOBODY, EngineRequest, Tenant
+from compile_and_serve.runtime.messages import NOBODY, EngineInfo, EngineRequest, Tenant
+from compile_and_serve.runtime.sampling.checks import verify_token_ids, with_vocabulary
 from compile_and_serve.runtime.scheduler.fair_queue import FairQueue
 
 
@@ -15,6 +18,25 @@ def check_config(config: SchedulerConfig) -> None:
         raise ValueError(
             f"max_num_seqs and max_num_batched_tokens must be at least 1, got {config.max_num_seqs} and {config.token_budget}."
         )
+
+
+def for_engine(request: EngineRequest, info: EngineInfo) -> EngineRequest:
+    """The request with what the model's vocabulary and pooling say. Raises `ValueError` with one sentence for one that can never run."""
+    if (request.pooling is None) != (info.pooling is None):
+        does, asked = ("pools", "generate") if info.pooling else ("generates tokens", "pool")
+        raise ValueError(f"This engine {does}, so it cannot {asked}: see --runner.")
+    if request.pooling is not None and request.pooling.pooling is None:
+        assert info.pooling is not None
+        request = replace(request, pooling=replace(request.pooling, pooling=info.pooling.pooling))
+    params, vocab_size = request.sampling_params, info.vocab_size
+    params.verify()
+    params = with_vocabulary(params, vocab_size)
+    verify_token_ids(params, request.stop_token_ids, vocab_size)
+    prompt = request.prompt_token_ids
+    if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
+    return replace(request, sampling_params=params)
 
 
 class QueueFullError(RuntimeError):
