@@ -43,9 +43,10 @@ class _Attention(nn.Module):
         self.q_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(3))
         self.k_proj = nn.Linear(width, width, bias=key_bias)
 
-    def heads(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
+    def heads(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [T, H, E]."""
-        return [linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
 
 
 class SelfAttention(_Attention):
