@@ -90,6 +90,10 @@ class GraphRunners:
         sizes = (runner.next_piecewise_size() for runner in reversed(self.runners))
         return next((size for size in sizes if size is not None), None)
 
+    def want_octaves(self) -> list[int]:
+        """The sizes of `CudaGraphRunner.want_octaves` of every plan, largest first."""
+        return sorted({size for runner in self.runners for size in runner.want_octaves()}, reverse=True)
+
     def estimate_bytes(self, max_tokens: int, largest_step: int, encoder_tokens: int = 0) -> int:
         """`CudaGraphRunner.estimate_bytes` of all: what a step frees is shared, graphs keep the rest for themselves.
 

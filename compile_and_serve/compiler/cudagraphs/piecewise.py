@@ -25,7 +25,7 @@ from compile_and_serve.custom_ops.step import ROWS, Step, running
 
 # In a longer step, the device takes longer to compute than the host to launch, so that graphs gain nothing.
 PIECEWISE_TOKENS = 2048
-SMALL_LAYERS_TOKENS = 4096  # where pieces have at most SMALL_LAYER_WEIGHTS weights
+SMALL_LAYERS_TOKENS = 4096  # where pieces have at most SMALL_LAYER_WEIGHTS weights; with half as many, twice as long steps gain
 # Steps lost by a size above the limit before it is captured nevertheless: the kernels of such steps are chosen while the engine is idle,
 # and an engine that never is would launch them kernel by kernel for ever.
 UNLIMITED_STEPS = 8 * CAPTURE_STEPS
@@ -42,15 +42,19 @@ def piecewise_unsupported_reason(model: object) -> str | None:
     return None
 
 
-def max_piecewise_tokens(model: Any) -> int:
-    """Tokens of the longest step worth replaying piece by piece; decided by the weights that a compiled model's pieces read."""
+def max_piecewise_tokens(model: Any, longest: int = SMALL_LAYERS_TOKENS) -> int:
+    """Tokens of the longest step worth replaying piece by piece; decided by the weights that a compiled model's pieces read. longest: of a
+    step that comes often.
+    """
     weights = [
         sum(model.weights[name.removeprefix(WEIGHT)].numel() for name in step.inputs if name.startswith(WEIGHT))
         for step in model.plan.steps
         if isinstance(step, PieceStep)
     ]
-    is_small = weights and statistics.median(weights) <= SMALL_LAYER_WEIGHTS
-    return SMALL_LAYERS_TOKENS if is_small else PIECEWISE_TOKENS
+    tokens = PIECEWISE_TOKENS
+    while weights and tokens < longest and 2 * tokens * statistics.median(weights) <= SMALL_LAYERS_TOKENS * SMALL_LAYER_WEIGHTS:
+        tokens *= 2
+    return tokens
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class PiecewiseGraphs:
         self.sizes = tuple(sizes)
         self.max_tokens: int | None = None  # of a size whose kernels are chosen; None: all are
         self._provisional: set[int] = set()  # sizes captured above the limit
+        self._outdated: set[int] = set()  # sizes whose graphs were provisional, until they are captured again
         self._model = model
         self._device = device
         self._captured: dict[int, _Captured] = {}
@@ -86,13 +91,13 @@ class PiecewiseGraphs:
         self._run_tail: Any = None
 
     def limit(self, max_tokens: int | None) -> None:
-        """Capture no size above max_tokens (None: all may be), unless steps without it have lost UNLIMITED_STEPS. Such graphs are dropped
-        once the limit reaches them, to be captured again with the kernels that are chosen then. No step may be in flight.
+        """Capture no size above max_tokens (None: all may be), unless steps without it have lost UNLIMITED_STEPS. Once the limit reaches
+        such a size, `want_next` names it, to be captured again with the kernels that are chosen then.
         """
         self.max_tokens = max_tokens
         for size in [size for size in self._provisional if max_tokens is None or size <= max_tokens]:
             self._provisional.discard(size)
-            del self._captured[size]
+            self._outdated.add(size)
             self._lost.pop(size, None)
             if size not in self._wanted:
                 bisect.insort(self._wanted, size)
@@ -131,6 +136,10 @@ class PiecewiseGraphs:
         if self.sizes[bisect.bisect_left(self.sizes, size)] != size:
             return None
         captured = self._captured.get(size)
+        if size in self._outdated and self._is_due(size):
+            self._outdated.discard(size)
+            captured = None
+            del self._captured[size]
         if captured is not None and captured.state_address != _state_address(step):
             captured = None
         own_size = self.sizes[bisect.bisect_left(self.sizes, step.num_tokens)]
@@ -164,10 +173,21 @@ class PiecewiseGraphs:
         """The largest size without graphs, to be captured by the next step of that size; each is wanted once, then None."""
         while self._wanted:
             size = self._wanted.pop()
-            if size not in self._captured:
+            if size not in self._captured or size in self._outdated:
                 self._lost[size] = CAPTURE_STEPS
                 return size
         return None
+
+    def want_octaves(self) -> list[int]:
+        """Sizes from the largest down, each half of the one before, to be captured by the next steps of these sizes, whatever the limit:
+        together they serve every step.
+        """
+        octaves, size = [], self.sizes[-1]
+        while size in self.sizes:
+            octaves.append(size)
+            self._lost[size] = UNLIMITED_STEPS
+            size //= 2
+        return octaves
 
     @property
     def num_wanted(self) -> int:

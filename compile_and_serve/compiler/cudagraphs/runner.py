@@ -21,6 +21,7 @@ from compile_and_serve.compiler.config import CudaGraphMode
 from compile_and_serve.compiler.cudagraphs.graph_capture import CAPTURE_STEPS, PLAIN_STEP_LOSS, Graph, GraphDevice, capturing
 from compile_and_serve.compiler.cudagraphs.piecewise import (
     PIECEWISE_TOKENS,
+    SMALL_LAYERS_TOKENS,
     PiecewiseGraphs,
     max_piecewise_tokens,
     piecewise_unsupported_reason,
@@ -123,13 +124,14 @@ class CudaGraphRunner:
         sizes: Sequence[int] | None = None,
         query_len: int = 1,
         max_tokens: int | None = None,
+        longest_step: int = SMALL_LAYERS_TOKENS,
         decode_head: DecodeHead | None = None,
         decode_tail: DecodeTail | None = None,
         stats: GraphStats | None = None,
     ) -> None:
         """backends: of the attention groups. sizes: numbers of sequences to capture. query_len: tokens of a sequence in a decode step.
-        max_tokens: of a piecewise graph; None: as many as pay. decode_head, decode_tail: what a full graph does before the model runs, and
-        with its outputs. stats: to count in.
+        max_tokens: of a piecewise graph; None: as many as pay. longest_step: tokens of a step that comes often. decode_head, decode_tail:
+        what a full graph does before the model runs, and with its outputs. stats: to count in.
         """
         self.model = model
         self.query_len = query_len
@@ -155,7 +157,7 @@ class CudaGraphRunner:
         if mode in ("piecewise", "full_and_piecewise"):
             reason = piecewise_unsupported_reason(model)
             if reason is None:
-                wanted = piecewise_sizes(max_num_seqs, sizes if mode == "piecewise" else None, max_piecewise_tokens(model))
+                wanted = piecewise_sizes(max_num_seqs, sizes if mode == "piecewise" else None, max_piecewise_tokens(model, longest_step))
                 if max_tokens is not None:
                     wanted = tuple(sorted({min(size, max_tokens) for size in wanted}))
                 self._piecewise = PiecewiseGraphs(model, device, wanted)
@@ -242,6 +244,10 @@ class CudaGraphRunner:
     def next_piecewise_size(self) -> int | None:
         """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""
         return None if self._piecewise is None else self._piecewise.want_next()
+
+    def want_octaves(self) -> list[int]:
+        """See `PiecewiseGraphs.want_octaves`."""
+        return [] if self._piecewise is None else self._piecewise.want_octaves()
 
     def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
         """Device memory that the graphs of steps of up to max_tokens tokens will take. largest_step: bytes of a step of max_tokens."""

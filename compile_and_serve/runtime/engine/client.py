@@ -61,6 +61,15 @@ class SyncEngine:
         """Run one step and return its outputs, which are empty if there is no work."""
         return self.core.step()
 
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens of prompts to pool with which `step` is worth calling while more requests are added, because the device computes
+        meanwhile; 0: add all of them first.
+        """
+        core = self.core
+        is_worth_it = core.info.pooling is not None and core.executor.info.is_asynchronous
+        return core.config.max_steps_in_flight * core.config.scheduler.token_budget if is_worth_it else 0
+
     def sleep(self, level: int) -> None:
         """See `EngineCore.sleep`."""
         self.core.sleep(level)

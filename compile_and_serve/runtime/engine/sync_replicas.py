@@ -19,6 +19,8 @@ T = TypeVar("T")
 class SyncReplicas:
     """Replicas as child processes. Their client runs in a thread with an event loop. Construction raises `EngineStartError`."""
 
+    tokens_ahead = 0  # they compute while requests are added
+
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self._client = make_client(config, on_stage, restarts=False)
         self._loop = asyncio.new_event_loop()

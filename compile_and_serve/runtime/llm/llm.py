@@ -340,6 +340,7 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
     ) -> None:
         """Run every job to its end."""
         engine_ids: list[str] = []
+        tokens_ahead, added = self.engine.tokens_ahead, 0
         with _Progress(len(jobs), show_progress) as progress:
             try:
                 for job, priority, data, lora in zip(jobs, priorities, step_data, adapters, strict=True):
@@ -357,12 +358,13 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
                     request.step_arrays, request.media = job.step_arrays, job.media
                     engine_ids += request.request_ids
                     self.engine.add_request(request)
+                    added += len(job.prompt_token_ids)
+                    if 0 < tokens_ahead <= added:
+                        self._step()
+                        added -= tokens_ahead // 2
                 while len(self._outputs):
                     assert self.engine.has_work(), "the engine lost requests"
-                    step = self.engine.step()
-                    to_abort = self._outputs.process(step.outputs)
-                    if to_abort:
-                        self.engine.abort(to_abort)
+                    self._step()
             finally:  # an interrupt must not leave requests in the engine
                 left = self._outputs.forget(engine_ids)
                 if left:
@@ -372,6 +374,10 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
             if failed is not None:
                 kind = InvalidRequestError if failed.error_kind == "invalid" else RuntimeError
                 raise kind(f"Request {job.request_id} failed: {failed.error}")
+
+    def _step(self) -> None:
+        if to_abort := self._outputs.process(self.engine.step().outputs):
+            self.engine.abort(to_abort)
 
     def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
         job.completions = [Completion(index) for index in range(job.params.n)]

@@ -10,6 +10,7 @@ import torch
 from compile_and_serve.compiler.config import CudaGraphMode
 from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.piecewise import SMALL_LAYERS_TOKENS
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
@@ -57,6 +58,7 @@ def make_graph_runners(
             backends=tuple(backends.values()),
             device=graphs,
             sizes=options.capture_sizes,
+            longest_step=SMALL_LAYERS_TOKENS if spec.pooling is None else config.scheduler.token_budget,
             decode_head=begin_step,
             decode_tail=end_step if samples else None,
             stats=stats,

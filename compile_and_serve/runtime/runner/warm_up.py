@@ -24,6 +24,7 @@ from compile_and_serve.runtime.runner.state_memory import GIB
 
 MIN_MIXED_TOKENS = 8  # of `run_mixed_step`
 CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the next larger one
+TEXT_TOKENS = 512  # of a text to pool: kernels of shorter ones are chosen before serving
 
 
 class WarmUp:
@@ -49,18 +50,28 @@ class WarmUp:
         # A step of each range of token counts, so that linears measure which kernel is fastest. Ranges of decode steps come before
         # their graphs are captured. The others are run in idle moments, the smallest first, and their graphs are captured later still.
         unmeasured = self._of_any_rank(unmeasured_token_counts(runner.device, runner.max_num_tokens))
-        most_decodes = token_range(runner.batch.num_slots)
+        pools = runner.spec.pooling is not None
+        most = token_range(runner.batch.num_slots)  # of decodes
+        if pools:
+            most = max(most, token_range(min(runner.max_model_len, TEXT_TOKENS)))
         for count in unmeasured:
-            if count <= most_decodes:
+            if count <= most:
                 self._measure(count)
-        self._to_measure = [count for count in reversed(unmeasured) if count > most_decodes]
+        self._to_measure = [count for count in reversed(unmeasured) if count > most]
         if self._to_measure and graphs is not None:
-            graphs.capture_pieces_up_to(most_decodes)
+            graphs.capture_pieces_up_to(most)
         runner.compile_output_kernels(self._logits_dtype)
         if graphs is None:
             return ""
+        if pools:
+            with tuning_off():  # the longer ones are captured again once their kernels are chosen
+                for size in graphs.want_octaves():
+                    if size <= runner.max_num_tokens:
+                        run_dummy_step(runner, size, 1)
         graphs.capture(CAPTURED_AT_START)  # the others in idle moments, or when steps make them due
         report = graphs.report()
+        if pools:
+            return f"{report['piecewise_graphs']} CUDA graphs of pieces; {graph_memory(graphs)}"
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {graph_memory(graphs)}"
 
     def pending_work(self) -> dict[str, int]:

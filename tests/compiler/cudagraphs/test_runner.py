@@ -148,6 +148,7 @@ def test_steps_over_small_layers_are_worth_graphs_for_longer() -> None:
 
     assert max_piecewise_tokens(layers(150_000_000, 15_000_000, 15_000_000)) == 4096
     assert max_piecewise_tokens(layers(15_000_000, 218_000_000, 218_000_000)) == 2048
+    assert [max_piecewise_tokens(layers(15_000_000), longest) for longest in (1000, 3000, 5000, 16384)] == [2048, 4096, 8192, 8192]
 
 
 def test_padding() -> None:
@@ -435,12 +436,33 @@ def test_a_size_that_waits_for_its_kernels_is_captured_for_the_time_being_where_
     for _ in range(35):
         step(runner, [7] * 16, 0, state)
     assert (runner.stats.plain_steps, runner.stats.replays["piecewise"]) == (31, 4)
+    captured = runner.stats.captured["piecewise"]
     runner.capture_pieces_up_to(None)
     step(runner, [7] * 16, 0, state)
-    assert runner.stats.plain_steps == 32  # its graphs are gone,
+    assert (runner.stats.plain_steps, runner.stats.captured["piecewise"]) == (31, captured)  # its graphs go on,
     assert [runner.next_piecewise_size() for _ in range(3)] == [24, 16, 8]  # and are wanted again
-    step(runner, [7] * 16, 0, state)
-    assert (runner.stats.plain_steps, runner.stats.replays["piecewise"]) == (32, 5)
+    for _ in range(2):
+        step(runner, [7] * 16, 0, state)
+    assert (runner.stats.plain_steps, runner.stats.captured["piecewise"]) == (31, 2 * captured)
+    assert runner.stats.replays["piecewise"] == 7
+
+
+def test_octaves_are_captured_whatever_the_limit_and_serve_every_step(shared_cache_dir: Path) -> None:
+    spec, model = compiled(shared_cache_dir)
+    runner = CudaGraphRunner(
+        model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(), sizes=(8, 12, 16, 20, 24, 28, 32)
+    )
+    runner.capture_pieces_up_to(8)
+    state = caches(spec, torch.float32)
+    octaves = GraphRunners([runner]).want_octaves()
+    assert octaves == [32, 16, 8]
+    for size in octaves:
+        step(runner, [7] * size, 0, state)
+    padded = [runner.padded_size(length, 1, length) for length in (5, 8, 9, 16, 17, 32)]
+    assert padded == [8, 8, 16, 16, 32, 32]
+    for size in octaves:
+        step(runner, [7] * size, 0, state)
+    assert (runner.stats.plain_steps, runner.stats.replays["piecewise"]) == (0, 6)
 
 
 def test_two_plans_capture_in_turns_and_the_one_that_loses_more_goes_first() -> None:
