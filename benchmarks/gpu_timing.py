@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import commit
-from compile_and_serve.custom_ops.platform import CapturedGraph, TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import CapturedGraph, TimedEvent
 
 
 @functools.cache

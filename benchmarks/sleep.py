@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.common import environment
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.custom_ops.platform import Platform, platform_of, resolve_device
+from compile_and_serve.custom_ops.platform import platform_of, resolve_device
+from compile_and_serve.custom_ops.platforms.protocol import Platform
 
 GIB = 1 << 30
 

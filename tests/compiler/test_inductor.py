@@ -15,7 +15,8 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from compile_and_serve.compiler.inductor import PieceCompileError, end_kernel_compilers, start_inductor, start_piece
-from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from tests.support.hopper import run_script
 from tests.support.processes import is_running, wait_until
 

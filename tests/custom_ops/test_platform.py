@@ -13,7 +13,10 @@ import torch
 from compile_and_serve.compiler import available_kernels
 from compile_and_serve.custom_ops.attention.flashinfer_modules import flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
-from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo, platform_of, register_platform
+from compile_and_serve.custom_ops.platform import platform_of, register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
+from compile_and_serve.custom_ops.platforms.cuda import CudaPlatform
+from compile_and_serve.custom_ops.platforms.protocol import MemoryInfo
 from compile_and_serve.custom_ops.staged_arrays import StagedArrays
 from compile_and_serve.custom_ops.triton_common import num_sms
 from compile_and_serve.custom_ops.tuning.tuner import device_name
@@ -23,6 +26,7 @@ from compile_and_serve.runtime.runner.memory import DeviceMemoryError, memory_fo
 PACKAGE = Path(__file__).parents[2] / "compile_and_serve"
 ALLOWED = {
     "custom_ops/platform.py",
+    "custom_ops/platforms/cuda.py",
     "compiler/cudagraphs/graph_capture.py",  # CUDA's `GraphDevice`, which is made only where the platform replays graphs
 }
 CPU = torch.device("cpu")

@@ -26,7 +26,8 @@ from compile_and_serve.compiler.pipeline import compile_model
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.library import OpKind, Sharding, define
 from compile_and_serve.custom_ops.mesh import Mesh
-from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.kind import LayerState, StateTensor
 from compile_and_serve.custom_ops.state.recurrent import Recurrent, SlotMetadata, gather_slot, scatter_slot

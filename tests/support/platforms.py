@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.platform import CpuPlatform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 
 
 class OwnMemory(CpuPlatform):

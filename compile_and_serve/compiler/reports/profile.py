@@ -29,7 +29,8 @@ from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.library import op_info
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.moe.expert_load import counting_experts
-from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput, running
 from compile_and_serve.custom_ops.weight_functions import TensorSpec

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.attention.flashinfer_modules import Variant, flashinfer_version
-from compile_and_serve.custom_ops.platform import Event, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import Event
 
 PLAN_BYTES = 8 << 20
 _CAUSAL = 1  # FlashInfer's MaskMode

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from compile_and_serve.custom_ops.collectives.collectives import RankGroup, all_reduce, rank_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
 from compile_and_serve.custom_ops.mesh import TENSOR, Axis
-from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, tuner_of

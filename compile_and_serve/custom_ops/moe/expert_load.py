@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
-from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 
 READ_SECONDS = 1.0  # between two reads of `ExpertLoad`
 

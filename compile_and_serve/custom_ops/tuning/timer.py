@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from compile_and_serve.custom_ops.platform import Platform, TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import Platform, TimedEvent
 
 Call = Callable[[int], object]  # its argument is the number of the call, so that calls can take turns on several operands
 Wait = Callable[[TimedEvent], None]

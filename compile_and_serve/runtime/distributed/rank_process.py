@@ -62,7 +62,7 @@ from compile_and_serve.runtime.distributed.socket_keys import RankKeys
 from compile_and_serve.runtime.logs import LogFormat
 
 if TYPE_CHECKING:
-    from compile_and_serve.custom_ops.platform import Platform
+    from compile_and_serve.custom_ops.platforms.protocol import Platform
     from compile_and_serve.runtime.runner.pending_step import PendingStep
     from compile_and_serve.runtime.scheduler.step_messages import WorkerStats
 

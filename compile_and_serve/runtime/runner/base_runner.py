@@ -16,7 +16,8 @@ from compile_and_serve.compiler.cudagraphs.runner import StepOf, StepResult
 from compile_and_serve.compiler.model import Outputs, StepModel
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, row_numbers
-from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 from compile_and_serve.custom_ops.step import Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.spec import ModelSpec

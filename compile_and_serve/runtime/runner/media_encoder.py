@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.custom_ops.encoder_rows import ROWS_PER_PAGE, num_rows_of, row_numbers
-from compile_and_serve.custom_ops.platform import Platform, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import Platform
 from compile_and_serve.custom_ops.state.cross import CrossAttention
 from compile_and_serve.custom_ops.step import ALIGNMENT_QUERIES, TOKENS, Step, TokenBatch
 from compile_and_serve.custom_ops.step_data import ArrayInfo, StepArray

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.platform import Event, TimedEvent
+from compile_and_serve.custom_ops.platforms.protocol import Event, TimedEvent
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.acceptance import accepted_tokens, chances_of
 from compile_and_serve.runtime.ledger.records import StepRan

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.platform import Event
+from compile_and_serve.custom_ops.platforms.protocol import Event
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.pooling.projections import projections_of
 from compile_and_serve.runtime.pooling_params import Pooled, RowPooling

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.collectives.collectives import Transfer
-from compile_and_serve.custom_ops.platform import Event
+from compile_and_serve.custom_ops.platforms.protocol import Event
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts, DraftSetup, TargetStep
 from compile_and_serve.runtime.runner.base_batch import BatchLayout

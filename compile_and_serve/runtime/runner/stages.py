@@ -18,7 +18,7 @@ from compile_and_serve.compiler.pieces.plan import ExecutionPlan
 from compile_and_serve.compiler.pieces.stages import RECEIVED
 from compile_and_serve.custom_ops.collectives.collectives import Transfer, stage_links, start_receive, start_send
 from compile_and_serve.custom_ops.mesh import Mesh
-from compile_and_serve.custom_ops.platform import Platform, TimedEvent
+from compile_and_serve.custom_ops.platforms.protocol import Platform, TimedEvent
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.models.spec import ModelSpec
 

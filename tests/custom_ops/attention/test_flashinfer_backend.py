@@ -21,7 +21,7 @@ from compile_and_serve.custom_ops.attention.flashinfer_backend import (
 )
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
 from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
-from compile_and_serve.custom_ops.platform import CpuPlatform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from tests.support import attention_cases as cases
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.platform import CpuPlatform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.custom_ops.sampling.ngram_drafts import append_tokens, find_drafts
 from compile_and_serve.custom_ops.state.metadata import StepLengths
 from compile_and_serve.runtime.drafting.ngram import NgramDrafter

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.custom_ops.dummy_step import make_step
-from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.custom_ops.step import running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec

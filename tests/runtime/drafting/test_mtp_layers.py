@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.runtime.drafting.model_drafts import ModelDrafts
 from compile_and_serve.runtime.engine.core import EngineCore
 from tests.runtime.drafting.test_heads import (

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
-from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.runtime.drafting.model_drafts import ModelDrafts
 from compile_and_serve.runtime.drafting.ngram import NgramDrafter
 from compile_and_serve.runtime.drafting.ngram_drafts import NgramDrafts

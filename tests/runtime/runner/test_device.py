@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops import platform
+from compile_and_serve.custom_ops.platforms import cpu
 from compile_and_serve.custom_ops.platform import resolve_device
 from compile_and_serve.runtime.child_process import one_device
 from compile_and_serve.runtime.options import make_engine_config
@@ -31,7 +32,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "expected"), [({"avx512f", "avx512_bf16"}, torch.bfloat16), ({"avx512f"}, torch.float32), (set(), torch.float32)]
 )
 def test_auto_is_bfloat16_where_the_cpu_computes_in_it(monkeypatch: pytest.MonkeyPatch, flags: set[str], expected: torch.dtype) -> None:
-    monkeypatch.setattr(platform, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(cpu, "_cpu_flags", lambda: flags)
     assert resolve_dtype("auto", CPU) == expected
     assert resolve_dtype("float32", CPU) == torch.float32
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16

@@ -16,7 +16,10 @@ from compile_and_serve.compiler.cudagraphs.runner import PlainRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.model import StepModel
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo, platform_of, register_platform
+from compile_and_serve.custom_ops.platform import platform_of, register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
+from compile_and_serve.custom_ops.platforms.cuda import CudaPlatform
+from compile_and_serve.custom_ops.platforms.protocol import MemoryInfo
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import cuda_graphs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from compile_and_serve.custom_ops.platform import TimedEvent
+from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.connector import WorkerConnector
 from compile_and_serve.runtime.connector.handover.direct import DirectReaders, copies_of

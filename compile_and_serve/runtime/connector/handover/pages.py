@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.platform import Platform, SideStream, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import Platform, SideStream
 from compile_and_serve.runtime.connector.handover.wire import MAX_CHUNK_BYTES, GroupInfo, RankInfo, TransferError
 from compile_and_serve.runtime.connector.page_memory import PageMemory, PagePiece, part_as_bytes
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 from compile_and_serve.runtime.connector.connector import ConnectorError, WorkerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.connector.page_memory import PageMemory, part_as_bytes
