@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops import platform
-from compile_and_serve.custom_ops.platforms import cpu
 from compile_and_serve.custom_ops.platform import resolve_device
+from compile_and_serve.custom_ops.platforms import cpu
 from compile_and_serve.runtime.child_process import one_device
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.runner import device as devices
