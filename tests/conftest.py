@@ -82,6 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _choose_pairwise(config, items)
+    _leave_cases_to_the_slow_tests(items)
     num_gpus = torch.cuda.device_count()
     for item in items:
         needed = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
@@ -106,6 +107,17 @@ def _choose_pairwise(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _leave_cases_to_the_slow_tests(items: list[pytest.Item]) -> None:
+    """Of a test marked `slow_cases` the first case is quick enough for `make test`."""
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("slow_cases"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker("slow")
+            seen.add(test)
 
 
 @pytest.fixture(autouse=True)

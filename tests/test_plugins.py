@@ -108,6 +108,7 @@ def test_a_server_of_two_ranks_uses_one_plug_in_of_each_kind(site: Path, tiny_ll
         server.stop()
 
 
+@pytest.mark.slow
 def test_models_lists_a_plug_ins_family(site: Path) -> None:
     assert "AcmeForCausalLM" in command(site, "models").stdout
 
@@ -149,6 +150,7 @@ def test_a_parser_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         detect_tool_parser([])
 
 
+@pytest.mark.slow
 def test_a_broken_package_fails_a_start_and_not_the_help(tmp_path: Path, tiny_llama_dir: Path) -> None:
     everything = broken_site(tmp_path / "everything", *KINDS)
     assert command(everything, "--help").returncode == command(everything, "serve", "--help").returncode == 0
@@ -160,6 +162,7 @@ def test_a_broken_package_fails_a_start_and_not_the_help(tmp_path: Path, tiny_ll
         assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.slow
 def test_device_takes_the_name_of_a_plug_ins_platform(site: Path) -> None:
     model = write_tiny_model(site.parent / "tiny")
     for device, sentence in (("xpu", "There is no card for xpu: plug one in."), ("brick", "device must be one of auto, cpu, cuda, or a")):

@@ -65,6 +65,7 @@ def eager(architecture: str, dtype: torch.dtype = torch.float32):
     return model
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("architecture", "kernels"), MODELS)
 def test_equals_eager_at_every_length_without_recompiling(made: Made, architecture: str, kernels: frozenset[str]) -> None:
     _, spec, model = made(architecture, kernels)
@@ -80,6 +81,7 @@ def test_equals_eager_at_every_length_without_recompiling(made: Made, architectu
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
     spec = tiny_spec(layers=2, dtype=torch.float32)
     config = CompileConfig(cache_dir=tmp_path, forced_passes=frozenset({"fuse_silu_mul", "fuse_add_rms_norm"}))
@@ -127,6 +129,7 @@ def test_second_compilation_reads_the_artifact(made: Made, store: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_compiled_pieces_are_stored_although_another_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_piece, begun = pipeline.start_piece, []
 
@@ -152,6 +155,7 @@ def test_compiled_pieces_are_stored_although_another_one_fails(tmp_path: Path, m
     assert (stages.count("loaded"), stages.count("compiled")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_pieces_do_not_depend_on_the_example_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are chosen at run time by the number of tokens, not by the example with which the graph was captured."""
     made = []
@@ -171,6 +175,7 @@ def test_depth_shares_pieces(store: Path) -> None:
     assert len(list((store / "piece").iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_artifact_of_another_model_is_named_and_not_used(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = CompileConfig(cache_dir=tmp_path / "other", artifact_dir=store)
     with caplog.at_level(logging.WARNING):

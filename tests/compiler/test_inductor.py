@@ -46,6 +46,7 @@ def piece(factor: float) -> GraphModule:
     return gm
 
 
+@pytest.mark.slow
 def test_a_piece_is_waited_for_only_by_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.async_compile import AsyncCompile
 
@@ -80,6 +81,7 @@ def test_compiling_adds_no_environment_variable(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * 0.75) + x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_compile_threads")  # with one, kernels are built while the piece is generated
 def test_a_kernel_that_cannot_be_built_fails_only_its_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.async_compile import AsyncCompile
@@ -167,6 +169,7 @@ def test_compile_processes_use_the_bytecode_folder(tmp_path: Path, monkeypatch: 
     assert f"PYTHONPYCACHEPREFIX={tmp_path}" in environment
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
 def test_compile_processes_can_be_killed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
@@ -181,6 +184,7 @@ def test_compile_processes_can_be_killed(tmp_path: Path) -> None:
     end_kernel_compilers()  # does nothing
 
 
+@pytest.mark.slow
 def test_a_pool_that_did_not_start_is_logged_once_and_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,6 +126,7 @@ def test_quantized_linear_through_pointers(compiler: str, dtype: torch.dtype, nu
     check_quantized_linear(library, weight_dtype, dtype, num_threads)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
@@ -166,6 +167,7 @@ extern "C" void widen_bf16(const void* from, cas::bf16* to, long count) {
 """
 
 
+@pytest.mark.slow_cases
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("architecture", ["native", "x86-64", "x86-64-v3"])
 def test_float8_conversions_equal_torch(compiler: str, architecture: str, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
+@pytest.mark.slow
 def test_both_compile_and_every_pass_is_verified() -> None:
     spec = build({}, torch.float32)
     assert spec.encoder is not None
@@ -77,6 +78,7 @@ def test_rows_of_an_item_lie_in_its_pages() -> None:
     assert row_numbers([2, 0], 18).tolist() == [*range(33, 49), 1, 2]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_rows_that_come_with_the_request(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], encoded: list[int]
 ) -> None:

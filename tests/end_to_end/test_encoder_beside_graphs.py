@@ -31,6 +31,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return expected_of_mixed(folder)
 
 
+@pytest.mark.slow
 def test_rows_are_those_without_graphs(folder: Path, tmp_path: Path) -> None:
     """The fourth step of a bucket captures its graphs; other lengths in the bucket replay them."""
     core = EngineCore(tiny_config(folder, enforce_eager=False, cache_dir=tmp_path, max_encoder_tokens=64))

@@ -129,6 +129,7 @@ def pooled(core: EngineCore, requests: list[EngineRequest]) -> list[np.ndarray]:
     return rows
 
 
+@pytest.mark.slow
 def test_it_compiles_and_every_pass_is_verified() -> None:
     config = CompileConfig(use_cache=False, verify_passes=True)
     model = compile_model(build({}, torch.float32), config, device=torch.device("cpu"), dtype=torch.float32)
@@ -138,6 +139,7 @@ def test_it_compiles_and_every_pass_is_verified() -> None:
         assert "failed" not in str(row.get("skipped", "")), row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [True, False])
 def test_prompts_are_computed_whole_without_a_cache(folder: Path, tmp_path: Path, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     core = EngineCore(

@@ -94,6 +94,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_folders_classes_give_transformers_tokens(house: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="compile_and_serve"):
         llm = LLM(str(house), trust_remote_code=True, dtype="float32", max_num_seqs=2, device="cpu")

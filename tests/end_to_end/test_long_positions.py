@@ -95,6 +95,7 @@ def test_drafts_end_at_the_original_length(phi3: Path) -> None:
     assert run(llm, prompts)[0] == [without_cache(phi3, prompt) for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "hits"),
     [

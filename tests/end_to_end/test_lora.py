@@ -132,6 +132,7 @@ def test_awq_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
             check(output, dequantized, path, 0.05)
 
 
+@pytest.mark.slow
 def test_many_adapters_share_few_slots_and_nothing_is_compiled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is as alone, though each adapter is copied into a slot that others had, and read again from its file."""
     paths = [write_adapter(tmp_path / str(i), model, 4, seed=i) for i in range(10)]
@@ -160,6 +161,7 @@ def noted(calls: list[str], name: str, function: Callable[..., Any]) -> Callable
     return run
 
 
+@pytest.mark.slow
 def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
     model: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +214,7 @@ def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_pa
         check(output, model, path, 1e-3)
 
 
+@pytest.mark.slow
 def test_wrong_adapters_are_refused_and_the_engine_goes_on(
     model: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

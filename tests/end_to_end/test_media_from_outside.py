@@ -246,6 +246,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 def test_it_compiles_with_a_plain_plan_and_every_pass_is_verified() -> None:
     config = CompileConfig(use_cache=False, verify_passes=True)
     model = compile_model(build({}, torch.float32), config, device=torch.device("cpu"), dtype=torch.float32)
@@ -275,6 +276,7 @@ def count_plans(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Counter[st
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_it_serves_the_tokens_of_the_plain_module(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], drafts: int, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +335,7 @@ def test_preemptions_change_no_token(folder: Path, expected: dict[str, list[int]
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_decode_steps_are_captured(folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs of the plain plan, whose steps the device advances."""
     pytest.importorskip("triton")

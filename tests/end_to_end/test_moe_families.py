@@ -23,6 +23,7 @@ NUM_TOKENS = 32
 COMPILED = ("Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM", pytest.param("Ernie4_5_MoeForCausalLM", marks=pytest.mark.slow))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", COMPILED)
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     folder = write_moe(tmp_path / "model", architecture)
@@ -43,6 +44,7 @@ def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_experts_are_fused_and_layers_share_their_pieces(architecture: str, tmp_path: Path) -> None:
     """Routing neither splits a layer nor makes layers differ; some families have one layer without experts."""

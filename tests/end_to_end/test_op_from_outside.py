@@ -62,6 +62,7 @@ def run_rank(rank: int, size: int, folder: str) -> tuple[torch.Tensor, dict[str,
     return logits, {"passes": passes, "failed": report["failed_passes"], "pieces": report["distinct_pieces"]}
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     whole, _ = run_size(1, 0, "eager")
     ranks = run_ranks(2, run_rank, 2, str(tmp_path / "artifacts"), folder=tmp_path)
@@ -73,6 +74,7 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
         assert report["passes"]["tensor_parallel"]["relative_error"] < 1e-12  # exact: the kernel takes no float64, the reference rounds
 
 
+@pytest.mark.slow
 def test_another_version_of_the_op_is_not_found_among_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def artifact() -> str:
         config = CompileConfig(cache_dir=tmp_path)

@@ -127,6 +127,7 @@ def make_llm(folder: Path, cache_dir: Path, pass_class: str = "PullEmbeddings") 
     )
 
 
+@pytest.mark.slow
 def test_requests_fill_an_input_that_a_pass_added(folder: Path, tmp_path: Path) -> None:
     """With prompts in chunks, decodes in a batch, and the artifact's plan, which holds no Python."""
     expected = [expected_tokens(folder, prompt, pull) for prompt, pull in zip(PROMPTS, PULLS, strict=True)]

@@ -56,6 +56,7 @@ def ask(name: str, prompt: Sequence[int]) -> EngineRequest:
     return request(name, prompt, max_tokens=100, eos_token_ids=[END])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("speculative_config", [None, NGRAM, SUFFIX], ids=["plain", "ngram", "suffix"])
 def test_conversations_beside_each_other(speculative_config: dict[str, Any] | None) -> None:
     """Prompts in chunks, prefixes that are found, and drafts: what one turn leaves is what the next begins with."""

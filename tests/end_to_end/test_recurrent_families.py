@@ -56,6 +56,7 @@ def expected(model: Path) -> list[list[int]]:
     return greedy_tokens(model, PROMPTS, NUM_TOKENS)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
 def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
     """Prompts in chunks beside decodes, in a pool with little room."""
@@ -72,6 +73,7 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
     core.shutdown()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("model", QUICK, indirect=True, scope="module")
 def test_preemptions(model: Path) -> None:
     """Three sequences outgrow a pool that has room for one of them at its full length."""
@@ -88,6 +90,7 @@ def test_preemptions(model: Path) -> None:
     core.shutdown()
 
 
+@pytest.mark.slow_cases
 def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
     core = engine(model, num_kv_blocks=4096, max_num_batched_tokens=512)
     sizes = core.executor.worker.loaded.pages.tokens_per_page  # type: ignore[attr-defined]

@@ -94,6 +94,7 @@ def test_adapters(model: Path, expected: list[list[int]], tmp_path: Path) -> Non
     assert made[1][0] != expected[1]
 
 
+@pytest.mark.slow_cases
 def test_several_answers_and_sleep(llm: LLM, expected: list[list[int]]) -> None:
     """Sequences of one prompt go on from one state. Random ones differ, and are the same again after a sleep."""
     assert answers(llm, greedy(n=2)) == [[tokens] * 2 for tokens in expected]
@@ -112,6 +113,7 @@ def test_structured_output(llm: LLM) -> None:
     assert all(len(text) == 7 and text.endswith("x") and set(text[:-1]) <= set("abcd") for text in (one.outputs[0].text for one in outputs))
 
 
+@pytest.mark.slow_cases
 def test_projections_take_8_bits_and_adapters(model: Path) -> None:
     """What each linear gives is that of the rounded weights (the pass checks itself)."""
     spec = spec_of(model)

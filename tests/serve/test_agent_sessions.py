@@ -77,6 +77,7 @@ def codex_text(role: str, text: str) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [False, True])
 def test_codex(http: httpx.Client, calls: bool) -> None:
     items = [
@@ -269,6 +270,7 @@ def test_cline(http: httpx.Client, calls: bool) -> None:
     assert bool(num_calls) == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [False, True])  # aider writes edits as text, or as a function that it forces
 def test_aider(http: httpx.Client, calls: bool) -> None:
     talk: list[Any] = [

@@ -75,6 +75,7 @@ def cut_short(store: Path) -> None:
     (unfinished / "piece.py").write_text("import")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [
@@ -99,6 +100,7 @@ def test_an_artifact_that_must_not_be_used(
     assert text == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["a file in the way", "no space"])
 def test_a_cache_folder_that_cannot_be_written(
     tiny_llama_dir: Path, answer: str, tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch

@@ -148,6 +148,7 @@ def test_flags_are_frozen() -> None:
     assert found == FLAGS
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "module",
     [
@@ -393,6 +394,7 @@ def test_generate_answers_in_the_order_of_the_prompts(tiny_llama_dir: Path) -> N
     assert raw[1].startswith("the one")
 
 
+@pytest.mark.slow
 def test_compiled_ahead_of_time(tiny_llama_dir: Path, tmp_path: Path) -> None:
     """`compile` needs no weights. A start with its artifact skips capture and compilation and answers like the eager model."""
     config_only, artifact = tmp_path / "config-only", tmp_path / "artifact"

@@ -172,6 +172,7 @@ def test_invalid_requests_do_not_affect_the_server(server: ServerProcess) -> Non
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_killed_engine_ends_streams_and_the_server(own_server: ServerProcess) -> None:
     [engine] = own_server.engine_pids()
     with own_server.client() as http:
@@ -205,6 +206,7 @@ def test_sigterm_lets_a_short_request_finish(own_server: ServerProcess, stream: 
     assert own_server.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_second_signal_cancels_running_requests(tiny_llama_dir: Path) -> None:
     server = ServerProcess(str(tiny_llama_dir), "--shutdown-timeout", "600", *OPTIONS, *SIZES)
     [engine] = server.engine_pids()
@@ -224,6 +226,7 @@ def test_second_signal_cancels_running_requests(tiny_llama_dir: Path) -> None:
     assert server.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_port_in_use_is_one_sentence_at_once(tiny_llama_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -52,6 +52,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_request_is_a_500(start_server: StartServer, seed: int) -> None:
     pools = seed == 4

@@ -151,6 +151,7 @@ def test_images_are_pasted_dropped_and_chosen(browser: Any, tmp_path: Path) -> N
         assert "only reads text" in page.texts(".error .text")[0]
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_key_and_allows_only_itself() -> None:
     with FakeServer(api_keys=["secret"], served_model_names=["<model>"]) as server:
         response = httpx.get(server.url + "/")

@@ -72,6 +72,7 @@ def wrong_answers(server: ServerProcess, count: int, *, clients: int) -> list[tu
     return [(one, right) for one, (_, right) in zip(said, questions, strict=True) if one != right]
 
 
+@pytest.mark.slow
 def test_ten_drawings_beside_texts(server: ServerProcess) -> None:
     assert len(wrong_answers(server, 10, clients=12)) <= 1
 

@@ -199,6 +199,7 @@ def test_a_file_of_tenants(tmp_path: Path) -> None:
     assert "a key" not in repr(ServerSettings(served_model_names=("m",), api_keys=("a key",), tenants=(A,)))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("content", "message"),
     [

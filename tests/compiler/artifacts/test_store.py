@@ -202,6 +202,7 @@ def started(first_start: tuple[Path, torch.Tensor], tmp_path: Path) -> tuple[Pat
     return shutil.copytree(first_start[0], tmp_path / "started"), first_start[1]
 
 
+@pytest.mark.slow
 def test_an_artifact_that_cannot_be_loaded_is_rebuilt(started: tuple[Path, torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
     """This is noticed while the weights are read, or, if another piece is missing, while the present ones are loaded."""
     folder, expected = started

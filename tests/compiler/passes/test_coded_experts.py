@@ -92,6 +92,7 @@ def test_codes_are_kept_and_verified(name: str, size: int) -> None:
     assert len(coded_weights(captured)) == 2
 
 
+@pytest.mark.slow
 def test_qwen3_30b_a3b_in_awq_takes_less_than_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bfloat16, with embedding and head, which stay in it."""
     on_a_gpu(monkeypatch)

@@ -188,6 +188,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("body", "writes"), SPELLINGS)
 def test_a_spelling_gives_what_it_gives_in_eager(body: Body, writes: int) -> None:
     check(lambda: Writes(body), writes)
@@ -356,6 +357,7 @@ def nowhere(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x + block.proj(x)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("body", "outer_writes", "writes", "as_one"),
     [

@@ -25,6 +25,7 @@ GPT_OSS = {"architecture": "GptOssForCausalLM", "num_hidden_layers": LAYERS, "nu
 _LARGE = EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 256}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("architecture", "size"), [("MixtralForCausalLM", 1), ("Qwen2MoeForCausalLM", 2), ("Qwen3MoeForCausalLM", 2)])
 def test_passes_are_verified(architecture: str, size: int) -> None:
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **EXPERTS[architecture])
@@ -74,6 +75,7 @@ def test_blocks_of_mxfp4_that_ranks_would_divide_are_dequantized() -> None:
     assert {miss.reason for miss in result.near_misses} == {"scales are per block of 32, and a part of the weight has 48 columns"}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.pairwise
@@ -104,6 +106,7 @@ def test_experts_that_a_checkpoint_holds_in_another_order_are_quantized(quantiza
     check_verified(records, "quantize_experts")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("strategy", "activations", "rows"),
     [("channel", "token", 512), ("tensor", "static", 512), ("block", "group", 4), ("channel", None, 512)],
@@ -174,6 +177,7 @@ def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them(caplog: pytest.Log
     )
 
 
+@pytest.mark.slow
 def test_experts_that_a_checkpoint_holds_transposed_are_sharded_and_quantized() -> None:
     config = FAMILIES["Llama4ForCausalLM"]
     spec = build_model(config_of("Llama4ForCausalLM", **config), dtype=torch.bfloat16)

@@ -14,6 +14,7 @@ from tests.support.tiny_models import tiny_spec
 LAYERS = 3  # the first without experts
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
 def test_passes_are_verified(architecture: str, size: int) -> None:

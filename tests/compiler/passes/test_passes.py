@@ -34,6 +34,7 @@ def targets(captured: CapturedGraph) -> list[object]:
     return [node.target for node in captured.gm.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_every_site_is_matched(architecture: str) -> None:
     captured, _, records = run(architecture)

@@ -33,6 +33,7 @@ def run(architecture="LlamaForCausalLM", model=None, ranks=1, **options):
     return rewrite(spec, CompileConfig(tensor_parallel_size=ranks, **options), verify=verify, **given)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) -> None:
@@ -153,6 +154,7 @@ def test_float32_norms_stay_outside() -> None:
     assert len(norms) == LAYERS
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "fp8-weight-only", "int8-weight-only"])
 def test_a_compiled_model_computes_with_the_quantized_weights(tmp_path: Path, scheme: Quantization) -> None:
     model = {"tie_word_embeddings": True, **(WIDE if scheme == "fp8-block" else {})}
@@ -192,6 +194,7 @@ def test_the_artifact_is_another_one() -> None:
     assert len(set(keys)) == len(configs)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Quantization) -> None:
@@ -199,6 +202,7 @@ def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Q
     assert check_verified(records, "quantize_linears").sites
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8-block", "int8-weight-only"])
 def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> None:
     """A rank's columns and rows are quantized as those of the whole tensor, including the padding of the tied head's last rows."""

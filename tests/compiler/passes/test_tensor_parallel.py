@@ -49,6 +49,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(case: str) -> None:
     """In float64, attention by attention, and what the ranks' caches hold together."""
@@ -63,6 +64,7 @@ def test_sharded_equals_unsharded(case: str) -> None:
     assert records["select_rows_early"].result == PassResult(matched=1)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "architecture, size",
     [
@@ -108,6 +110,7 @@ def test_a_share_of_parts_may_be_had_by_several_ranks() -> None:
         shard_parts(weight_O[:5], 4, 8, 4, 4, 2, rank=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
 def test_unmodified_transformers_models_are_sharded(architecture: str) -> None:
     """Heads are transposed there, and GPT-NeoX's queries, keys and values are one linear, head by head."""
@@ -243,6 +246,7 @@ class CutGroupsMlp(NormalizedMlp):
         return self.down_proj(hidden.view(x.shape[0], 2, -1).flatten(1))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("mlp", "message"),
     [

@@ -117,6 +117,7 @@ def collectives_of_groups(rank: int) -> dict[tuple[str, torch.dtype], tuple[torc
     return results
 
 
+@pytest.mark.slow
 def test_collectives_equal_their_definition_in_every_group(tmp_path: Path) -> None:
     by_rank = run_ranks(4, collectives_of_groups, folder=tmp_path, mesh=MESH)
     for name, dtype in by_rank[0]:

@@ -26,6 +26,7 @@ def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: froz
     return captured, split(captured.gm)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("kernels", [KERNELS, frozenset()], ids=["fused", "plain"])
 def test_distinct_pieces_do_not_grow_with_depth(architecture: str, kernels: frozenset[str]) -> None:
@@ -85,6 +86,7 @@ def test_no_layer_identity_in_a_piece() -> None:
             assert not re.search(r"layer|modules|weight", normalized_text(stage.gm))
 
 
+@pytest.mark.slow
 def test_fingerprint_sees_a_changed_constant() -> None:
     def pieces(eps: float) -> set[str]:
         spec = tiny_spec(rms_norm_eps=eps)

@@ -76,6 +76,7 @@ def assert_pieces_compute_what_was_compiled(folder: Path, tolerance: float) -> i
     return len(pieces)
 
 
+@pytest.mark.slow
 def test_dumped_pieces_run_and_agree_with_the_compiled_ones(plain_dump: tuple[Path, Model], tmp_path: Path) -> None:
     folder, model = tmp_path / "dump", plain_dump[1]
     shutil.copytree(plain_dump[0], folder)  # kernels are built in it
@@ -101,6 +102,7 @@ def test_every_stage_is_a_file_and_names_sort_by_stage(plain_dump: tuple[Path, M
     assert "def forward(self, input_ids, positions, kv_caches, logits_indices)" in (folder / names[0]).read_text()
 
 
+@pytest.mark.slow
 def test_graphs_run_and_every_line_has_dtype_shape_or_source(tmp_path: Path) -> None:
     folder, _ = dumped(tmp_path, kernels=frozenset(), dtype=torch.bfloat16)
     results: list[torch.Tensor] = []
@@ -153,6 +155,7 @@ def test_report_has_the_passes_and_the_nodes(with_pieces: Path) -> None:
     assert {row["piece"]: row["count"] for row in report["split"]} == used
 
 
+@pytest.mark.slow
 def test_near_miss_is_in_the_report_with_its_line(tmp_path: Path) -> None:
     spec = tiny_spec(layers=2, dtype=torch.bfloat16)
     for layer in spec.module.model.layers:
@@ -177,6 +180,7 @@ def test_dumping_changes_nothing(plain_dump: tuple[Path, Model]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["a file in the way", "somebody's folder"])
 def test_a_dump_that_fails_is_one_warning(with_pieces: Path, obstacle: str, caplog: pytest.LogCaptureFixture) -> None:
     if obstacle == "a file in the way":
@@ -194,6 +198,7 @@ def test_a_dump_that_fails_is_one_warning(with_pieces: Path, obstacle: str, capl
     assert step(model, [1, 2], 0, caches(tiny_spec(layers=3), torch.float32)).isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_dump_replaces_an_older_one(with_pieces: Path) -> None:
     folder, _ = dumped(with_pieces)
     (folder / "08_pass_of_an_older_version.py").write_text("")

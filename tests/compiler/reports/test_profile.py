@@ -79,6 +79,7 @@ def test_work_is_counted_from_the_graph(store: Path) -> None:
     assert rows["rope_attention"]["bytes"] == 4 * (cached + tokens * (QKV + 2 * size + heads * size))
 
 
+@pytest.mark.slow
 def test_load_of_experts(tmp_path: Path) -> None:
     tokens = 32
     spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.float32, **EXPERTS["Qwen3MoeForCausalLM"])
@@ -132,6 +133,7 @@ def test_an_artifact_does_not_stand_in_for_a_measurement(store: Path) -> None:
     assert measured(store, (1,))["rows"]
 
 
+@pytest.mark.slow
 def test_without_a_backend_it_is_a_sentence(tmp_path: Path) -> None:
     config = CompileConfig(cache_dir=tmp_path, profile_tokens=(1,))
     with pytest.raises(ValueError, match="needs attention backends"):

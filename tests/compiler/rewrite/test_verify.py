@@ -52,6 +52,7 @@ def make(tmp_path: Path, passes=None, architecture: str = "LlamaForCausalLM", ke
     return spec, model
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("architecture", "config"),
     [("LlamaForCausalLM", {}), ("LlamaForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}), ("Qwen3ForCausalLM", {})],
@@ -75,6 +76,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("wrong", [DropsResidual, Raises, SwapsMergedWeights])
 def test_wrong_pass_is_named_and_left_out(store: Path, wrong: type, caplog: pytest.LogCaptureFixture) -> None:
     planted = wrong()
@@ -110,6 +112,7 @@ def test_without_verification_the_planted_pass_does_its_harm(store: Path) -> Non
     assert (ours - theirs).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_pass_left_out_is_not_found_without_verification(store: Path) -> None:
     make(store)
     plain = compile_model(tiny_spec(), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED)

@@ -71,6 +71,7 @@ def by_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[in
     return triton_encoder_attention(q, k, v, on_device, max(LENGTHS), scale, options.get("window", 0), *biases)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("case", ["plain", "window", "distances", "queries and keys", "rows and ends"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 32), (6, 2, 64), (2, 2, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

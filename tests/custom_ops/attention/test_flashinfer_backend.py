@@ -110,6 +110,7 @@ def test_on_hopper_long_prompts_run_in_fa3(kv_cache_dtype: torch.dtype) -> None:
     }
 
 
+@pytest.mark.slow
 def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
     backend, _ = with_modules("fa3")
     fitting = EXPANDED_BYTES // (2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2)

@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -122,6 +123,7 @@ def test_ways_agree() -> None:
     assert relative_error(absorbed, materialized.double()) < 1e-5
 
 
+@pytest.mark.slow_cases
 @interpreted
 @pytest.mark.parametrize("config", [(16, 16, 1, 1, 4, 16), (16, 16, 4, 2, 4, 16), (32, 32, 16, 1, 4, 32)])
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (3, 1, 2)])
@@ -146,6 +148,7 @@ def test_splits_agree(config: tuple[int, ...], query_lens: tuple[int, ...]) -> N
         assert torch.allclose(out, torch.cat(expected, dim=1), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow_cases
 @interpreted
 @pytest.mark.parametrize("part_size", [50, 131, 1000])
 def test_parts_of_keys_agree(part_size: int) -> None:
@@ -167,6 +170,7 @@ def test_parts_of_keys_agree(part_size: int) -> None:
     assert torch.allclose(out, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @interpreted
 def test_only_a_long_prefix_has_parts_and_their_kernel_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

@@ -66,6 +66,7 @@ def random_cache(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dty
 BATCHES = [([1, 1, 1], [1, 17, 70]), ([5, 1, 19], [5, 20, 50]), ([20], [20]), ([1, 66, 3], [9, 70, 3])]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.pairwise
 @pytest.mark.parametrize("mask", [(None, False), (1, False), (20, False), (500, False), (24, True), (13, True)])
 @pytest.mark.parametrize("kind", ["plain", "cap", "sinks", "alibi", "cap sinks"])
@@ -100,6 +101,7 @@ def test_windows_and_scores(
     assert torch.allclose(out, expected, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 20])
 def test_tokens_that_read_later_ones(window: int | None) -> None:
     """Runs of tokens that attend to the whole run: in the middle, at the end of a chunk, and all of one; not those of other sequences."""
@@ -119,6 +121,7 @@ def test_tokens_that_read_later_ones(window: int | None) -> None:
     assert relative_error(out, expected) < 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8, torch.int8])
 def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> None:
     """Also steps without sequences, which write alone."""
@@ -145,6 +148,7 @@ def test_tokens_that_read_all_of_their_sequence(cache_dtype: torch.dtype) -> Non
         kv_cache = caches[1]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "has_norm"), [(32, 4, 2, True), (24, 6, 2, False), (16, 3, 1, True)])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
@@ -202,6 +206,7 @@ def _padded_decodes(metadata: AttentionMetadata, padding: int) -> AttentionMetad
     )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> None:
     """Products of float16's smallest scales and small probabilities: values of about 1e-3."""
@@ -217,6 +222,7 @@ def test_int8_values_in_float16(query_lens: list[int], seq_lens: list[int]) -> N
     assert relative_error(outs[0], outs[1]) < 1e-3
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("cache_dtype", [FP8, torch.int8])
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (64, 4, 4)])
 def test_bfloat16_decodes_over_8_bit_caches(cache_dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
@@ -228,6 +234,7 @@ def test_bfloat16_decodes_over_8_bit_caches(cache_dtype: torch.dtype, head_dim: 
     assert relative_error(outs[0], outs[1]) < 2**-7  # a unit of bfloat16 from each of the two
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_plain_attention(query_lens: list[int], seq_lens: list[int], cache_dtype: torch.dtype) -> None:
@@ -258,6 +265,7 @@ def test_nan_stays_nan_in_float8() -> None:
     assert out[0, :2, 5].isnan().all()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), (16, False), (33, False), (40, True)])
 @pytest.mark.parametrize("config", [(16, 4, 1, 4, 16), (16, 1, 2, 1, 16), (32, 8, 1, 2, 32)])
 def test_splits_agree(config: tuple[int, int, int, int, int], window: int | None, chunked: bool) -> None:

@@ -107,6 +107,7 @@ def by_rank(request: pytest.FixtureRequest) -> list[list[Any]]:
     return run_symmetric_ranks(layout(request.param), outputs, first_count=FIRST_LAUNCH)
 
 
+@pytest.mark.slow
 def test_ranks_sum_wait_and_normalize(by_rank: list[list[Any]]) -> None:
     size = len(by_rank)
     for step in range(len(ROWS)):

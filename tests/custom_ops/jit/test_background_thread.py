@@ -54,6 +54,7 @@ def test_nothing_more_is_started_after_a_failure(tmp_path: Path) -> None:
     assert not (tmp_path / "late").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["pass", "from compile_and_serve.custom_ops.jit.cpp import end_builds; end_builds(); os._exit(0)"])
 def test_a_process_that_ends_does_not_wait_and_takes_its_compilers_along(ending: str, tmp_path: Path) -> None:
     program = f"""

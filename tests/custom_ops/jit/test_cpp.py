@@ -103,6 +103,7 @@ def test_changed_header_is_another_library(source: Path) -> None:
     assert build_library("answer", [source], [header]) != library
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_share_one_build(source: Path, tmp_path: Path) -> None:
     code = (
@@ -135,6 +136,7 @@ def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         find_compiler()
 
 
+@pytest.mark.slow
 def test_without_compiler_the_reference_runs(tmp_path: Path) -> None:
     code = """
 import torch

@@ -198,6 +198,7 @@ def test_compilers_build_what_launches_the_kernel_in_their_threads(monkeypatch: 
     assert Compiled.launchers == 3
 
 
+@pytest.mark.slow
 def test_a_worker_needs_no_triton() -> None:
     """Where there is no GPU, it may be missing."""
     code = "import sys; sys.modules['triton'] = None; import compile_and_serve.runtime.runner.worker"

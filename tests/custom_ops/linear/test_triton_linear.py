@@ -79,6 +79,7 @@ def test_few_tokens(num_tokens: int, out: int, inner: int, silu_mul: bool, split
     assert relative_error(result, reference(a)) < LIMITS[dtype]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("num_tokens", [17, 33, 65])
 @pytest.mark.parametrize(("out", "inner"), [(1, 520), (37, 99), (128, 2080)])
 def test_few_outputs(num_tokens: int, out: int, inner: int) -> None:

@@ -32,6 +32,7 @@ def case(
     return operands, expected
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["gemv", "grouped", "expanded", "reference"])
 @pytest.mark.parametrize("num_tokens", [1, 13])
 @pytest.mark.parametrize("kind", ["even", "to_one"])

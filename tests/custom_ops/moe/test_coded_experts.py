@@ -106,6 +106,7 @@ def case(name: str, num_tokens: int, kind: str, dtype: torch.dtype) -> Case:
     return Case(CodeFormat(bits, group_size, table), offsets, factors, num_tokens, kind, dtype)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("form", EACH)
 def test_layout_holds_the_weights(form: str) -> None:
     """Exactly, as the dequantizing kernel reads it."""
@@ -115,6 +116,7 @@ def test_layout_holds_the_weights(form: str) -> None:
         torch.testing.assert_close(triton_coded_experts.dequantize(linear, torch.float32), codes.plain(torch.float32), rtol=3e-7, atol=1e-7)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("form", EACH)
 @pytest.mark.parametrize(("direct", "rows_first"), [(True, True), (False, False)])
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "even"), (5, "to_one")])
@@ -128,6 +130,7 @@ def test_kernels_equal_the_definition(form: str, direct: bool, num_tokens: int, 
     assert relative_error(out, one.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("form", ["awq", "g32", "q4_k"])
 @pytest.mark.parametrize(("num_tokens", "blocks", "dtype"), [(1, 2, torch.float32), (2, 1, torch.float16)])
 @pytest.mark.pairwise
@@ -151,6 +154,7 @@ def test_reference_equals_the_definition(form: str) -> None:
     assert relative_error(out, one.expected()) < 1e-6
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["direct", "codes", "gemv"])
 def test_pairs_of_other_ranks_are_skipped(method: str) -> None:
     """Their experts' id is the number of slots."""

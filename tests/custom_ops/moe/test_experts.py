@@ -68,6 +68,7 @@ def test_op_equals_the_definition(num_tokens: int, kind: str, activation: str, b
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["gemv", "grouped"])
 @pytest.mark.parametrize("num_tokens", [1, 13])
 @pytest.mark.parametrize("kind", ["even", "to_one"])
@@ -109,6 +110,7 @@ def test_norm_comes_first(num_tokens: int) -> None:
     assert relative_error(out, expected) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["even", "to_one"])
 def test_a_thousand_tokens(kind: str) -> None:
     args = operands(1000, kind, torch.float32, biased=False)

@@ -90,6 +90,7 @@ def up_to_activations(operands: triton_experts.Operands) -> list[Any]:
     return arguments(operands)[: operands.__slots__.index("activations")]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["gemv", "grouped", "reference"])
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "even"), (13, "even"), (13, "to_one")])
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])

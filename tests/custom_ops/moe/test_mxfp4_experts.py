@@ -66,6 +66,7 @@ def test_reference_equals_the_definition(num_tokens: int, kind: str) -> None:
     assert relative_error(out, case.expected()) < 1e-6
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["direct", "grouped", "expanded"])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("kind", ["even", "to_one"])

@@ -45,6 +45,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_kernels_skip_the_pairs_of_other_ranks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote is not read: memory is filled with NaN."""

@@ -120,6 +120,7 @@ def test_configurations(config: tuple[int, int, int, int]) -> None:
     assert relative_error(out, expected) < LIMITS[torch.float32]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (4, 256), (8, 32), (8, 128)])
 def test_dequantization_is_exact(bits: int, group_size: int, offset: str) -> None:
@@ -147,6 +148,7 @@ def test_expanded_weights_and_a_norm() -> None:
         assert relative_error(linear.run(kernel), reference.double()) < 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("table", "group_size"), [("e2m1", 16), ("e2m1", 32), ("nf4", 64), ("fp4", 128)])
 def test_tables(table: str, group_size: int) -> None:
     """Codes that are indices of a table, with groups of half a part of a block, too."""

@@ -60,6 +60,7 @@ def reference(a) -> torch.Tensor:
     return y if a["residual_TO"] is None else y + a["residual_TO"].double()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)
@@ -129,6 +130,7 @@ def linear_of(a: dict[str, object]) -> QuantizedLinear:
     return QuantizedLinear(**{name: value for name, value in a.items() if name != "out_features"})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("activations", ["none", "dynamic"])
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_every_kernel_computes_the_same(weight_dtype: torch.dtype, activations: str) -> None:
@@ -141,6 +143,7 @@ def test_every_kernel_computes_the_same(weight_dtype: torch.dtype, activations: 
         assert relative_error(linear.run(kernel), reference(a)) < 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("num_tokens", "scales"), [(1, row_scales), (80, row_scales), (5, block_scales)])
 def test_a_quantized_x_is_not_quantized_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, by every kernel, and as a choice of its own: less is left to do."""
@@ -196,6 +199,7 @@ def test_a_problem_is_all_that_the_fastest_kernel_depends_on() -> None:
     assert len({key(3), key(17), key(3, False), key(3, True, False), key(3, True, True, "none")}) == 5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kernel", [TILE, TORCH])
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("quantized_input", [False, True])

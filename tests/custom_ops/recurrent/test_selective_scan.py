@@ -58,6 +58,7 @@ def test_the_cpu_kernel_in_bfloat16_equals_the_reference() -> None:
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_the_triton_kernels_equal_the_reference() -> None:
     """In Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")

@@ -31,6 +31,7 @@ def triton_linear_attention(*args: Any) -> torch.Tensor:
 KINDS = pytest.mark.parametrize(("delta", "per_channel"), [(True, False), (True, True), (False, False)], ids=["delta rule", "KDA", "SSD"])
 
 
+@pytest.mark.slow_cases
 @KINDS
 def test_linear_attention(delta: bool, per_channel: bool) -> None:
     inputs = make_inputs(2, 1, 24, 40, delta=delta, per_channel=per_channel, dtype=torch.float32)
@@ -40,6 +41,7 @@ def test_linear_attention(delta: bool, per_channel: bool) -> None:
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4, msg=lambda text, n=number: f"step {n}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_short_convolution(dtype: torch.dtype) -> None:
     from compile_and_serve.custom_ops.recurrent import triton_short_convolution as kernels

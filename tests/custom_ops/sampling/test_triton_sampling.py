@@ -63,6 +63,7 @@ FILTERS = [OFF, (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.05), (40
            (900, 1.0, 0.0), (0, 1e-4, 0.0), (100000, 0.5, 0.0)]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("vocab", [5, 1000, 20000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_draw_is_the_argmax_over_what_the_filters_keep(vocab: int, dtype: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_few_or_many_programs_a_row_gather_the_same(sms: int, monkeypatch: pytes
         assert token == torch.where(mask, noisy, float("-inf")).argmax()
 
 
+@pytest.mark.slow
 def test_many_equal_logits_are_kept_together() -> None:
     """More logits reach the k-th than are gathered: the row takes the other way, and says the same."""
     logits_SV = torch.zeros(3, 20_000)
@@ -146,6 +148,7 @@ def test_greedy_rows_take_the_lowest_id_among_equals(vocab: int, dtype: torch.dt
     assert torch.equal(best, logits_SV.float().max(1).values)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("at", [0, 200, 6344, 19_999])
 def test_nan_anywhere_is_seen(at: int) -> None:
     """Before and after larger values of its lane, of either sign, in rows of every kind."""

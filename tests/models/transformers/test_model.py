@@ -54,6 +54,7 @@ def rewrite(spec: ModelSpec, dtype: torch.dtype, verify: bool) -> tuple[Captured
     return captured, ctx, {record.name: record for record in records}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("architecture", "norms"), [("LlamaForCausalLM", 2), ("Qwen2ForCausalLM", 2), ("Qwen3ForCausalLM", 4)])
 def test_every_site_is_matched(architecture: str, norms: int) -> None:
     captured, ctx, records = rewrite(build(architecture), torch.bfloat16, verify=True)
@@ -168,6 +169,7 @@ def test_rotation_in_float32(architecture: str, changes: dict[str, Any]) -> None
     assert rope.verification.passed
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -240,6 +242,7 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [

@@ -46,6 +46,7 @@ def write(folder: Path, name: str) -> Path:
     return write_recurrent(folder, name)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", [*CLASSES, "Qwen3_5ForCausalLM", "Lfm2ForCausalLM"])
 def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts in chunks beside decodes, and a prompt that has another one's beginning."""

@@ -88,6 +88,7 @@ def run(executor: DistributedExecutor, numbers: range) -> list[dict[str, list[in
     return [executor.result(executor.launch(step(number, "a"))).sampled_token_ids for number in numbers]
 
 
+@pytest.mark.slow
 def test_the_first_rank_of_the_last_stage_answers(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir)
     executor = start(model_dir, Ranks(), 2, pipeline_parallel_size=3)
@@ -104,6 +105,7 @@ def test_stages_of_different_state_are_refused(model_dir: Path, monkeypatch: pyt
         start(model_dir, Ranks(), 1, pipeline_parallel_size=2)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_rank_gets_every_step_and_the_first_answers(
@@ -149,6 +151,7 @@ def test_every_rank_sees_its_own_device_alone(
     assert [(tmp_path / f"0-{rank}").read_text() for rank in range(2)] == expected
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("orders", "error", "message"),
     [
@@ -207,6 +210,7 @@ def fail_in_the_fourth_step(model_dir: Path, message: str, stuck_seconds: float 
     return seconds
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
@@ -233,6 +237,7 @@ def test_a_rank_that_fails_in_a_step_ends_all(
     fail_in_the_fourth_step(model_dir, message)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("orders", "message"),
     [

@@ -305,6 +305,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[
     return proposed
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_a_head_drafts_what_a_pass_over_the_whole_sequence_says(
     method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -327,6 +328,7 @@ def test_a_head_drafts_what_a_pass_over_the_whole_sequence_says(
     core.shutdown()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_no_token_changes(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(folders, method, drafts=False)
@@ -350,6 +352,7 @@ def test_the_experts_of_a_head_are_not_counted(folders: dict[str, Path], monkeyp
     core.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "dflash"])
 def test_a_device_with_memory_of_its_own_drafts_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after it has slept and read the weights again."""
@@ -380,6 +383,7 @@ def memory(request: pytest.FixtureRequest) -> Iterator[None]:
     register_platform("cpu", CpuPlatform)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("method", KINDS)
 def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

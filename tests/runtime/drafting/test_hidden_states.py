@@ -62,6 +62,7 @@ def drafting_engine(model: Path, impl: str, method: str, heads: dict[str, Path],
         return None
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("family", "impl", "method"), CASES)
 def test_no_token_of_a_family_changes(
     family: str, impl: str, method: str, heads: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

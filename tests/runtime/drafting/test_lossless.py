@@ -46,6 +46,7 @@ def run(folder: Path, requests: list[EngineRequest], **options: Any) -> tuple[di
     return outputs, stats
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 90}, {"enable_prefix_caching": False}], ids=["roomy", "preempting", "uncached"])
 def test_drafts_change_nothing(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     requests = hard_requests()

@@ -84,6 +84,7 @@ class LayersReference(Reference):
         return drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_draft_is_that_of_its_layer(family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps before: chunks of prompts, preemptions, wrong and right drafts, none at all; more drafts than layers."""
@@ -102,6 +103,7 @@ def test_each_draft_is_that_of_its_layer(family: str, folders: dict[str, Path], 
     core.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_changes(family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(folders[family], drafts=False)
@@ -116,6 +118,7 @@ def test_no_token_changes(family: str, folders: dict[str, Path], monkeypatch: py
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_drafts_behind_prefix_hits(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts share whole pages and the token behind them."""
     check_every_draft(monkeypatch)
@@ -148,6 +151,7 @@ def test_compiled_layers_draft_the_same(folders: dict[str, Path], shared_cache_d
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_captured_passes_draft_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     check_every_draft(monkeypatch)
@@ -167,6 +171,7 @@ def test_captured_passes_draft_the_same(folders: dict[str, Path], monkeypatch: p
     assert made[0].stats.replays["draft"] > 30
 
 
+@pytest.mark.slow
 def test_layers_that_run_ahead_of_the_host_draft_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     check_every_draft(monkeypatch)

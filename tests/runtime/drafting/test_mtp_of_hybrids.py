@@ -95,6 +95,7 @@ class Definition:
         return known[len(tokens) - 1 :]
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_definition_and_no_token_changes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_in_turns(monkeypatch)
     proposed = record_drafts(monkeypatch)

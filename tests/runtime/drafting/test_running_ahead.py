@@ -145,6 +145,7 @@ def test_ngrams_are_looked_up_on_the_device(folders: dict[str, Path], monkeypatc
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_requests_whose_logits_depend_on_their_tokens_wait(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given = [request("plain", prompt_of(0, 9), max_tokens=60), request("penalized", prompt_of(1, 9), max_tokens=25, repetition_penalty=1.3)]
     launched = record_steps(monkeypatch)
@@ -155,6 +156,7 @@ def test_requests_whose_logits_depend_on_their_tokens_wait(folders: dict[str, Pa
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_without_graphs_the_runner_waits_for_the_tokens(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_requests()
     launched = record_steps(monkeypatch)
@@ -166,6 +168,7 @@ def test_without_graphs_the_runner_waits_for_the_tokens(folders: dict[str, Path]
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_a_step_ahead_may_lose_its_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last request gets drafts, and it is preempted for a block of the first."""
     given = [request("first", prompt_of(0, 30), max_tokens=50, speculate=False), request("last", prompt_of(1, 30), max_tokens=50)]
@@ -183,6 +186,7 @@ def test_a_step_ahead_may_lose_its_drafts(folders: dict[str, Path], monkeypatch:
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_few_blocks_preempt_while_a_step_runs_ahead(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given = [request(f"q{i}", prompt_of(i, 30 + i), max_tokens=40) for i in range(8)]
     launched = record_steps(monkeypatch)

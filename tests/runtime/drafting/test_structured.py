@@ -61,6 +61,7 @@ def options() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_grammars_markers_and_stop_strings_hold(
     method: str, tiny_llama_dir: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch

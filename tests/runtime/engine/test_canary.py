@@ -93,6 +93,7 @@ OVERWRITES = [flip_a_bit, write_another_block, shift_by_a_token, fill_with_zeros
 WRONG_TABLES = [stale_table, wrong_block_in_table, row_of_another_request, two_requests_have_a_block]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("corrupt", [*OVERWRITES, *WRONG_TABLES])
 def test_a_planted_corruption_is_found_and_ends_its_request(core: EngineCore, corrupt: Callable[[EngineCore, int, int], None]) -> None:
     assert core.canaries is not None
@@ -175,6 +176,7 @@ def test_what_is_computed_again_is_the_same(core: EngineCore, recomputation: Rec
     assert core.stats().canary_recomputed_blocks == recomputation.num_checked
 
 
+@pytest.mark.slow
 def test_there_is_no_false_alarm_under_load(core: EngineCore) -> None:
     assert core.canaries is not None
     [canary] = core.canaries

@@ -39,6 +39,7 @@ async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple]:
         await owner.shutdown(drain=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2], ids=["one engine", "two replicas"])
 async def test_each_client_gets_the_outputs_of_its_requests(model_dir: Path, size: int) -> None:
     async with started(model_dir, data_parallel_size=size) as (owner, first, second):

@@ -48,6 +48,7 @@ def groups_of(core: EngineCore) -> DataGroups:
     return core._scheduler
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_rank(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
     """Ten requests of all kinds over two groups of four batch slots and few blocks."""
     assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
@@ -132,6 +133,7 @@ def test_waiting_requests_move_to_a_group_with_room(core: EngineCore) -> None:
         core.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [

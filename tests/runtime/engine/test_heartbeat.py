@@ -56,6 +56,7 @@ async def test_a_silent_engine_is_unhealthy_until_it_beats_again(model_dir: Path
     assert client.health_problem() == "The engine is shutting down."
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("options", "hung", "prefix"),
     [({}, "0", ""), ({"tensor_parallel_size": 2}, "0", ""), ({"data_parallel_size": 2}, "1/0", "Replica 1 of 2: ")],

@@ -172,6 +172,7 @@ async def test_a_client_that_lags_behind_yields_to_other_tasks(engine: Started) 
     assert 2 * len(names) <= most <= OUTPUTS_PER_TURN
 
 
+@pytest.mark.slow
 async def test_a_full_queue_is_not_reported_as_a_bad_request(model_dir: Path) -> None:
     async with started(model_dir, max_num_seqs=1, max_waiting=0) as (client, reader):
         await client.add_request(request("first", [1], max_tokens=200))
@@ -181,6 +182,7 @@ async def test_a_full_queue_is_not_reported_as_a_bad_request(model_dir: Path) ->
         assert (second.finish_reason, second.error_kind) == ("error", "overloaded")
 
 
+@pytest.mark.slow
 async def test_the_abort_of_the_last_request_updates_the_stats(model_dir: Path) -> None:
     async with started(model_dir, async_scheduling=False) as (client, reader):
         await client.add_request(request("only", [1], max_tokens=250))
@@ -209,6 +211,7 @@ async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
             await client.add_request(request("late", [1]))
 
 
+@pytest.mark.slow
 async def test_shutdown_without_drain_ends_running_requests(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         await client.add_request(request("running", [1], max_tokens=250))
@@ -219,6 +222,7 @@ async def test_shutdown_without_drain_ends_running_requests(model_dir: Path) -> 
         assert client.exit_status == 0
 
 
+@pytest.mark.slow
 async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         assert client.pid is not None
@@ -235,6 +239,7 @@ async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> N
             await client.add_request(request("late", [1]))
 
 
+@pytest.mark.slow
 async def test_sending_to_a_dead_process_fails(model_dir: Path) -> None:
     """A message sent after the process has ended must not block: its socket has no peer."""
     async with started(model_dir) as (client, _):
@@ -267,6 +272,7 @@ async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypat
         assert client.exit_status == 1
 
 
+@pytest.mark.slow
 async def test_a_start_that_fails_says_why(model_dir: Path, tmp_path: Path) -> None:
     stages: list[str] = []
     client = AsyncEngineClient(tiny_config(model_dir, num_kv_blocks=3), on_stage=lambda stage, seconds, detail: stages.append(stage))
@@ -278,6 +284,7 @@ async def test_a_start_that_fails_says_why(model_dir: Path, tmp_path: Path) -> N
     await client.shutdown()
 
 
+@pytest.mark.slow
 async def test_the_engine_ends_when_its_parent_is_killed(model_dir: Path) -> None:
     script = textwrap.dedent(f"""
         import asyncio, sys

@@ -115,6 +115,7 @@ async def test_what_finds_no_room_goes_to_the_replica_that_has_room_first(model_
         assert reader.num_held == 0
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("ending", ["drain", "stop", "kill"])
 async def test_requests_without_room_end_with_the_replicas(model_dir: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.004)
@@ -234,6 +235,7 @@ async def test_without_restarts_the_first_death_is_the_end(model_dir: Path, monk
         await client.shutdown(drain=False)
 
 
+@pytest.mark.slow
 async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, step={"0": "hang", "1": "kill"})
     async with started(model_dir, tensor_parallel_size=2) as (client, reader):

@@ -117,6 +117,7 @@ def test_the_memory_of_the_process_falls(tmp_path: Path) -> None:
     core.shutdown()
 
 
+@pytest.mark.slow
 async def test_the_process_drains_before_it_sleeps(folder: Path) -> None:
     client = AsyncEngineClient(tiny_config(folder))
     await client.start()

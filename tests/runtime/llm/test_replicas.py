@@ -52,6 +52,7 @@ def test_it_sleeps_and_wakes(llm: LLM) -> None:
     assert llm.generate("Why", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].text == before
 
 
+@pytest.mark.slow
 def test_a_dead_replica_ends_the_call(llm: LLM) -> None:
     """The last test: the replicas are gone afterwards."""
     engine = llm.engine

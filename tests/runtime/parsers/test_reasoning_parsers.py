@@ -84,6 +84,7 @@ _PIECES = ["<think>", "</think>", "<seed:think>", "</seed:think>",
     "analysis", "commentary to=functions.f <|constrain|>json", '{"a": 1}', "{", "\n", " ", "x", "<", "H"]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.sampled_from(_PIECES) | st.text(max_size=3), max_size=12), data=st.data())

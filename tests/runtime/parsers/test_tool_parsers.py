@@ -45,6 +45,7 @@ def test_calls_are_found(format: Format) -> None:
         assert message.content == before.rstrip()
 
 
+@pytest.mark.slow_cases
 @formats
 def test_every_split_and_every_cut(format: Format) -> None:
     """The calls do not depend on where the text is split, and a text that ends early has those that are complete."""
@@ -113,6 +114,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow_cases
 @formats
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -202,6 +202,7 @@ def test_modules_are_on_meta(head: str) -> None:
     assert any(name.startswith("head.") for name in parameters) is (head != "BertModel")
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
     folder = write_encoder(tmp_path / "model", "MPNetModel", num_hidden_layers=3)
     options = OPTIONS | {"enforce_eager": False, "cache_dir": shared_cache_dir}

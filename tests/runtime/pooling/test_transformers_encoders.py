@@ -81,6 +81,7 @@ def token_prompts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("architecture", "changes"), HIDDEN_STATES, ids=lambda value: value if isinstance(value, str) else "")
 def test_hidden_states(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = write(tmp_path / "model", architecture, changes)
@@ -129,6 +130,7 @@ def test_a_classifier_of_pairs_sees_which_text_is_which(tmp_path: Path) -> None:
     assert len(outputs[1].prompt_token_ids) == 12
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
     """Windows differ by layer, and the head reads the mean of a sequence."""
     architecture = "ModernBertForSequenceClassification"

@@ -26,6 +26,7 @@ def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> t
     return plain_logits(spec, tokens, dtype).log_softmax(-1)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_num_batched_tokens": 8}, {"num_kv_blocks": 30, "max_model_len": 100, "enable_prefix_caching": False}],

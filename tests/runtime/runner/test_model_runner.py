@@ -29,6 +29,7 @@ from tests.support.paged_model import (
 )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("pad_to", [None, 8], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("num_blocks", [256, 24], ids=["roomy", "preempting"])

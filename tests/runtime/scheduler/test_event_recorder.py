@@ -70,6 +70,7 @@ def followed(driver: Driver) -> Driver:
     return driver
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.one_of(TOKENS, slots(st.just(True))), min_size=1, max_size=3),

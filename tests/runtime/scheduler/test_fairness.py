@@ -72,6 +72,7 @@ class Meter:
                 self.behind = max(self.behind, self.served[other] - start[other] - own)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -137,6 +138,7 @@ def full_of_a(**options: Any) -> Driver:
     return driver
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_key_that_comes_later_gets_its_share_of_the_slots_at_once(depth: int) -> None:
     driver = full_of_a()

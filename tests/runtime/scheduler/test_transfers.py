@@ -38,6 +38,7 @@ def sleep(driver: Driver) -> None:
     driver.sleep()
 
 
+@pytest.mark.slow
 @example(  # a prefill takes up what a failed one computed, and both let go of it behind their windows before that is known
     groups=[StateGroupInfo("tokens", 2, 9)],
     num_blocks=18,

@@ -256,6 +256,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_are_refused_in_bounded_time(checker: GrammarChecker, name: str) -> None:
     checker.check(Params(regex="warm"), {})  # the process has started

@@ -38,6 +38,7 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_smollm2_folder_and_gguf_agree_with_transformers(smollm2_dir: Path, smollm2_gguf: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -45,6 +45,7 @@ def write_ternary(plain: Path, folder: Path) -> tuple[Path, Path]:
     return ternary, same
 
 
+@pytest.mark.slow
 def test_a_format_is_read_verified_and_served(plain: Path, tmp_path: Path) -> None:
     ternary, same = write_ternary(plain, tmp_path)
     options = {"enforce_eager": False, "cache_dir": tmp_path / "cache", "verify_passes": True, "load_format": "auto"}

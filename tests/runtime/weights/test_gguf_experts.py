@@ -102,6 +102,7 @@ def test_another_family_has_other_names(tmp_path: Path) -> None:
 KEPT = ["Q8_0", "Q4_K_M", *(pytest.param(name, marks=pytest.mark.slow) for name in SAME if name not in ("Q8_0", "Q4_K"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_compiled_experts_keep_their_codes(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", (SAME | MIXED)[name])

@@ -59,6 +59,7 @@ def with_inputs(**inputs: Any) -> dict[str, Any]:
 COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits")  # w4a16 in test_activations_of_8_bits
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
@@ -69,6 +70,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
         assert torch.equal(held[key].float(), expected.float()), key
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
@@ -111,6 +113,7 @@ def test_activations_of_8_bits(kind: str, plain: Path, tmp_path: Path) -> None:
     assert relative_error(logits(model), expected) < 0.5 * unrounded
 
 
+@pytest.mark.slow
 def test_modules_that_are_not_quantized(plain: Path, tmp_path: Path) -> None:
     skipped = ("model.layers.1.self_attn.k_proj", "model.layers.0.mlp.down_proj")
     config = AWQ | {"modules_to_not_convert": list(skipped)}

@@ -77,6 +77,7 @@ def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
     return write_grouped(plain, folder, FORMATS[name], pack=pack)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["plain", "mixtral"])
 def test_dequantized_experts_are_exact(name: str, family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

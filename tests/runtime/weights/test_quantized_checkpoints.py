@@ -39,6 +39,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_plain(tmp_path_factory.mktemp("plain"), torch.bfloat16, num_key_value_heads=4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_quantized(plain, tmp_path, FORMATS[name])
@@ -63,6 +64,7 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     assert torch.equal(values.float(), merged)
 
 
+@pytest.mark.slow
 def test_a_linear_that_cannot_be_quantized_computes_with_dequantized_weights(
     plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

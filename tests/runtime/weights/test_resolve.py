@@ -88,6 +88,7 @@ def test_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     assert list((tmp_path / "models").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_looking_for_pip_leaves_setuptools_usable(tmp_path: Path) -> None:
     """Looking for the module pip would make setuptools fail when Inductor imports it."""
     pytest.importorskip("setuptools")

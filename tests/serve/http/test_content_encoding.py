@@ -72,6 +72,7 @@ async def test_long_bodies_keep_every_byte(server: Server, name: str) -> None:
     assert server.tokenizer.decode(answer.json()["tokens"]) == text
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", [name for name in ENCODERS if name != "identity"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_bomb_is_a_413(start_server: StartServer, name: str, path: str) -> None:

@@ -156,11 +156,13 @@ def large_server() -> Iterator[FakeServer]:
         yield server
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", BODIES)
 def test_no_body_blocks_the_event_loop_or_takes_much_memory(server: FakeServer, name: str) -> None:
     check_cost(server, name, *BODIES[name])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", LARGE_BODIES)
 def test_no_body_of_32_mib_blocks_the_event_loop_or_takes_much_memory(large_server: FakeServer, name: str) -> None:
     check_cost(large_server, name, *LARGE_BODIES[name])
@@ -266,6 +268,7 @@ def test_limits_of_an_incoming_body(part: bytes, message: str) -> None:
     assert message in str(body.problem)
 
 
+@pytest.mark.slow
 async def test_a_refused_body_is_read_to_its_end(large_server: FakeServer) -> None:
     """A client that sends the whole body before it reads gets the answer, and may send more on the connection."""
     path, make_body = LARGE_BODIES["integers"]

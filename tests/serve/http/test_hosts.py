@@ -41,6 +41,7 @@ def ask(server: FakeServer, head: str, *hosts: str, version: str = "1.1", rest: 
     return int(head_received.split()[1]), json.loads(body) if body.startswith(b"{") else {}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "path",
     [
@@ -129,6 +130,7 @@ def test_a_body_that_is_too_large_gets_its_answer(server: FakeServer, how: str) 
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_body_without_an_end_is_not_read_for_ever(server: FakeServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (1 << 60)
     for pause in (0.0, 0.05):  # as much as possible, or slowly

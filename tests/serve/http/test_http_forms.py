@@ -142,6 +142,7 @@ async def test_head_has_the_headers_of_get(server: Server, path: str) -> None:
         assert head.headers.get("content-length") == get.headers.get("content-length")
 
 
+@pytest.mark.slow
 async def test_head_and_options_keep_errors(start_server: StartServer) -> None:
     server = await start_server(api_keys=("secret",))
     assert (await server.http.head("/v1/models")).status_code == 401

@@ -221,6 +221,7 @@ def test_pipelined_requests_are_bounded(server: FakeServer) -> None:
         assert connection.received.count(b'{"status":"ready"}') < 100
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nx: ", POST + b"\r\n"], ids=["nothing", "headers", "no body"])
 def test_idle_connections_do_not_shut_out_others(sent: bytes) -> None:
     with ExitStack() as stack:
@@ -237,6 +238,7 @@ def test_idle_connections_do_not_shut_out_others(sent: bytes) -> None:
             idle[-1].receive()
 
 
+@pytest.mark.slow
 def test_busy_connections_are_kept_and_new_ones_get_a_503() -> None:
     limits = {"connections": 3}
     body = b'{"prompt": "Hi", "max_tokens": 40, "ignore_eos": true}'

@@ -167,6 +167,7 @@ def test_number_of_drawn_nodes_does_not_grow_with_depth(dump: Path, tmp_path: Pa
     assert f"× {repeats(dump) + 64 - LAYERS}" in texts(browser, "#canvas .badge")
 
 
+@pytest.mark.slow
 def test_screenshot_of_the_readme(request: pytest.FixtureRequest, tmp_path: Path, open_page: Open) -> None:
     """With `--screenshot FILE`: write a screenshot of SmolLM2-135M's graph with one fused linear selected."""
     target = request.config.getoption("--screenshot")

@@ -47,6 +47,7 @@ def ask(server: FakeServer, **options: Any) -> None:
     httpx.post(server.url + "/v1/chat/completions", json=body, headers={"X-Request-Id": SLOW}, timeout=60, **options).raise_for_status()
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_request_is_seen_while_it_runs_and_opens_its_ledger(browser: Any) -> None:
     with FakeServer(pause=0.1, admin_routes=True) as server:
@@ -81,6 +82,7 @@ def test_a_request_is_seen_while_it_runs_and_opens_its_ledger(browser: Any) -> N
         assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_asks_for_the_admin_key(browser: Any) -> None:
     with FakeServer(admin_routes=True, admin_keys=["secret"], api_keys=["other"]) as server:
@@ -90,6 +92,7 @@ def test_the_page_asks_for_the_admin_key(browser: Any) -> None:
         wait(browser, lambda: texts(browser, ".card b")[:2] == ["0", "0"])
 
 
+@pytest.mark.slow
 def test_only_the_admin_key_opens_the_data() -> None:
     with FakeServer(admin_routes=True, admin_keys=["secret"], api_keys=["other"]) as server:
         assert httpx.get(server.url + "/requests").status_code == 200

@@ -98,6 +98,7 @@ def samples(text: str) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("cas:")}
 
 
+@pytest.mark.slow
 async def test_streams_are_those_of_one_process(server: ServerProcess, tiny_llama_dir: Path) -> None:
     assert len(api_pids(server)) == 2
     with httpx.Client() as http:
@@ -138,6 +139,7 @@ async def test_a_disconnect_frees_the_slot(server: ServerProcess) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_the_queue_limit_is_common(server: ServerProcess) -> None:
     async def one() -> httpx.Response:
         async with httpx.AsyncClient(timeout=120) as http:
@@ -218,6 +220,7 @@ def statuses(url: str, count: int = 8) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_started_again(server: ServerProcess) -> None:
     """The others serve meanwhile. What all processes must know, the new one asks them."""
     for number in (1, 0):
@@ -251,6 +254,7 @@ def test_the_death_of_all_processes_ends_the_server(tiny_llama_dir: Path) -> Non
     assert "so the server ends" in server.output
 
 
+@pytest.mark.slow
 async def test_the_death_of_the_engine_ends_the_requests_of_every_process(tiny_llama_dir: Path) -> None:
     server = ServerProcess(str(tiny_llama_dir), "--api-server-count", "2", *OPTIONS, *SIZES)
     [engine] = [pid for pid in server.engine_pids() if b"runtime.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -284,6 +288,7 @@ def test_a_killed_server_leaves_no_folder(tiny_llama_dir: Path, short_dir: Path,
     wait_until(lambda: not list(short_dir.glob("cas-*")))
 
 
+@pytest.mark.slow
 def test_metrics_of_processes_are_summed() -> None:
     info = EngineInfo(max_model_len=8, vocab_size=8, num_kv_blocks=4, block_size=4, dtype="float32", device="cpu")
     parts: list[list[MetricFamily]] = []
