@@ -6,7 +6,10 @@ CONFIG: the folder of a config.json of Qwen2.5-VL or Qwen3-VL; weights are rando
 
 `preprocess_ms`: of one image on one core, after decoding; `decode_ms`: of its JPEG file. `encoder_ms`: one step of all images, and its
 share of the rate of a product of 8192 × 8192 × 8192. `text_ms`: a decode step of 1 and of 64 sequences of text, of this model and of the
-text model alone. `mixed_s`: requests with an image each, beside the sum of the encoder's time and of requests with as many tokens of text.
+text model alone. `mixed_s`: requests with an image each; `ratio`: to the sum of `encoder_s`, the encoder's time of these images alone, and
+`text_s`, requests with as many tokens of text in place of the image's. Where the rest goes: `prepare_s` is what the threads need to prepare
+all images while nothing else runs, on `cores`; `engine_s` is the time of the requests whose images are prepared already. Requests of other
+images and texts run before, so that nothing is compiled, captured or found in a cache while these are timed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -83,17 +87,33 @@ def main() -> None:
         )
         here = {count: _decode_ms(llm, count) for count in (1, 64)}
         start = {"prompt_token_ids": [100, processor.tokens["image"], 101]}
-        prompts: list[Any] = [start | {"multi_modal_data": {"image": _shifted(image, i)}} for i in range(given.requests)]
-        mixed_s = _seconds(llm, prompts, given.tokens)
-        same = [{"prompt_token_ids": [100 + (i + k) % 50_000 for k in range(tokens + 2)]} for i in range(given.requests)]
-        text_s = _seconds(llm, same, given.tokens)
-        alone_s = encoder_ms / 1e3 / given.images * given.requests
+        count = given.requests
+
+        def with_images(part: int) -> list[Any]:
+            numbers = range(part * count, (part + 1) * count)
+            return [start | {"multi_modal_data": {"image": _shifted(image, number)}} for number in numbers]
+
+        def with_text(part: int) -> list[Any]:
+            begins = range(100 + part * count, 100 + (part + 1) * count)
+            return [{"prompt_token_ids": [begin + k for k in range(tokens + 2)]} for begin in begins]
+
+        for warm in (with_images(0), with_text(0)):
+            _seconds(llm, warm, given.tokens)
+        text_s = _seconds(llm, with_text(1), given.tokens)
+        prepare_s, prepared = _prepared(llm, with_images(1))
+        engine_s = _seconds(llm, prepared, given.tokens)
+        mixed_s = _seconds(llm, with_images(2), given.tokens)
+        alone_s = encoder_ms / 1e3 / given.images * count
         show(
             mixed_s=mixed_s,
             text_s=text_s,
             encoder_s=round(alone_s, 3),
             ratio=round(mixed_s / (text_s + alone_s), 3),
-            requests=given.requests,
+            prepare_s=prepare_s,
+            engine_s=engine_s,
+            engine_ratio=round(engine_s / (text_s + alone_s), 3),
+            cores=len(os.sched_getaffinity(0)),
+            requests=count,
         )
     if (known := TEXT_MODELS.get(config["model_type"])) is not None:
         text = dict(config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"})
@@ -167,6 +187,16 @@ def _decode_ms(llm: LLM, count: int) -> float:
         short, long = (_seconds(llm, prompts, tokens) for tokens in (32, 160))
         times.append((long - short) / 128)
     return round(1e3 * statistics.median(times), 3)
+
+
+def _prepared(llm: LLM, prompts: list[Any]) -> tuple[float, list[Any]]:
+    """How long the images of prompts take to prepare, and the prompts with them."""
+    reader, params = llm._prompts, SamplingParams()
+    began = time.perf_counter()
+    started = [reader.start(prompt, params) for prompt in prompts]
+    read = [reader.finish(one) for one in started]
+    seconds = round(time.perf_counter() - began, 4)
+    return seconds, [{"prompt_token_ids": one.prompt, "media": one.media} for one in read]
 
 
 def _seconds(llm: LLM, prompts: list[Any], tokens: int) -> float:

@@ -86,6 +86,17 @@ class TokenBatch:
             np.moveaxis(values, axis, 0)[tokens] = rows
         return values
 
+    def write_rows_of(self, name: str, array: np.ndarray) -> None:
+        """Write the rows of the requests' arrays `name` into `array` [T or more, …], and 0 for tokens without one: of large rows, which
+        are copied once.
+        """
+        end = 0
+        for tokens, rows in self.rows_of(name):
+            array[end : tokens.start] = 0
+            array[tokens] = rows
+            end = max(end, tokens.stop)
+        array[end:] = 0
+
     def data_of_token(self, key: str, default: StepDatum) -> np.ndarray:
         """[T]: the entry `key` of the data of each token's request; `default` where a request has none."""
         if not self.step_data:
@@ -105,6 +116,7 @@ class StepInput:
     """A tensor that a step takes.
 
     dims: numbers and at most one of "tokens" and "rows". source: "host": `fill` gives the values, without padding (padding is 0);
+    write: does the same in the step's own array, padding included: for large ones;
     "device": what runs before the step (a receive, another graph) writes them to `Step.inputs[name]`, which is the same memory at every
     step of a size; what it does not write has any finite value. arrays: of requests, that `fill` reads (`TokenBatch.rows_of`).
     advance: of an input of the host: how the device makes the next decode step's values from this step's: "sampled": the tokens that
@@ -118,6 +130,7 @@ class StepInput:
     dtype: torch.dtype
     dims: tuple[int | str, ...]
     fill: Callable[[TokenBatch], np.ndarray | None] | None = None
+    write: Callable[[TokenBatch, np.ndarray], None] | None = None
     source: InputSource = "host"
     advance: Advance | None = None
     optional: bool = False

@@ -42,8 +42,11 @@ def array_input(name: str, dtype: torch.dtype, row_shape: tuple[int, ...]) -> St
     def fill(batch: TokenBatch) -> np.ndarray:
         return batch.with_rows_of(name, np.zeros((len(batch.token_ids), *row_shape), dtype=numpy_type))
 
-    array = ArrayInfo(name=name, row_shape=row_shape, is_floating=dtype.is_floating_point)
-    return StepInput(name=name, dtype=dtype, dims=(TOKENS, *row_shape), fill=fill, arrays=(array,))
+    def write(batch: TokenBatch, array: np.ndarray) -> None:
+        batch.write_rows_of(name, array)
+
+    info = ArrayInfo(name=name, row_shape=row_shape, is_floating=dtype.is_floating_point)
+    return StepInput(name=name, dtype=dtype, dims=(TOKENS, *row_shape), fill=fill, write=write, arrays=(info,))
 
 
 class PatchEmbedding(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
 from compile_and_serve.runtime.llm.actions import ActionMethods
 from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
 from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
-from compile_and_serve.runtime.llm.prompts import Message, Prompt, PromptReader
+from compile_and_serve.runtime.llm.progress import Progress
+from compile_and_serve.runtime.llm.prompts import Message, Prompt, PromptReader, StartedPrompt
 from compile_and_serve.runtime.llm.tools import ChatTools
 from compile_and_serve.runtime.llm.transcription import TranscriptionMethods
 from compile_and_serve.runtime.lora.request import LoRARequest
@@ -91,8 +92,14 @@ class _Job:
     pooling: PoolingParams | None = None
     step_arrays: dict[str, StepArray] = field(default_factory=dict)
     media: list[MediaItem] = field(default_factory=list)
+    started: StartedPrompt | None = None  # what the other fields will be read from, once its media are prepared
     completions: list[Completion] = field(default_factory=list)
     unfinished: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can run without waiting for its media."""
+        return self.started is None or self.started.is_ready
 
 
 class InvalidRequestError(ValueError, RuntimeError):
@@ -155,11 +162,12 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         use_tqdm: show a progress bar. priority: one for each prompt, lower runs first (policy "priority").
         step_data: for each prompt, what step inputs of a model or a pass are filled from (docs/add-a-pass.md).
         lora_request: the adapter of all prompts, or of each; needs `LLM(…, enable_lora=True)`.
-        Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails.
+        Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails. Media are prepared
+        while other prompts run, so that `ValueError` for one that cannot be used comes later, and ends all prompts.
         """
         check_generates(self.info)
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        jobs = [self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)]
+        jobs = self._jobs(many, _params(sampling_params, len(many)))
         if lora_request is None or isinstance(lora_request, LoRARequest):
             lora_request = [lora_request] * len(jobs)
         self._run(jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm)
@@ -236,8 +244,9 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         check_generates(self.info)
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         limits = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
-        starts = [self._job(prompt, limits) for prompt in many]
-        if any(start.media for start in starts):
+        starts = self._jobs(many, [limits] * len(many))
+        if any(start.started is not None or start.media for start in starts):
+            _cancel(starts)
             raise ValueError("Beam search reads no images: use generate.")
         if self.info.max_source_len is not None:
             raise ValueError("Beam search does not run models whose encoder reads the prompt: use generate.")
@@ -300,14 +309,31 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
             weakref.finalize(self, self._templates.close)
         return self._templates
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        read = self._prompts.read(prompt, params)
+    def _jobs(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[_Job]:
+        """The media of all prompts are prepared at once. Those without any are ready."""
+        jobs: list[_Job] = []
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                job = self._new_job([], wanted)
+                job.started = self._prompts.start(prompt, wanted)
+                jobs.append(job)
+                if not job.started.media:
+                    self._finish(job)
+        except BaseException:
+            _cancel(jobs)
+            raise
+        return jobs
+
+    def _finish(self, job: _Job) -> None:
+        """Read the job's prompt. Waits for its media."""
+        if job.started is None:
+            return
+        read, job.started = self._prompts.finish(job.started), None
         params = read.params
         if self.tokenizer is None and params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
-        ids, params = self._inputs.prepare(read.prompt, params)
-        self._num_requests += 1
-        return _Job(str(self._num_requests - 1), read.text, ids, params, step_arrays=read.step_arrays, media=read.media)
+        job.prompt, job.step_arrays, job.media = read.text, read.step_arrays, read.media
+        job.prompt_token_ids, job.params = self._inputs.prepare(read.prompt, params)
 
     def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
         self._num_requests += 1
@@ -338,34 +364,40 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         *,
         show_progress: bool,
     ) -> None:
-        """Run every job to its end."""
+        """Run every job to its end. Those whose media are not prepared yet follow while the others run."""
         engine_ids: list[str] = []
+        waiting = deque(zip(jobs, priorities, step_data, adapters, strict=True))
         tokens_ahead, added = self.engine.tokens_ahead, 0
-        with _Progress(len(jobs), show_progress) as progress:
+        with Progress(len(jobs), show_progress) as progress:
             try:
-                for job, priority, data, lora in zip(jobs, priorities, step_data, adapters, strict=True):
-                    sink = self._start(job, progress)
-                    request = self._outputs.add(
-                        job.request_id,
-                        job.prompt_token_ids,
-                        job.params,
-                        sink,
-                        priority=priority,
-                        step_data=data,
-                        lora=lora,
-                        pooling=job.pooling,
-                    )
-                    request.step_arrays, request.media = job.step_arrays, job.media
-                    engine_ids += request.request_ids
-                    self.engine.add_request(request)
-                    added += len(job.prompt_token_ids)
-                    if 0 < tokens_ahead <= added:
-                        self._step()
-                        added -= tokens_ahead // 2
-                while len(self._outputs):
+                while waiting or len(self._outputs):
+                    while waiting and (waiting[0][0].is_ready or not len(self._outputs)):
+                        job, priority, data, lora = waiting.popleft()
+                        self._finish(job)
+                        sink = self._start(job, progress)
+                        request = self._outputs.add(
+                            job.request_id,
+                            job.prompt_token_ids,
+                            job.params,
+                            sink,
+                            priority=priority,
+                            step_data=data,
+                            lora=lora,
+                            pooling=job.pooling,
+                        )
+                        request.step_arrays, request.media = job.step_arrays, job.media
+                        engine_ids += request.request_ids
+                        self.engine.add_request(request)
+                        added += len(job.prompt_token_ids)
+                        if 0 < tokens_ahead <= added:
+                            self._step()
+                            added -= tokens_ahead // 2
+                    if not len(self._outputs):
+                        continue
                     assert self.engine.has_work(), "the engine lost requests"
                     self._step()
             finally:  # an interrupt must not leave requests in the engine
+                _cancel([job for job, *_ in waiting])
                 left = self._outputs.forget(engine_ids)
                 if left:
                     self.engine.abort(left)
@@ -379,7 +411,7 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         if to_abort := self._outputs.process(self.engine.step().outputs):
             self.engine.abort(to_abort)
 
-    def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
+    def _start(self, job: _Job, progress: Progress) -> Callable[[CompletionDelta], None]:
         job.completions = [Completion(index) for index in range(job.params.n)]
         job.unfinished = job.params.n
 
@@ -431,6 +463,13 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         return result
 
 
+def _cancel(jobs: Sequence[_Job]) -> None:
+    """Prepare no more media of jobs that will not run."""
+    for job in jobs:
+        if job.started is not None:
+            job.started.cancel()
+
+
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if given is None:
         given = SamplingParams()
@@ -439,61 +478,3 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
     if len(given) != count:
         raise ValueError(f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one for each prompt.")
     return list(given)
-
-
-_REFRESH_SECONDS = 0.1
-
-
-class _Progress:
-    """A progress bar with finished requests and tokens per second, if `show`."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        self._prompt_tokens = self._new_tokens = 0
-        self._began = time.monotonic()
-        self._next_update = 0.0
-        self._bar: Any = None
-        if not show:
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[speed]}"),
-            console=Console(stderr=True),  # stdout belongs to the caller
-            refresh_per_second=4,
-        )
-        self._task = self._bar.add_task("Prompts", total=total, speed="")
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._show_speed(time.monotonic())
-            self._bar.stop()
-
-    def prompt_done(self, num_tokens: int) -> None:
-        self._prompt_tokens += num_tokens
-
-    def tokens(self, num_tokens: int) -> None:
-        self._new_tokens += num_tokens
-        now = time.monotonic()
-        if now >= self._next_update:
-            self._next_update = now + _REFRESH_SECONDS
-            self._show_speed(now)
-
-    def _show_speed(self, now: float) -> None:
-        if self._bar is not None:
-            seconds = max(now - self._began, 1e-3)
-            speed = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._new_tokens / seconds:.0f} tok/s"
-            self._bar.update(self._task, speed=speed)
-
-    def request_done(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
 from compile_and_serve.runtime.media.prepare import MediaPipeline
-from compile_and_serve.runtime.media.prepared import MediaKind
+from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.sources import MediaSource, TakenMedia, show_marks, take_media
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -58,18 +59,36 @@ class ReadPrompt:
     media: list[MediaItem] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class StartedPrompt:
+    """A prompt whose media threads prepare. media: in the order of the prompt; empty: it has none."""
+
+    read: ReadPrompt
+    media: list[Future[PreparedMedia]] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `PromptReader.finish` waits for nothing."""
+        return all(one.done() for one in self.media)
+
+    def cancel(self) -> None:
+        """Prepare no more of it."""
+        for one in self.media:
+            one.cancel()
+
+
 class PromptReader:
-    """Reads the prompts of an `LLM`."""
+    """Reads the prompts of an `LLM`: `start` each, then `finish` each, so that the media of many are prepared at once."""
 
     def __init__(self, inputs: InputProcessor, info: EngineInfo) -> None:
         self._inputs = inputs
         encode = None if inputs.tokenizer is None else partial(inputs.tokenizer.encode, add_special_tokens=False)
         self._pipeline = MediaPipeline.of(info.media, encode)
 
-    def read(self, prompt: Prompt, params: SamplingParams) -> ReadPrompt:
-        """A prompt, with its media in their places. Raises `ValueError` with one sentence."""
+    def start(self, prompt: Prompt, params: SamplingParams) -> StartedPrompt:
+        """Begin to prepare a prompt's media. Raises `ValueError` with one sentence."""
         if isinstance(prompt, str):
-            return ReadPrompt(prompt, prompt, params)
+            return StartedPrompt(ReadPrompt(prompt, prompt, params))
         if not isinstance(prompt, Mapping) or not isinstance(prompt.get("prompt_token_ids", prompt.get("prompt")), (str, Sequence)):
             raise ValueError(f'A prompt must be a string, {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}, got {prompt!r:.200}.')
         given: Any = prompt
@@ -78,13 +97,21 @@ class PromptReader:
         read.step_arrays, read.media = given.get("step_arrays", {}), given.get("media", [])
         if params.truncate_prompt_tokens is not None and (read.step_arrays or read.media):
             raise ValueError("A prompt with step_arrays or media cannot be truncated: leave out truncate_prompt_tokens.")
-        if sources := _sources(given):
-            if read.step_arrays or read.media:
-                raise ValueError("A prompt has multi_modal_data, and media of its own: leave out one of them.")
-            if self._pipeline is None:
-                raise ValueError("A prompt has multi_modal_data, but this model reads only text.")
-            prepared = [one.result() for one in self._pipeline.start(sources, given.get("mm_processor_kwargs"))]
-            placed = self._inputs.place(read.prompt, prepared, self._pipeline.processor, params)
+        if not (sources := _sources(given)):
+            return StartedPrompt(read)
+        if read.step_arrays or read.media:
+            raise ValueError("A prompt has multi_modal_data, and media of its own: leave out one of them.")
+        if self._pipeline is None:
+            raise ValueError("A prompt has multi_modal_data, but this model reads only text.")
+        return StartedPrompt(read, self._pipeline.start(sources, given.get("mm_processor_kwargs")))
+
+    def finish(self, started: StartedPrompt) -> ReadPrompt:
+        """The prompt, with its media in their places. Raises `ValueError` with one sentence."""
+        read = started.read
+        if started.media:
+            assert self._pipeline is not None
+            prepared = [one.result() for one in started.media]
+            placed = self._inputs.place(read.prompt, prepared, self._pipeline.processor, read.params)
             read.prompt, read.media, read.params = placed
         return read
 

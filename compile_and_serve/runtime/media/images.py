@@ -16,6 +16,7 @@ MISSING = 'Images need the extra "vision": pip install "compile-and-serve[vision
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _TOO_LARGE = "{} is too large: " + f"{MAX_PIXELS} pixels are the limit."
 _WHITE = (255, 255, 255)
+_ORIENTATION = 0x0112  # the EXIF tag
 
 
 def pillow() -> Any:
@@ -35,7 +36,8 @@ def decode_image(data: bytes) -> Image:
         with image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check_size(opened.size)
             opened.load()
-            return _rgb(opened)
+            made = _rgb(opened)
+            return opened.copy() if made is opened else made  # which does not hold the file
     except MediaError:
         raise
     except image.UnidentifiedImageError:
@@ -84,17 +86,17 @@ def _check_size(size: tuple[int, int]) -> None:
 
 
 def _rgb(opened: Image) -> Image:
-    """Turned as EXIF says; what is transparent becomes white."""
+    """Turned as EXIF says; what is transparent becomes white. The image itself, where nothing is to be done."""
     from PIL import ImageOps
 
-    turned = ImageOps.exif_transpose(opened)
+    turned = opened if opened.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(opened)
     if turned.mode.startswith("I;16") or turned.mode in ("I", "F"):  # more than 8 bits
         turned = _eight_bits(turned)
     if turned.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in turned.info:
         whole = turned.convert("RGBA")
         white = pillow().new("RGBA", whole.size, (*_WHITE, 255))
         return pillow().alpha_composite(white, whole).convert("RGB")
-    return turned.convert("RGB")
+    return turned if turned.mode == "RGB" else turned.convert("RGB")
 
 
 def _eight_bits(image: Image) -> Image:

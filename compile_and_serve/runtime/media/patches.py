@@ -34,11 +34,18 @@ def resized(height: int, width: int, block: int, min_pixels: int, max_pixels: in
 
 
 def blocks_of(frames_NHWC: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """The blocks of a patch's frames, row by row: [blocks, merge², C · N · patch²], of the frames' dtype."""
+    """The blocks of a patch's frames, row by row: uint8 [blocks, merge², C · N · patch²]."""
     frames, height, width, channels = frames_NHWC.shape
     rows, columns = height // (patch * merge), width // (patch * merge)
-    parts = frames_NHWC.reshape(frames, rows, merge, patch, columns, merge, patch, channels)
-    return parts.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(rows * columns, merge * merge, channels * frames * patch * patch)
+    is_repeated = frames_NHWC.strides[0] == 0  # one image stands for all frames
+    distinct = 1 if is_repeated else frames
+    planes_CNHW = np.ascontiguousarray(frames_NHWC[:distinct].transpose(3, 0, 1, 2))
+    # A patch's row is one element, so that numpy copies whole rows.
+    line = np.dtype(f"V{patch}")
+    lines = planes_CNHW.view(line).reshape(channels, distinct, rows, merge, patch, columns, merge)
+    blocks = np.empty((rows, columns, merge, merge, channels, frames, patch), dtype=line)
+    blocks[...] = lines.transpose(2, 5, 3, 6, 0, 1, 4)
+    return blocks.view(np.uint8).reshape(rows * columns, merge * merge, channels * frames * patch * patch)
 
 
 def grid_of(height: int, width: int, merge: int) -> np.ndarray:

@@ -95,6 +95,9 @@ class StepBuffers(StagedArrays):
         if key != self._filled:
             self._filled, self._arrays = key, [self.host_input(one, tokens, rows) for one in self._host_inputs]
         for one, fill_one, array in zip(self._host_inputs, self._fills, self._arrays, strict=True):
+            if one.write is not None:
+                one.write(batch, array)
+                continue
             values = fill_one(batch)
             if values.shape == array.shape:
                 array[...] = values
