@@ -95,7 +95,7 @@ def main() -> None:
 
         def with_text(part: int) -> list[Any]:
             begins = range(100 + part * count, 100 + (part + 1) * count)
-            return [{"prompt_token_ids": [begin + k for k in range(tokens + 2)]} for begin in begins]
+            return [{"prompt_token_ids": [(begin + k) % llm.info.vocab_size for k in range(tokens + 2)]} for begin in begins]
 
         for warm in (with_images(0), with_text(0)):
             _seconds(llm, warm, given.tokens)

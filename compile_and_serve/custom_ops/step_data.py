@@ -15,6 +15,7 @@ ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter 
 CROSS_ROWS_DATUM = "cross_rows"  # in step data: rows of the items beside a request, which its tokens read by cross-attention
 SOURCE_IDS = "source_ids"  # array of an item: the tokens that a text encoder reads, int64
 CROSS_SPANS_ARRAY = "cross_spans"  # int32 [tokens, 2]: the first page of the items that a token reads by cross-attention, and how many rows
+PROMPT_LENGTH = "prompt_length"  # in step data of models that read whole prompts: tokens of the prompt
 SECOND_TEXT = "second_text"  # in step data: the first token of the second text, of a prompt that is a pair of texts
 
 ROPE_LENGTH_DATUM = "rope_length"  # in step data: the length that all tokens of a sequence are computed as of; 0: their own

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.vision.whole_items import packed, unpacked
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor, tokens_ahead
+from compile_and_serve.runtime.media.paligemma import PaliGemmaProcessor
 from compile_and_serve.runtime.media.prepared import PreparedItem, PreparedMedia, place_media
 from compile_and_serve.runtime.media.videos import as_frames
 from compile_and_serve.runtime.messages import EngineRequest
@@ -311,6 +312,24 @@ CLASSES: dict[str, Seeing] = {
         image_token="<start_of_image>",
         row_token="<image_soft_token>",
     ),
+    "paligemma": Seeing(
+        name="PaliGemma",
+        text=lambda: transformers.GemmaConfig(**TINY),
+        vision=_siglip,
+        image=("SiglipImageProcessorPil", {"size": _SIZE, "image_seq_length": 36}),
+        processor=("PaliGemmaProcessor", {}),
+        options={"projection_dim": 64},
+        tokens={"image_token": "<image>"},
+    ),
+    "paligemma2": Seeing(
+        name="PaliGemma",
+        text=lambda: transformers.Gemma2Config(**TINY, sliding_window=256, query_pre_attn_scalar=16),
+        vision=_siglip,
+        image=("SiglipImageProcessorPil", {"size": _SIZE, "image_seq_length": 36}),
+        processor=("PaliGemmaProcessor", {}),
+        options={"projection_dim": 64},
+        tokens={"image_token": "<image>"},
+    ),
     "llama4": Seeing(
         name="Llama4",
         text=lambda: transformers.Llama4TextConfig(
@@ -412,7 +431,10 @@ def write_seeing(name: str, folder: Path) -> Any:
 def processor_of(name: str, folder: Path) -> Any:
     """What prepares the images of a checkpoint."""
     seeing = CLASSES[name]
-    return TransformersProcessor(read_folder_config(folder), folder) if seeing.image is not None else HandProcessor(seeing)
+    if seeing.image is None:
+        return HandProcessor(seeing)
+    make = PaliGemmaProcessor if seeing.name == "PaliGemma" else TransformersProcessor
+    return make(read_folder_config(folder), folder)
 
 
 def seeing_request(name: str, parts: Parts, processor: Any, **params: Any) -> tuple[EngineRequest, list[Any]]:
@@ -466,11 +488,14 @@ def reference(
     elif images:
         theirs = processor.transformers_processor
         made = theirs(images=list(images), text=[theirs.image_token * len(images)], return_tensors="pt", add_special_tokens=False)
-        inputs = {name: one for name, one in made.items() if name not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        unused = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels")
+        inputs = {name: one for name, one in made.items() if name not in unused}
     if hasattr(getattr(model, "model", None), "rope_deltas"):
         model.model.rope_deltas = None
         inputs["mm_token_type_ids"] = kinds
     if model.config.model_type == "gemma3":
         inputs["token_type_ids"] = kinds
+    if model.config.model_type == "paligemma":
+        inputs["token_type_ids"] = torch.zeros_like(ids)  # all of it is the prefix
     assert one.sampling_params.max_tokens is not None
     return greedy_by_transformers(model, ids, one.sampling_params.max_tokens, inputs)

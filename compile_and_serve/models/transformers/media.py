@@ -30,17 +30,19 @@ from transformers import PreTrainedModel
 from compile_and_serve.custom_ops.encoder_rows import ENCODER_ROW, read_rows
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.state.rows import ENCODER_ROWS, EncoderRow
+from compile_and_serve.custom_ops.state.tokens import TokenWindow
 from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepOutput
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.transformers.attention import RunningForward, Unsupported
 from compile_and_serve.models.transformers.weights import split_weights, weight_names
-from compile_and_serve.models.vision.ahead import TOKENS_AHEAD
+from compile_and_serve.models.vision.ahead import PROMPTS_AHEAD, TOKENS_AHEAD
 from compile_and_serve.models.vision.names import MEDIA_ROWS
 from compile_and_serve.models.vision.rope import positions_input
 from compile_and_serve.models.vision.whole_items import PROCESSED_INPUT
 
-_AHEAD_IN_IMAGES = ("gemma3",)  # types of models in which tokens of an image attend to all of the same image
+# Types of models in which tokens of an image attend to all of the same image, and those of a prompt to all of the prompt.
+_AHEAD_IN_IMAGES, _AHEAD_IN_PROMPTS = ("gemma3",), ("paligemma",)
 _DECODERS = ("language_model", "text_model")
 _AUDIO_MERGE = "_merge_input_ids_with_audio_features"  # Qwen2-Audio's
 _MERGES = ("get_placeholder_mask", "inputs_merger", _AUDIO_MERGE)
@@ -77,7 +79,7 @@ def merging_module(model: nn.Module) -> Merging | None:
     decoder = _decoder_of(name, module)
     if len(found) > 1 or "." in name or decoder is None:
         raise Unsupported("its features are not put in place of embeddings before its decoder")
-    if attends_ahead(model) and getattr(model.config, "model_type", None) not in _AHEAD_IN_IMAGES:
+    if attends_ahead(model) and getattr(model.config, "model_type", None) not in (*_AHEAD_IN_IMAGES, *_AHEAD_IN_PROMPTS):
         raise Unsupported("tokens attend to later ones, and not to those of the same image alone")
     if others := sorted(_given_to_decoder(module, decoder) - _TO_DECODER):
         raise Unsupported(f"its decoder takes more of an item than embeddings: {', '.join(others)}")
@@ -241,7 +243,11 @@ def with_encoder(
     names = weight_names(model)
     every = {one for one, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     width = int(model.config.get_text_config().hidden_size)
-    three_rows, sees_ahead = has_three_rows(model.get_submodule(merging.name)), attends_ahead(model)
+    three_rows = has_three_rows(model.get_submodule(merging.name))
+    whole_prompts = model.config.model_type in _AHEAD_IN_PROMPTS
+    ahead = (PROMPTS_AHEAD if whole_prompts else TOKENS_AHEAD,) if attends_ahead(model) else ()
+    # Within a prompt, tokens attend to all others: no window may hide one.
+    windows = [one.kind.size for one in text.state if isinstance(one.kind, TokenWindow)] if whole_prompts else []
     of_text = {one for one, _ in (*text.module.named_parameters(remove_duplicate=False), *text.module.named_buffers())}
     encoder = ItemModule(merging, model, width).requires_grad_(False).eval()
     own = {one for one, _ in (*encoder.named_parameters(), *encoder.named_buffers())}
@@ -254,7 +260,9 @@ def with_encoder(
     return replace(
         text,
         state=(*text.state, StateGroup(name=MEDIA_ROWS, layers=(row,), kind=ENCODER_ROWS)),
-        inputs=(*(positions if one is POSITIONS else one for one in text.inputs), ENCODER_ROW, *((TOKENS_AHEAD,) if sees_ahead else ())),
+        inputs=(*(positions if one is POSITIONS else one for one in text.inputs), ENCODER_ROW, *ahead),
+        whole_prompts=whole_prompts,
+        max_model_len=min([text.max_model_len, *windows]),
         weight_map={**dict.fromkeys(one for one, target in names.items() if target not in of_text), **text.weight_map},
         encoder=ModelSpec(
             module=encoder,

@@ -18,7 +18,7 @@ from compile_and_serve.runtime.media.transformers_files import changed_settings,
 from compile_and_serve.runtime.media.video_pixels import video_pixels
 from compile_and_serve.runtime.media.videos import Frames
 
-_NOT_OF_IMAGES = ("attention_mask", "token_type_ids", "mm_token_type_ids")
+_NOT_OF_IMAGES = ("attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 _PLAIN = {"do_rescale": False, "do_normalize": False}
 _CLOSE = 1e-4  # of normalized values
 

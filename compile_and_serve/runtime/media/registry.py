@@ -17,6 +17,7 @@ from compile_and_serve.runtime.media.info import MediaInfo
 from compile_and_serve.runtime.media.llava import LlavaProcessor
 from compile_and_serve.runtime.media.mllama import MllamaProcessor
 from compile_and_serve.runtime.media.openvla import OpenVLAProcessor
+from compile_and_serve.runtime.media.paligemma import PaliGemmaProcessor
 from compile_and_serve.runtime.media.prepared import MediaKind, PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.media.speech import SpeechProcessor
@@ -98,6 +99,8 @@ def media_processor(info: MediaInfo | None, encode: Encode | None = None) -> Med
             return SpeechProcessor(config, folder, info.max_audio_seconds)
         if config.get("model_type") == "mllama":
             return MllamaProcessor(config, folder)
+        if config.get("model_type") == "paligemma":
+            return PaliGemmaProcessor(config, folder)
         return TransformersProcessor(config, folder, sees_ahead=info.sees_ahead)
     make = PROCESSORS.get((config.get("architectures") or [""])[0])
     return None if make is None else make(config, encode)

@@ -38,8 +38,10 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
     encoder = spec.encoder
     if encoder is None:
         return None
-    if spec.whole_prompts or spec.pooling is not None or config.mesh.pipe > 1:
-        raise ValueError("A model with an encoder must generate tokens, from prompts that may be cut, in one stage: see ModelSpec.encoder.")
+    if spec.pooling is not None or config.mesh.pipe > 1:
+        raise ValueError("A model with an encoder must generate tokens, in one stage: see ModelSpec.encoder.")
+    if spec.whole_prompts and spec.cross_group is not None:
+        raise ValueError("A model that reads items by cross-attention must take prompts that may be cut: see ModelSpec.whole_prompts.")
     cross = spec.cross_group
     if cross is None:
         dims = [encoder.outputs[0].dims, *((TOKENS, *one.shape) for one in spec.row_group.layout(1, torch.float32).tensors.values())]
@@ -69,6 +71,7 @@ def encoder_info(spec: ModelSpec, config: EngineConfig) -> EncoderInfo | None:
         arrays=[array.name for one in encoder.inputs for array in one.arrays],
         embedded="" if cross else EMBEDDED,
         is_whole=is_whole,
+        whole_prompts=spec.whole_prompts,
         whole_arrays=[array.name for one in encoder.inputs for array in one.arrays if array.is_whole],
         max_tokens=budget,
         max_item_tokens=longest,

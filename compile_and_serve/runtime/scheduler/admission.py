@@ -23,7 +23,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
 
-from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT, CROSS_ROWS_DATUM, CROSS_SPANS_ARRAY
+from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT, CROSS_ROWS_DATUM, CROSS_SPANS_ARRAY, PROMPT_LENGTH
 from compile_and_serve.runtime.config import SchedulerConfig
 from compile_and_serve.runtime.ledger.records import WaitReason
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
@@ -257,6 +257,8 @@ class Admission:
         step.add_chunk(request, budget, scheduled, self._manager)
         step_data, contents = request.step_data, request.prompt.contents
         arrays = {} if contents is None else contents.all_arrays(without=() if step.encoder is None else step.encoder.arrays)
+        if self._whole_prompts:
+            step_data = step_data | {PROMPT_LENGTH: request.num_prompt_tokens}
         if request.adapter is not None:
             step_data = step_data | {ADAPTER_SLOT: 1 + self._adapter_slots.acquire(request.adapter)}
         if isinstance(step.encoder, ItemQueue):

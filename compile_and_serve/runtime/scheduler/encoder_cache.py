@@ -15,7 +15,7 @@ Steps run in order on one stream, so rows that are given back after a step may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -75,6 +75,12 @@ class EncoderCache:
                         f"The array {name!r} of the media item at token {item.position} must have a row for each of its tokens."
                     )
 
+        if self.info.whole_prompts and (most := self._num_encoded(contents.media)) > self.info.max_tokens:
+            raise ValueError(
+                f"The prompt's media have {most} tokens, and this model computes a prompt in one step, which encodes {self.info.max_tokens}: "
+                "give fewer, or raise --max-encoder-tokens."
+            )
+
     def begin_step(self) -> None:
         """The budget of a step is whole again."""
         self._budget, self._is_full = self.info.max_tokens, False
@@ -84,6 +90,11 @@ class EncoderCache:
 
         budget: tokens that it may have at most.
         """
+        if self.info.whole_prompts:
+            items = list(self._unread(request, start))
+            pages = sum(self._num_pages(item) for item in items)
+            self._is_full |= self._num_encoded(items) > self._budget or pages > self.pool.num_free
+            return not items or not self._is_full
         item = next(self._unread(request, start), None)
         if item is None or item.position > start:
             return True
@@ -140,6 +151,10 @@ class EncoderCache:
             return True
         self._is_full |= item.length + self.info.leading_rows > self._budget or self._num_pages(item) > self.pool.num_free
         return not self._is_full
+
+    def _num_encoded(self, items: Iterable[MediaItem]) -> int:
+        """Tokens that the encoder reads for items none of which is there."""
+        return sum(item.length + self.info.leading_rows for item in items)
 
     def _num_pages(self, item: MediaItem) -> int:
         return -(-item.length // self.info.rows_per_page)

@@ -75,7 +75,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     item. leading_rows: that a step has before each item, and that count as its tokens do. num_pages: of the region for its rows.
     rows_per_page: of that. whole_arrays: those that have one row for a whole item. embedded: the array of an item that comes with its rows,
     in place of the others. fills_items: the rows go to the state group of items, and there is no region. is_required: a request must bring
-    an item. is_whole: no step computes a part of an item's tokens.
+    an item. is_whole: no step computes a part of an item's tokens. whole_prompts: nor of a prompt's.
     max_aligned_rows: of `SamplingParams.aligned_rows`. decoder_start: of `ModelSpec`.
     """
 
@@ -83,6 +83,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     whole_arrays: list[str] = []
     embedded: str = ""
     is_whole: bool = False
+    whole_prompts: bool = False
     max_tokens: int
     max_item_tokens: int
     leading_rows: int = 0
