@@ -114,11 +114,11 @@ def test_compiled(tmp_path: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.parametrize("name", ["paligemma", pytest.param("paligemma2", marks=pytest.mark.slow)])
-def test_all_tokens_of_a_prompt_attend_to_each_other(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "blocks"), [("paligemma", 56), pytest.param("paligemma2", 112, marks=pytest.mark.slow)])
+def test_all_tokens_of_a_prompt_attend_to_each_other(name: str, blocks: int, tmp_path: Path) -> None:
     """Few steps' worth of tokens and of blocks, so that prompts wait for room for all of them, and some are preempted."""
     checkpoint = Checkpoint(name, tmp_path)
-    core = checkpoint.engine(max_model_len=208, max_num_batched_tokens=216, max_encoder_tokens=108, num_kv_blocks=56)
+    core = checkpoint.engine(max_model_len=208, max_num_batched_tokens=216, max_encoder_tokens=108, num_kv_blocks=blocks)
     checkpoint.check(core, PROMPTS)
     assert core.stats().num_preemptions > 0
     four, _ = seeing_request("four", [FIRST, SECOND, FIRST, SECOND, TEXT[0]], checkpoint.processor)

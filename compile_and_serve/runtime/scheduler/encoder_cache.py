@@ -77,8 +77,8 @@ class EncoderCache:
 
         if self.info.whole_prompts and (most := self._num_encoded(contents.media)) > self.info.max_tokens:
             raise ValueError(
-                f"The prompt's media have {most} tokens, and this model computes a prompt in one step, which encodes {self.info.max_tokens}: "
-                "give fewer, or raise --max-encoder-tokens."
+                f"The prompt's media have {most} tokens, but this model computes a prompt in one step, which encodes at most "
+                f"{self.info.max_tokens}: give fewer, or raise --max-encoder-tokens."
             )
 
     def begin_step(self) -> None:
