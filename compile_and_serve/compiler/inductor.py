@@ -8,10 +8,12 @@ module's `call(list of tensors)` is enough.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
 import platform
+import re
 import signal
 import sys
 import types
@@ -123,14 +125,11 @@ def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Comp
 
 def import_inductor() -> None:
     """Import what `start_piece` needs. Takes about a second, which a caller may spend while it waits for something else."""
-    import torch._inductor.compile_fx
-    import torch._inductor.decomposition
-    import torch._inductor.lowering
-
+    for name in ("compile_fx", "decomposition", "lowering"):
+        importlib.import_module(f"torch._inductor.{name}")
     # Inductor sets this variable when it loads its first kernel, while other threads start compilers. Adding a variable moves
     # the environment, and a program that is being started may fail with "Bad address". So the variable is added here.
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    _show_data_pointers()
 
 
 @contextmanager
@@ -164,24 +163,104 @@ def start_inductor(device: torch.device, work_dir: Path) -> Iterator[Callable[[]
         yield threads.submit(select).result
 
 
-def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path) -> dict[str, CompiledPiece]:
+BuiltKernels = Mapping[str, str]  # name in the piece's module → path of the library below the work folder
+
+_CPP_KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(", re.MULTILINE)
+_INDUCTOR_IMPORT = re.compile(r"^from torch\._inductor[\w.]* import (\w+)(?: as (\w+))?\n", re.MULTILINE)
+
+
+def built_kernels(piece: CompiledPiece) -> BuiltKernels | None:
+    """The libraries of a piece's kernels, so that `load_pieces` need not import Inductor, which takes longer than all else of a start;
+    None if it has other kernels than C++ ones.
+    """
+    names = _CPP_KERNEL.findall(piece.source)
+    scope = getattr(piece.run, "__func__", piece.run).__globals__
+    if piece.source.count("async_compile.") != len(names) + 1 or not scope.keys() >= set(names):  # one call waits for them
+        return None
+    files = {name: Path(scope[name].__self__.__file__) for name in names}
+    return {name: f"{file.parent.name}/{file.name}" for name, file in files.items()}
+
+
+class _BuiltCompile:
+    """In the place of Inductor's `AsyncCompile` in a piece's module, whose kernels are built."""
+
+    def __init__(self, kernels: BuiltKernels, work_dir: Path) -> None:
+        self._files = {name: work_dir / file for name, file in kernels.items()}
+
+    def cpp_pybinding(self, argument_types: list[str], source: str) -> None:
+        """Its library has the kernel."""
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """Give the module its kernels."""
+        _show_data_pointers()
+        scope |= {name: _load_library(file).kernel for name, file in self._files.items()}
+
+
+def _load_library(file: Path) -> Any:
+    """A library that Inductor built, as the Python module that it is. Its name is a hash of its content."""
+    name = f"{file.name.partition('.')[0]}.kernel"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+def _show_data_pointers() -> None:
+    """Set the variable in which a kernel's library finds the function that reads a tensor's address."""
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+
+
+def _without_unused_imports(source: str) -> str:
+    """A generated module's text without the imports of Inductor that it does not use, nor that of `AsyncCompile`."""
+
+    def shown(found: re.Match[str]) -> str:
+        name = found[2] or found[1]
+        uses = len(re.findall(rf"\b{name}\b", source)) - len(re.findall(rf"\b{name}\b", found[0]))
+        return found[0] if uses and name != "AsyncCompile" else ""
+
+    return _INDUCTOR_IMPORT.sub(shown, source)
+
+
+def load_pieces(
+    sources: Mapping[str, str], device: torch.device, work_dir: Path, built: Mapping[str, BuiltKernels] | None = None
+) -> dict[str, CompiledPiece]:
     """Load pieces from the text of their generated modules. Kernels that are missing in `work_dir` are rebuilt.
 
     sources: by the piece's name, like the result. device: the one that they were compiled for. work_dir: may be a moved copy.
+    built: `built_kernels` of the pieces that have them.
     """
+    loaded = {}
+    for piece, kernels in (built or {}).items():
+        if all((work_dir / file).is_file() for file in kernels.values()):
+            scope = {"AsyncCompile": partial(_BuiltCompile, kernels, work_dir)}
+            loaded[piece] = _load_piece(piece, _without_unused_imports(sources[piece]), work_dir, scope)
+    others = {piece: source for piece, source in sources.items() if piece not in loaded}
+    if others or not built:
+        loaded |= _load_with_inductor(others, device, work_dir)
+    return {piece: CompiledPiece(run=loaded[piece], source=source) for piece, source in sources.items()}
+
+
+def _load_piece(piece: str, source: str, work_dir: Path, scope: Mapping[str, Any]) -> PieceCallable:
+    module = types.ModuleType(f"compiled_piece_{piece}")
+    module.__file__ = str(work_dir / f"{piece}.py")
+    module.__dict__.update(scope)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    return module.call  # type: ignore[no-any-return]
+
+
+def _load_with_inductor(sources: Mapping[str, str], device: torch.device, work_dir: Path) -> dict[str, PieceCallable]:
     from torch._inductor import config
 
-    loaded = {}
     _relocate_triton_kernels(work_dir)
     with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
         if platform_of(device).runs_cpp_kernels:
             _select_instruction_set()
-        for piece, source in sources.items():
-            module = types.ModuleType(f"compiled_piece_{piece}")
-            module.__file__ = str(work_dir / f"{piece}.py")
-            exec(compile(source, module.__file__, "exec"), module.__dict__)
-            loaded[piece] = CompiledPiece(run=module.call, source=source)
-    return loaded
+        return {piece: _load_piece(piece, source, work_dir, {}) for piece, source in sources.items()}
 
 
 def _relocate_triton_kernels(work_dir: Path) -> None:

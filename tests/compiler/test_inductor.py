@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,7 +16,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
-from compile_and_serve.compiler.inductor import PieceCompileError, end_kernel_compilers, start_inductor, start_piece
+from compile_and_serve.compiler.inductor import (
+    PieceCompileError,
+    built_kernels,
+    end_kernel_compilers,
+    load_pieces,
+    start_inductor,
+    start_piece,
+)
 from compile_and_serve.custom_ops.platform import register_platform
 from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from tests.support.hopper import run_script
@@ -67,6 +76,38 @@ def test_a_piece_is_waited_for_only_by_its_result(tmp_path: Path, monkeypatch: p
         assert len(waited) == count
         torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * factor) + x)
         assert list((tmp_path / str(factor)).rglob("*.so")), "the piece's kernels are not in its folder"
+
+
+WITHOUT_INDUCTOR = """
+import json, sys
+from pathlib import Path
+import torch
+from compile_and_serve.compiler.inductor import load_pieces
+
+here = Path(sys.argv[1])
+built = {"a": json.loads((here / "built.json").read_text())}
+loaded = load_pieces({"a": (here / "source.py").read_text()}, torch.device("cpu"), here, built)
+x = torch.linspace(-2, 2, 2048).view(32, 64)
+torch.testing.assert_close(loaded["a"].run([x])[0], torch.tanh(x * 3.0) + x)
+print(json.dumps([name for name in ("torch._inductor", "torch._dynamo") if name in sys.modules]))
+"""
+
+
+def test_built_kernels_are_loaded_without_inductor(tmp_path: Path) -> None:
+    made = start_piece(piece(3.0), CPU, tmp_path / "made").result()
+    built = built_kernels(made)
+    assert built is not None
+    assert len(built) == 1
+    shutil.copytree(tmp_path / "made", tmp_path / "moved")
+    (tmp_path / "moved" / "source.py").write_text(made.source)
+    (tmp_path / "moved" / "built.json").write_text(json.dumps(built))
+    script = WITHOUT_INDUCTOR.replace("sys.argv[1]", repr(str(tmp_path / "moved")))
+    assert run_script(script, tmp_path / "outside") == []
+    for library in (tmp_path / "moved").rglob("*.main.so"):
+        library.unlink()
+    again = load_pieces({"a": made.source}, CPU, tmp_path / "moved", {"a": built})["a"]  # it is built again
+    x = torch.randn(32, 64)
+    torch.testing.assert_close(again.run([x])[0], torch.tanh(x * 3.0) + x)
 
 
 def test_compiling_adds_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

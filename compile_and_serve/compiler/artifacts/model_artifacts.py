@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler.artifacts.cache_key import piece_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore, Entry, default_root, is_machine_error
 from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.inductor import CompiledPiece, load_pieces
+from compile_and_serve.compiler.inductor import CompiledPiece, built_kernels, load_pieces
 from compile_and_serve.compiler.pieces.fingerprint import normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
 from compile_and_serve.compiler.pieces.plan_function import plan_source
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PLAN, FORWARD = "plan.json", "forward.py"  # files of a plan
 SOURCE, GRAPH, KERNELS = "piece.py", "graph.txt", "kernels"  # files of a piece; `kernels` is a folder
+BUILT = "kernels.json"  # `built_kernels` of a piece
 
 OpVersions = Mapping[str, dict[str, int]]  # piece → our ops in it → version
 
@@ -110,7 +111,8 @@ class ModelArtifacts:
             if (entry.path / KERNELS).is_dir():
                 shutil.copytree(entry.path / KERNELS, folder, copy_function=_copy_if_missing, dirs_exist_ok=True)
         sources = {piece: (entry.path / SOURCE).read_text() for piece, entry in entries.items()}
-        return load_pieces(sources, self._device, folder)
+        built = {piece: file for piece, entry in entries.items() if (file := entry.path / BUILT).is_file()}
+        return load_pieces(sources, self._device, folder, {piece: json.loads(file.read_text()) for piece, file in built.items()})
 
     def reject(self, error: Exception, *entries: Entry) -> None:
         """Have artifacts replaced of which at least one cannot be loaded. They are kept if the reason is an error of the machine."""
@@ -141,6 +143,8 @@ class ModelArtifacts:
         """Store a piece, whose kernels are in `folder`/kernels."""
         shutil.rmtree(folder / KERNELS / "locks", ignore_errors=True)
         _write(folder, {SOURCE: compiled.source, GRAPH: normalized_text(graph)})
+        if (built := built_kernels(compiled)) is not None:
+            _write(folder, {BUILT: json.dumps(built)})
         if self.stores:
             self.stores[-1].put("piece", piece_fields(piece, op_versions[piece], self._device), folder)
 
