@@ -240,9 +240,16 @@ CLASSES: dict[str, Seeing] = {
         name="SmolVLM",
         text=_llama,
         vision=lambda: transformers.models.smolvlm.SmolVLMVisionConfig(**_VISION),
-        by_hand=_tiles(_of_idefics, in_batch=True),
+        image=("SmolVLMImageProcessorPil", {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}),
+        processor=("SmolVLMProcessor", {"image_seq_len": 9}),
         options={"scale_factor": 2},
-        tokens=_IDEFICS_TOKENS,
+        tokens={
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "video_token": "<video>",
+            **{name: token for name, token in _IDEFICS_TOKENS.items() if name.startswith("tile")},
+        },
+        video={"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}, "max_frames": 5, "fps": 1},
     ),
     "qwen2_vl": Seeing(
         name="Qwen2VL",
@@ -329,6 +336,25 @@ CLASSES: dict[str, Seeing] = {
         processor=("PaliGemmaProcessor", {}),
         options={"projection_dim": 64},
         tokens={"image_token": "<image>"},
+    ),
+    "deepseek_vl": Seeing(
+        name="DeepseekVL",
+        text=_llama,
+        vision=_siglip,
+        image=("DeepseekVLImageProcessorPil", {"size": _SIZE}),
+        processor=("DeepseekVLProcessor", {"num_image_tokens": 36}),
+        tokens={"image_token": "<image>"},
+    ),
+    "janus": Seeing(
+        name="Janus",
+        text=_llama,
+        vision=lambda: transformers.JanusVisionConfig(
+            **{name: value for name, value in _VISION.items() if name != "intermediate_size"}, projection_dim=64, num_image_tokens=36
+        ),
+        image=("JanusImageProcessorPil", {"size": _SIZE}),
+        processor=("JanusProcessor", {"num_image_tokens": 36}),
+        options={"vq_config": {"base_channels": 32, "channel_multiplier": [1], "projection_dim": 64, "num_embeddings": 16}},
+        tokens={"image_token": "<image>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
     ),
     "llama4": Seeing(
         name="Llama4",

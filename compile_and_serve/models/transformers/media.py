@@ -34,7 +34,7 @@ from compile_and_serve.custom_ops.state.tokens import TokenWindow
 from compile_and_serve.custom_ops.step import POSITIONS, TOKENS, StepOutput
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import ModelSpec
-from compile_and_serve.models.transformers.attention import RunningForward, Unsupported
+from compile_and_serve.models.transformers.attention import RunningForward, Unsupported, unsupported
 from compile_and_serve.models.transformers.weights import split_weights, weight_names
 from compile_and_serve.models.vision.ahead import PROMPTS_AHEAD, TOKENS_AHEAD
 from compile_and_serve.models.vision.names import MEDIA_ROWS
@@ -49,6 +49,7 @@ _MERGES = ("get_placeholder_mask", "inputs_merger", _AUDIO_MERGE)
 _FEATURES = ("get_image_features", "get_audio_features")
 _FEATURE_EMBEDDING = "embed_tokens_extend"
 _IMAGE_PARTS = ("visual", "vision_tower", "image_embed")
+_GENERATION_PARTS = ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")  # of Janus, which also makes images
 _REASON = "transformers' encoder reads sizes of images and audio on the host"
 _TO_DECODER = frozenset(
     "inputs_embeds attention_mask position_ids cache_position input_ids past_key_values cache use_cache logits_to_keep labels "
@@ -67,13 +68,17 @@ class Merging:
 
 
 def merging_module(model: nn.Module) -> Merging | None:
-    """None: the class reads neither images nor speech. Raises `Unsupported`."""
+    """None: the class reads neither images nor speech. Raises `Unsupported`, and `ModelConfigError` for one that reads no text alone."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    if others := [name for name in needed if name not in ("input_ids", "position_ids")]:
+        raise unsupported(type(model).__name__, f"its forward computes no text without {' and '.join(others)}")
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
     for name, module in named:
         if hasattr(module, _FEATURE_EMBEDDING):
             return Merging(f"{name}.{_FEATURE_EMBEDDING}".removeprefix("."), "")
     found = [(name, module) for name, module in named if any(hasattr(module, one) for one in _MERGES)]
-    if not found or not (any(hasattr(model, one) for one in _FEATURES) or hasattr(found[0][1], _AUDIO_MERGE)):
+    if not found or not any(hasattr(part, one) for part in (model, found[0][1]) for one in (*_FEATURES, _AUDIO_MERGE)):
         return None
     name, module = found[0]
     decoder = _decoder_of(name, module)
@@ -202,8 +207,8 @@ class ItemModule(nn.Module):
         self._parameters_of_forward = inspect.signature(module.forward).parameters
         self._gives_back = not merging.decoder
         self._embedding = [_NoTokens(width, lambda: next(self.parameters()))]  # in a list: it is none of the children
-        if _reads_audio(module):
-            for name in (one for one in _IMAGE_PARTS if hasattr(module, one)):
+        for name in (*(_IMAGE_PARTS if _reads_audio(module) else ()), *_GENERATION_PARTS):
+            if hasattr(module, name):
                 setattr(module, name, None)
         if merging.decoder:
             embedding = self._embedding[0]

@@ -36,7 +36,8 @@ class TransformersProcessor(NoMedia):
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-        self._videos = video_pixels(config.get("video_processor") or {}, str(config.get("model_type")))
+        of_videos = config.get("video_processor") or _of_videos(config.get("image_processor") or {})
+        self._videos = video_pixels(of_videos, str(config.get("model_type")))
         loaded = load_processor(folder, self._videos)
         try:
             self._config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -162,6 +163,11 @@ class TransformersProcessor(NoMedia):
             shell, self._torch.from_numpy(ids), mm_token_type_ids=self._torch.from_numpy(types).int(), **tensors
         )
         return rows[:, 0].t().numpy().astype(np.int32), int(deltas.reshape(-1)[0]) + ids.shape[1]
+
+
+def _of_videos(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings of images say of videos, where no file has those of videos (SmolVLM)."""
+    return {name: settings[name] for name in ("video_sampling", "max_image_size") if "video_sampling" in settings and name in settings}
 
 
 def tokens_ahead(is_seen_T: np.ndarray) -> np.ndarray:

@@ -20,6 +20,9 @@ _CROPPED = {**_CLIP, "size": {"shortest_edge": 224}, "crop_size": {"height": 224
 _WHOLE = {**_CLIP, "size": {"height": 384, "width": 384}, "do_center_crop": False, "num_frames": 32}
 _PATCHES = {**_CLIP, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "fps": 2}
 _GLM = {**_PATCHES, "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}, "max_frames": 600, "counts_frames": True}
+_HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+_SMOL = {**_HALF, "size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}, "max_frames": 64, "fps": 1}
+_SKIPPED_SECONDS = 1  # of long videos of SmolVLM, at both ends
 # Class of a video processor → its settings where a folder has no others.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "LlavaNextVideoVideoProcessor": _CROPPED,
@@ -27,6 +30,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "LlavaOnevisionVideoProcessor": _WHOLE,
     "InternVLVideoProcessor": {**_WHOLE, "num_frames": 8},
     "Qwen2VLVideoProcessor": {**_PATCHES, "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "max_frames": 768},
+    "SmolVLMVideoProcessor": _SMOL,
     "Glm4vVideoProcessor": _GLM,
     "Glm46VVideoProcessor": _GLM,
 }
@@ -36,6 +40,7 @@ _OF_MODELS: Mapping[str, str] = {
     "video_llava": "VideoLlavaVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "internvl": "InternVLVideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "exaone4_5"), "Qwen2VLVideoProcessor"),
     **dict.fromkeys(("glm4v", "glm4v_moe"), "Glm4vVideoProcessor"),
     **dict.fromkeys(("glm46v", "glm_ocr"), "Glm46VVideoProcessor"),
@@ -52,6 +57,9 @@ class VideoPixels:
         given = {key: value for key, value in settings.items() if value is not None}
         if isinstance(size := given.get("size"), int):
             given["size"] = {"shortest_edge": size}
+        if isinstance(sampling := given.get("video_sampling"), Mapping):  # SmolVLM's settings of videos, in the file of those of images
+            given |= {name: sampling[key] for key, name in (("max_frames", "max_frames"), ("fps", "fps")) if key in sampling}
+            given["size"] = sampling.get("video_size") or given.get("size") or DEFAULTS[name]["size"]
         self.__dict__.update({**DEFAULTS[name], **given})
         self.settings: Mapping[str, Any] = dict(self.__dict__)
         self.model_input_names = ["pixel_values_videos"]
@@ -62,8 +70,10 @@ class VideoPixels:
         return np.array(self.settings["image_mean"], np.float32), np.array(self.settings["image_std"], np.float32)
 
     def sample(self, total: int, fps: float) -> np.ndarray:
-        """The numbers of the frames that are taken: two a second, or as many as the settings have. → int64"""
+        """The numbers of the frames that are taken: so many a second, or as many as the settings have. → int64"""
         settings = self.settings
+        if "max_image_size" in settings:
+            return _spread(total, fps, rate=settings["fps"], most=settings["max_frames"])
         if "patch_size" in settings:
             frames = settings["temporal_patch_size"]
             most = min(settings["max_frames"], MAX_FRAMES)
@@ -86,6 +96,9 @@ class VideoPixels:
         if "patch_size" in self.settings:
             patches, grid = self._patches(pixels_FCHW)
             data |= {"pixel_values_videos": torch.from_numpy(patches).float(), "video_grid_thw": torch.tensor([grid])}
+        elif "max_image_size" in self.settings:
+            pixels = torch.from_numpy(np.ascontiguousarray(pixels_FCHW[None])).float()
+            data |= {"pixel_values": pixels, "pixel_attention_mask": torch.ones_like(pixels[:, :, 0], dtype=torch.int64)}
         else:
             data |= {"pixel_values_videos": torch.from_numpy(np.ascontiguousarray(pixels_FCHW[None])).float()}
         return BatchFeature(data)
@@ -95,6 +108,9 @@ class VideoPixels:
         settings = self.settings
         height, width = self._size(image.size[1], image.size[0], num_frames)
         pixels_HWC = resize(image, width, height)
+        if "max_image_size" in settings:
+            side = settings["max_image_size"]["longest_edge"]
+            return resize(pillow().fromarray(pixels_HWC), side, side)
         if not settings.get("do_center_crop"):
             return pixels_HWC
         crop = settings["crop_size"]
@@ -115,6 +131,11 @@ class VideoPixels:
             return resized(height, width, block, min(size["shortest_edge"] // counted, most), most)
         if "height" in size:
             return size["height"], size["width"]
+        if "longest_edge" in size:
+            edge = size["longest_edge"]
+            if width >= height:
+                return max(1, _even(int(edge * height / width))), edge
+            return edge, max(1, _even(int(edge * width / height)))
         edge = size["shortest_edge"]
         return (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
 
@@ -127,6 +148,22 @@ class VideoPixels:
         times, rows, columns = num_frames // frames, height // patch, width // patch
         split = pixels_FCHW.reshape(times, frames, channels, rows // merge, merge, patch, columns // merge, merge, patch)
         return split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(times * rows * columns, -1), (times, rows, columns)
+
+
+def _even(size: int) -> int:
+    return size + size % 2
+
+
+def _spread(total: int, fps: float, *, rate: float, most: int) -> np.ndarray:
+    """SmolVLM's choice: `rate` frames a second, at most `most`, without the ends of a long video. → int64"""
+    duration = total / fps
+    count = max(1, min(round(rate * duration), most))
+    begin, end = 0, total - 1
+    if duration - 2 * _SKIPPED_SECONDS > most * rate:
+        begin, end = int(_SKIPPED_SECONDS * fps), min(int(total - _SKIPPED_SECONDS * fps), total - 1)
+    if begin >= end:
+        begin, end = 0, total - 1
+    return np.unique(np.linspace(begin, end, count).astype(np.int64))
 
 
 def video_pixels(settings: Mapping[str, Any], model_type: str) -> VideoPixels | None:

@@ -10,6 +10,7 @@ pytest.importorskip("PIL")
 
 from PIL.Image import fromarray
 
+from compile_and_serve.runtime.media.transformers_files import number_words
 from compile_and_serve.runtime.media.video_pixels import DEFAULTS, MAX_TOKENS, VideoPixels
 from tests.support.vision_models import picture
 
@@ -40,7 +41,30 @@ def test_patches_of_equal_frames(size: tuple[int, int]) -> None:
     assert made["pixel_values_videos"].chunk(2)[1].equal(theirs["pixel_values"].float())
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+def test_frames_of_smolvlm_become_its_images() -> None:
+    """Its image processor resamples otherwise: sizes, masks and the choice of frames are compared."""
+    settings = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
+    sampling = {"video_sampling": {"max_frames": 4, "fps": 2, "video_size": {"longest_edge": 48}}, **settings}
+    videos = VideoPixels("SmolVLMVideoProcessor", sampling)
+    frames = [fromarray(picture(i, 90, 70)) for i in range(3)]
+    made = videos([frames])
+    given = {**settings, "resample": 3, "do_image_splitting": False, **PLAIN}
+    theirs = transformers.models.smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil()([frames], **given)
+    assert made["pixel_values"].shape == theirs["pixel_values"].shape == (1, 3, 3, 24, 24)
+    assert (made["pixel_values"] - theirs["pixel_values"]).abs().max() <= 2
+    assert made["pixel_attention_mask"].equal(theirs["pixel_attention_mask"].long())
+    assert videos.sample(10, 5.0).tolist() == [0, 3, 6, 9]
+    assert videos.sample(240, 24.0).tolist() == [0, 79, 159, 239]
+    assert videos.sample(2400, 24.0).tolist() == [24, 808, 1592, 2376]  # without a second at both ends
+    assert videos.sample(1, 24.0).tolist() == [0]
+
+
+def test_numbers_in_words() -> None:
+    words = {1: "one", 15: "fifteen", 20: "twenty", 64: "sixty-four", 100: "one hundred", 342: "three hundred and forty-two"}
+    assert {number: number_words(number) for number in words} == words
+
+
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if name != "SmolVLMVideoProcessor"])
 def test_long_videos_have_few_tokens(name: str) -> None:
     videos = VideoPixels(name, {})
     numbers = videos.sample(100_000, 24.0)
