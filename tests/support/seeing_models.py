@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,24 +106,18 @@ def _pixtral(merge: int) -> Callable[[int, int], tuple[str, dict[str, np.ndarray
     return make
 
 
-def _tiles(line: Callable[[int, int], str], *, in_batch: bool = False) -> Callable[[int, int], tuple[str, dict[str, np.ndarray]]]:
+def _tiles(line: Callable[[int, int], str]) -> Callable[[int, int], tuple[str, dict[str, np.ndarray]]]:
     """Tiles of `SIDE` pixels, beside one of the whole image."""
 
     def make(rows: int, columns: int) -> tuple[str, dict[str, np.ndarray]]:
         pixels = _noise(rows * columns + 1, 3, SIDE, SIDE)
-        return line(rows, columns), {"pixel_values": pixels[None] if in_batch else pixels}
+        return line(rows, columns), {"pixel_values": pixels}
 
     return make
 
 
 def _repeated(word: str, times: int = 9) -> str:
     return " ".join([word] * times)
-
-
-def _of_idefics(rows: int, columns: int) -> str:
-    fake = "<fake_token_around_image>"
-    tiles = [f"<row_{i + 1}_col_{j + 1}>" for i in range(rows) for j in range(columns)]
-    return " ".join(f"{fake} {tile} {_repeated('<image>')}" for tile in (*tiles, "<global-img>")) + f" {fake}"
 
 
 def _of_ovis(rows: int, columns: int) -> str:
@@ -147,9 +142,7 @@ def _siglip() -> Any:
     return transformers.SiglipVisionConfig(**_VISION)
 
 
-_IDEFICS_TOKENS = {"fake": "<fake_token_around_image>", "global": "<global-img>"} | {
-    f"tile{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)
-}
+_IDEFICS_TILES = {f"tile{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)}
 CLASSES: dict[str, Seeing] = {
     "llava": Seeing(
         name="Llava",
@@ -232,9 +225,10 @@ CLASSES: dict[str, Seeing] = {
         name="Idefics3",
         text=_llama,
         vision=lambda: transformers.models.idefics3.Idefics3VisionConfig(**_VISION),
-        by_hand=_tiles(_of_idefics, in_batch=True),
+        image=("Idefics3ImageProcessorPil", {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}),
+        processor=("Idefics3Processor", {"image_seq_len": 9}),
         options={"scale_factor": 2},
-        tokens=_IDEFICS_TOKENS,
+        tokens={"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>", **_IDEFICS_TILES},
     ),
     "smolvlm": Seeing(
         name="SmolVLM",
@@ -247,7 +241,7 @@ CLASSES: dict[str, Seeing] = {
             "fake_image_token": "<fake_token_around_image>",
             "global_image_token": "<global-img>",
             "video_token": "<video>",
-            **{name: token for name, token in _IDEFICS_TOKENS.items() if name.startswith("tile")},
+            **_IDEFICS_TILES,
         },
         video={"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}, "max_frames": 5, "fps": 1},
     ),
@@ -425,13 +419,20 @@ def _tokenizer(seeing: Seeing) -> Any:
     )
 
 
+def _image_class(name: str, model: str) -> Any:
+    """A class that transformers may say needs torchvision, although it does not."""
+    module = f"transformers.models.{model.lower()}.image_processing_pil_{model.lower()}"
+    found = importlib.import_module(module) if model in ("SmolVLM", "Idefics3") else transformers
+    return getattr(found, name)
+
+
 def write_seeing(name: str, folder: Path) -> Any:
     """A checkpoint of a name in `CLASSES`, with its processor. → transformers' model"""
     seeing = CLASSES[name]
     tokenizer = _tokenizer(seeing)
     if seeing.image is not None:
         image_class, image_settings = seeing.image
-        getattr(transformers, image_class)(**image_settings).save_pretrained(folder)
+        _image_class(image_class, seeing.name)(**image_settings).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         class_name, settings = seeing.processor
         (folder / "processor_config.json").write_text(json.dumps({"processor_class": class_name, **settings}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import json
 import sys
@@ -93,9 +95,25 @@ def _audio_parts(found: Any) -> set[str]:
     return set() if found is None else set(inspect.signature(found.__init__).parameters)
 
 
+def _image_processor(folder: Path, processor: Any) -> Any:
+    """The image processor of a folder. processor: the class of the whole."""
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision, the package hides it
+
+    try:
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    except Exception:  # the package says of some classes that they need torchvision, although their modules load without it
+        name = processor.__module__.replace(".processing_", ".image_processing_pil_")
+        if importlib.util.find_spec(name) is None:
+            raise
+        found = [one for one in vars(importlib.import_module(name)).values() if getattr(one, "__module__", None) == name]
+        classes = [one for one in found if isinstance(one, type) and one.__name__.endswith("ImageProcessorPil")]
+        if not classes:
+            raise
+    return classes[0].from_pretrained(folder, local_files_only=True)  # type: ignore[attr-defined]
+
+
 def _load(folder: Path, videos: Any) -> Any:
     import transformers
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision, the package hides it
 
     found, settings = processor_class(folder)
     if found is None:
@@ -107,7 +125,7 @@ def _load(folder: Path, videos: Any) -> Any:
         no_images = SimpleNamespace(merge_size=1)
         parts |= {name: no_images for name in ("image_processor", "video_processor") if name in parameters}
     else:
-        parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        parts["image_processor"] = _image_processor(folder, found)
         parts |= {"video_processor": videos} if "video_processor" in parameters else {}
     module = sys.modules[found.__module__]
     if getattr(module, "num2words", "") is None:  # SmolVLM's wants a package only to say how many frames a video has

@@ -42,14 +42,16 @@ def test_patches_of_equal_frames(size: tuple[int, int]) -> None:
 
 
 def test_frames_of_smolvlm_become_its_images() -> None:
-    """Its image processor resamples otherwise: sizes, masks and the choice of frames are compared."""
+    """Its image processor takes another way to the same size, so that pixels differ by rounding."""
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
     settings = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
     sampling = {"video_sampling": {"max_frames": 4, "fps": 2, "video_size": {"longest_edge": 48}}, **settings}
     videos = VideoPixels("SmolVLMVideoProcessor", sampling)
     frames = [fromarray(picture(i, 90, 70)) for i in range(3)]
     made = videos([frames])
     given = {**settings, "resample": 3, "do_image_splitting": False, **PLAIN}
-    theirs = transformers.models.smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil()([frames], **given)
+    theirs = SmolVLMImageProcessorPil()([frames], **given)
     assert made["pixel_values"].shape == theirs["pixel_values"].shape == (1, 3, 3, 24, 24)
     assert (made["pixel_values"] - theirs["pixel_values"]).abs().max() <= 2
     assert made["pixel_attention_mask"].equal(theirs["pixel_attention_mask"].long())
