@@ -520,6 +520,8 @@ def reference(
     if hasattr(getattr(model, "model", None), "rope_deltas"):
         model.model.rope_deltas = None
         inputs["mm_token_type_ids"] = kinds
+    if model.config.model_type == "janus":
+        model.generation_config.eos_token_id = None  # its `generate` takes this one
     if model.config.model_type == "gemma3":
         inputs["token_type_ids"] = kinds
     if model.config.model_type == "paligemma":
