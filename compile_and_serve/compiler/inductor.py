@@ -250,7 +250,7 @@ def _load_piece(piece: str, source: str, work_dir: Path, scope: Mapping[str, Any
     module.__file__ = str(work_dir / f"{piece}.py")
     module.__dict__.update(scope)
     exec(compile(source, module.__file__, "exec"), module.__dict__)
-    return module.call  # type: ignore[no-any-return]
+    return module.call
 
 
 def _load_with_inductor(sources: Mapping[str, str], device: torch.device, work_dir: Path) -> dict[str, PieceCallable]:

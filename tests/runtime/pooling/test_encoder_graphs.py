@@ -14,7 +14,8 @@ from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepResult
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.model import StepModel
-from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.runtime.engine.client import SyncEngine
 from compile_and_serve.runtime.messages import EngineRequest, StepOutputs
