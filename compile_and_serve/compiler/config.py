@@ -15,7 +15,7 @@ from compile_and_serve.option_fields import Check, at_least, option, parse_count
 CudaGraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
 CaptureTime = Literal["lazy", "all"]
 # Formats to which linears are quantized while the weights are loaded; see `compiler/passes/quantize_linears.py`.
-Quantization = Literal["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"]
+Quantization = Literal["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only", "int4"]
 
 _model_option, _lora_option = partial(option, panel="Model"), partial(option, panel="LoRA")
 _compiler_option, _parallel_option = partial(option, panel="Compiler"), partial(option, panel="Ranks and replicas")
@@ -47,8 +47,8 @@ class CompileConfig:
 
     quantization: Quantization | None = _model_option(
         None,
-        "Quantize the weights of linears to 8 bits, and their activations too unless the name ends in -weight-only: fp8, fp8-block, "
-        "fp8-weight-only, int8, int8-weight-only. The name of a checkpoint's own format, such as awq or gptq, is compared with the files.",
+        "Quantize the weights of linears to 8 or 4 bits. fp8, fp8-block and int8 quantize their activations, too; fp8-weight-only, "
+        "int8-weight-only and int4 do not. The name of a checkpoint's own format, such as awq or gptq, is compared with the files.",
         flags=("--quantization", "-q"),
         metavar="SCHEME",
         flag_type=str,

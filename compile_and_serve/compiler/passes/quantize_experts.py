@@ -32,7 +32,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, quantized_parts, stored_parts
+from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, grouped_parts, quantized_parts, stored_parts
 from compile_and_serve.custom_ops.moe.code_format import CodeFormat, triton_codes_unsupported_reason
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.moe.packed_experts import (
@@ -138,7 +138,9 @@ class QuantizeExperts(BasePass):
             raise CannotQuantizeError("a weight is computed, not a parameter")
         expression = ctx.weights[weight].expression
         if self.scheme is None:
-            parts = stored_parts(expression, ctx.weights, is_compact=True)
+            parts: Parts = stored_parts(expression, ctx.weights, is_compact=True)
+        elif self.scheme.group_size is not None:
+            parts = grouped_parts(expression, ctx.weights, self.scheme.bits, self.scheme.group_size)
         else:
             parts = quantized_parts(expression, ctx.weights, self.scheme.dtype, self.scheme.scales)
         in_features = tensor_of(node).shape[2]

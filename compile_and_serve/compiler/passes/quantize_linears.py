@@ -14,7 +14,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,10 +35,23 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, Scales, quantized_parts, stored_parts
+from compile_and_serve.compiler.weights.quantized_expressions import (
+    CannotQuantizeError,
+    Scales,
+    grouped_parts,
+    quantized_parts,
+    stored_parts,
+)
 from compile_and_serve.custom_ops.moe.experts import EXPERTS
 from compile_and_serve.custom_ops.quantization import Activations, block_scales, dequantize_weight, dtype_name, quantize_weight, row_scales
-from compile_and_serve.custom_ops.quantized.group_linear import GROUP_EMBEDDING, GROUP_LINEAR, group_embedding_unsupported_reason
+from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
+from compile_and_serve.custom_ops.quantized.group_linear import (
+    GROUP_EMBEDDING,
+    GROUP_LINEAR,
+    group_embedding_unsupported_reason,
+    group_linear_unsupported_reason,
+)
+from compile_and_serve.custom_ops.quantized.quantize_groups import group_scales, group_zero_points, quantize_groups
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR, quantized_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.round_activations import ROUND_ACTIVATIONS
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, Parts, ScaledParts, StoredWeight
@@ -47,15 +60,29 @@ from compile_and_serve.custom_ops.weight_functions import Expression, Text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """A value of `--quantization`. exclude: modules that are not quantized by default, as globs."""
+    """A value of `--quantization`. exclude: modules that are not quantized by default, as globs.
+
+    group_size: inputs per scale and zero point, of codes with `bits` bits; the output head's have 8. None: `scales` says.
+    """
 
     dtype: torch.dtype
-    scales: Scales
+    scales: Scales = "row"
     activations: Activations
     exclude: tuple[str, ...]
+    group_size: int | None = None
+    bits: int = 8
+
+    def bits_of(self, modules: Iterable[str]) -> int:
+        """Bits of the codes of these modules, which share a weight."""
+        return 8 if _HEAD in modules else self.bits
 
     def round_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight of a linear or of experts after quantizing and dequantizing it."""
+        if self.group_size is not None:
+            scale = group_scales(weight, self.bits, self.group_size)
+            offset = group_zero_points(weight, scale, self.bits, self.group_size)
+            codes = quantize_groups(weight, scale, offset, self.bits, self.group_size)
+            return dequantize_groups(codes, scale, offset, self.bits, self.group_size, weight.dtype)
         scale = (row_scales if self.scales == "row" else block_scales)(weight, self.dtype)
         return dequantize_weight(quantize_weight(weight, scale, self.dtype), scale, weight.dtype)
 
@@ -63,13 +90,15 @@ class Scheme:
 _ROUTERS = ("*.mlp.gate", "*.router", "*.router.layer")  # of mixtures of experts: they decide between close scores
 # The output head decides between close logits, so other engines do not quantize it either. With int8 weights alone it is accurate enough,
 # and in a small model it is a fifth of the bytes.
-_EXCLUDED = ("lm_head", *_ROUTERS)
+_HEAD = "lm_head"
+_EXCLUDED = (_HEAD, *_ROUTERS)
 SCHEMES: Mapping[Quantization, Scheme] = {
     "fp8": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="dynamic", exclude=_EXCLUDED),
     "fp8-block": Scheme(dtype=torch.float8_e4m3fn, scales="block", activations="dynamic", exclude=_EXCLUDED),
     "fp8-weight-only": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="none", exclude=_EXCLUDED),
     "int8": Scheme(dtype=torch.int8, scales="row", activations="dynamic", exclude=_EXCLUDED),
     "int8-weight-only": Scheme(dtype=torch.int8, scales="row", activations="none", exclude=_ROUTERS),
+    "int4": Scheme(dtype=torch.uint8, activations="none", exclude=_ROUTERS, group_size=32, bits=4),
 }
 
 
@@ -85,7 +114,10 @@ def slow_reason(
     if quantization is not None:
         scheme = SCHEMES[quantization]
         per_block = scheme.scales == "block"
-        reasons.append(quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=scheme.dtype, per_block=per_block))
+        if scheme.group_size is not None:
+            reasons.append(group_linear_unsupported_reason(device=device, dtype=dtype, group_size=scheme.group_size))
+        else:
+            reasons.append(quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=scheme.dtype, per_block=per_block))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -171,6 +203,9 @@ class QuantizeLinears(BasePass):
         expression = ctx.weights[weight].expression
         if self.scheme is None:
             return stored_parts(expression, ctx.weights)
+        if self.scheme.group_size is not None:
+            modules = {module for parameter in ctx.weights.parameters(expression) for module in _modules(parameter, ctx)}
+            return grouped_parts(expression, ctx.weights, self.scheme.bits_of(modules), self.scheme.group_size)
         return quantized_parts(expression, ctx.weights, self.scheme.dtype, self.scheme.scales, self.scheme.activations)
 
     def _scaled(self, gm: GraphModule, node: Node, x: Node, weight_node: Node, parts: ScaledParts, bias: Any, ctx: PassContext) -> Node:

@@ -90,6 +90,22 @@ def quantized_parts(
     return parts
 
 
+def grouped_parts(expression: Expression, weights: WeightTable, bits: int, group_size: int) -> GroupedParts:
+    """The form of an expression that is quantized in groups of inputs while it is loaded. Raises `CannotQuantizeError`."""
+
+    def of_leaf(leaf: Expression) -> GroupedParts | None:
+        if weights.parameter_of(leaf) is None and not (is_selection(leaf) and _selects(leaf[0]) in ("rows", "experts")):
+            return None
+        scale = ("group_scales", leaf, bits, group_size)
+        offset = ("group_zero_points", leaf, scale, bits, group_size)
+        codes = ("quantize_groups", leaf, scale, offset, bits, group_size)
+        return GroupedParts(codes=codes, scale=scale, bits=bits, group_size=group_size, offset=offset)
+
+    parts = _parts(expression, weights, of_leaf)
+    assert isinstance(parts, GroupedParts)
+    return parts
+
+
 def stored_parts(expression: Expression, weights: WeightTable, *, is_compact: bool = False) -> Parts:
     """The form of an expression over weights that the checkpoint holds quantized. Raises `CannotQuantizeError`.
 

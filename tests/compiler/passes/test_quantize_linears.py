@@ -15,6 +15,7 @@ from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import SCHEMES, QuantizeLinears
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason, op_arguments
+from compile_and_serve.custom_ops.quantized.group_linear import GROUP_LINEAR
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR
 from tests.support.numbers import relative_error
 from tests.support.rewriting import KERNELS, check_unchanged, check_verified, result_of, rewrite
@@ -35,7 +36,7 @@ def run(architecture="LlamaForCausalLM", model=None, ranks=1, **options):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.group_size is None])
 def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) -> None:
     captured, ctx, records = run(architecture, quantization=scheme, model=WIDE)
     head = 1 if scheme == "int8-weight-only" else 0
@@ -56,6 +57,19 @@ def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) ->
         assert (activations, input_scale) == (expected.activations, None)
     assert sum(node.args[7] for node in nodes) == LAYERS
     check_unchanged(captured, ctx, default_passes(CompileConfig(quantization=scheme)))
+
+
+def test_int4_has_groups_and_a_head_of_8_bits() -> None:
+    captured, ctx, records = run(quantization="int4", model=WIDE)
+    assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + 1)
+    assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
+    head, *others = reversed(captured.gm.graph.find_nodes(op="call_function", target=GROUP_LINEAR))
+    assert len(others) == 4 * LAYERS
+    for node, bits, scales in ((head, 8, torch.float32), *((other, 4, torch.float16) for other in others)):
+        args = op_arguments(node)
+        assert (args["bits"], args["group_size"], args["table"]) == (bits, 32, "")
+        assert [ctx.weights[args[name].meta["weight"]].spec.dtype for name in ("scale", "offset")] == [scales, torch.uint8]
+    check_unchanged(captured, ctx, default_passes(CompileConfig(quantization="int4")))
 
 
 def test_nothing_happens_unasked() -> None:
@@ -155,7 +169,7 @@ def test_float32_norms_stay_outside() -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "fp8-weight-only", "int8-weight-only"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "fp8-weight-only", "int8-weight-only", "int4"])
 def test_a_compiled_model_computes_with_the_quantized_weights(tmp_path: Path, scheme: Quantization) -> None:
     model = {"tie_word_embeddings": True, **(WIDE if scheme == "fp8-block" else {})}
     spec = tiny_spec(layers=LAYERS, **model)

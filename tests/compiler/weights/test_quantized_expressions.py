@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, quantized_parts, stored_parts
+from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, grouped_parts, quantized_parts, stored_parts
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform
 from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
+from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
+from compile_and_serve.custom_ops.quantized.quantize_groups import group_scales, group_zero_points, quantize_groups
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, ScaledParts, scaled_weight
 from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec, weight_function
 
@@ -37,19 +39,19 @@ def value(expression: Expression, tensors: dict[str, torch.Tensor]) -> torch.Ten
     return transform.fn(*(tensors[source] for source in transform.sources))
 
 
+MERGED_AND_SHARDED = [
+    "a",
+    ("cat", "a", "b"),
+    ("test_first_rows", "a"),
+    ("test_last_columns", "b"),
+    ("cat", ("test_first_rows", "a"), ("test_first_rows", "b")),
+    ("test_last_columns", ("cat", "b", ("test_first_rows", "a"))),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scales", ["row", "block"])
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "a",
-        ("cat", "a", "b"),
-        ("test_first_rows", "a"),
-        ("test_last_columns", "b"),
-        ("cat", ("test_first_rows", "a"), ("test_first_rows", "b")),
-        ("test_last_columns", ("cat", "b", ("test_first_rows", "a"))),
-    ],
-)
+@pytest.mark.parametrize("expression", MERGED_AND_SHARDED)
 def test_merged_and_sharded(expression: Expression, scales: str, dtype: torch.dtype) -> None:
     tensors = {name: torch.randn(SPEC.shape).bfloat16() * (1 + torch.arange(256)[:, None]) for name in "ab"}
     made = quantized_parts(expression, WeightTable({"a": SPEC, "b": SPEC}), dtype, scales)  # type: ignore[arg-type]
@@ -60,6 +62,21 @@ def test_merged_and_sharded(expression: Expression, scales: str, dtype: torch.dt
         whole = make_scales(tensor, dtype)
         rounded[name] = dequantize_weight(quantize_weight(tensor, whole, dtype), whole, torch.float32)
     assert torch.equal(dequantize_weight(values, scale, torch.float32), value(expression, rounded))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("expression", MERGED_AND_SHARDED)
+def test_merged_and_sharded_in_groups(expression: Expression, bits: int) -> None:
+    tensors = {name: torch.randn(SPEC.shape).bfloat16() for name in "ab"}
+    made = grouped_parts(expression, WeightTable({"a": SPEC, "b": SPEC}), bits, 32)
+    codes, scale, offset = (value(part, tensors) for part in (made.codes, made.scale, made.offset))
+    rounded = {}
+    for name, tensor in tensors.items():
+        whole = group_scales(tensor, bits, 32)
+        zeros = group_zero_points(tensor, whole, bits, 32)
+        of_whole = quantize_groups(tensor, whole, zeros, bits, 32)
+        rounded[name] = dequantize_groups(of_whole, whole, zeros, bits, 32, torch.float32)
+    assert torch.equal(dequantize_groups(codes, scale, offset, bits, 32, torch.float32), value(expression, rounded))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

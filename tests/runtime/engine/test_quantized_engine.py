@@ -21,7 +21,7 @@ def test_options(tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert config.compile.quantization == "int8"
     assert config.compile.quantization_exclude == ("lm_head", "*.0.*")
     for options, message in (
-        ({"quantization": "int4"}, "quantization must be one of fp8, fp8-block"),
+        ({"quantization": "int3"}, "quantization must be one of fp8, fp8-block"),
         ({"quantization_exclude": ["lm_head"]}, "quantization_exclude must be given together with quantization"),
     ):
         with pytest.raises(ValueError, match=message):

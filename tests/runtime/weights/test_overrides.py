@@ -110,7 +110,7 @@ def test_a_gguf_file_is_quantized_as_it_is(tmp_path: Path) -> None:
     [
         ("awq", "gptq", "--quantization is awq, but the weights in model are stored as gptq: leave it out"),
         ("awq", None, "awq is the format of quantized files, but model is not quantized: leave it out, or choose fp8"),
-        ("int4", None, "quantization must be one of fp8, fp8-block, fp8-weight-only, int8, int8-weight-only, got 'int4'"),
+        ("int3", None, "quantization must be one of fp8, fp8-block, fp8-weight-only, int8, int8-weight-only, int4, got 'int3'"),
     ],
 )
 def test_another_format_is_one_sentence(tiny_llama_dir: Path, tmp_path: Path, given: Any, stored: str | None, message: str) -> None:
