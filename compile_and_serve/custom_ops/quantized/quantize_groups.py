@@ -27,7 +27,8 @@ def _groups(weight: torch.Tensor, group_size: int) -> torch.Tensor:
 
 @weight_function("group_scales")
 def group_scales(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """(largest − smallest weight of the group, zero included) / (2^bits − 1). […, O, I] → […, O, G], float16 of 4 bits, else float32
+    """(largest − smallest weight of the group, zero included) / (2^bits − 1). […, O, I] → […, O, G]: of 4 bits float16, else
+    float32 (of float64 weights float64).
 
     float16 is rounded down, so that the codes of a quantized weight span all values again: quantizing it once more changes nothing.
     """
@@ -35,7 +36,7 @@ def group_scales(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tens
     span = groups.amax(-1).clamp_min(0) - groups.amin(-1).clamp_max(0)
     scale = (span / ((1 << bits) - 1)).clamp(_SMALLEST_SCALE, torch.finfo(torch.float16).max)
     if bits > 4:
-        return scale.to(torch.float32)
+        return scale
     rounded = scale.to(torch.float16)
     below = (rounded.view(torch.int16) - 1).view(torch.float16)  # the next smaller number, of positive ones
     return torch.where(rounded.to(scale.dtype) > scale, below, rounded)

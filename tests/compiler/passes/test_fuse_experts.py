@@ -76,7 +76,7 @@ def test_blocks_of_mxfp4_that_ranks_would_divide_are_dequantized() -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only", "int4"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.pairwise
 def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,9 +89,10 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, ca
     assert records["quantize_experts"].result == PassResult(matched=LAYERS, remarks=remarks)
     assert all(one in caplog.messages for one in remarks)
     check_verified(records, "quantize_experts")
-    shape = (4, 512 // size // 128, 1) if quantization == "fp8-block" else (4, 512 // size)
+    shape = {"fp8-block": (4, 512 // size // 128, 1), "int4": (4, 512 // size, 128 // 32)}.get(quantization, (4, 512 // size))
+    dtype = {"int8": torch.int8, "int8-weight-only": torch.int8, "int4": torch.uint8}.get(quantization, torch.float8_e4m3fn)
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
-        assert tensor_of(op_arguments(node)["gate_up"]).dtype == (torch.int8 if "int8" in quantization else torch.float8_e4m3fn)
+        assert tensor_of(op_arguments(node)["gate_up"]).dtype == dtype
         assert op_arguments(node)["activations"] == ("dynamic" if quantization in ("fp8", "fp8-block") else "none")
         assert tuple(tensor_of(op_arguments(node)["gate_up_scale"]).shape) == shape
 
