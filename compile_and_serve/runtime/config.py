@@ -478,7 +478,10 @@ class EngineConfig:
     )
     attention_backend: str | None = _device_option(None, "By default the first one that supports the model and the device.")
     num_threads: int | None = _device_option(
-        None, "CPU threads per rank. By default OMP_NUM_THREADS, or the rank's share of the cores.", checks=(at_least(1),)
+        None,
+        "CPU threads per rank, of which fewer run while other processes compute. By default OMP_NUM_THREADS, or the rank's share of the "
+        "cores.",
+        checks=(at_least(1),),
     )
     max_cpu_loras: int | None = _lora_option(None, "Adapters kept in host memory. By default --max-loras.")
     speculative: SpeculativeConfig | None = _scheduler_option(

@@ -67,9 +67,9 @@ Plan make_plan(const CasAttention& a) {
             all_keys += keys - first;
         }
     }
-    const int64_t target_pairs = 4 * a.num_threads;
+    const int64_t target_pairs = 4 * a.plan_threads;
     const int64_t pairs = int64_t(plan.items.size()) * a.num_kv_heads;
-    if (a.num_threads > 1 && pairs < target_pairs) {
+    if (a.plan_threads > 1 && pairs < target_pairs) {
         const int64_t target_keys = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / target_pairs);
         std::vector<Item> split_items;
         for (const Item& item : plan.items) {

@@ -158,9 +158,10 @@ struct CasAttention {
     void* out;
     int64_t out_stride;
     float scale, eps;
-    int32_t num_threads;
+    int32_t num_threads, plan_threads;  // a result's bits depend on the latter alone
 };
 void cas_attention(const CasAttention* args);
+void cas_plan_threads(int32_t count);  // plan_threads of later calls of the torch ops; 0: as num_threads
 
 // out = softmax(scale * q kᵀ + biases) v both ways within each sequence, without a cache; see custom_ops/attention/encoder_attention.py.
 // q [T, H, E], k and v [T, K, E]: heads and tokens have strides, those of v are k's. out [T, H, E]: contiguous; rows outside of the

@@ -5,10 +5,14 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include <atomic>
+
 #include "kernels.h"
 #include "torch_tensors.h"
 
 namespace {
+
+std::atomic<int32_t> plan_threads{0};  // cas_plan_threads
 
 // One float for each query head; an undefined tensor where there is none.
 at::Tensor head_vector(const OptionalTensor& vector_H, int64_t num_heads, const char* name) {
@@ -63,6 +67,8 @@ void fill_step(
     args.out_stride = args.num_heads * args.head_dim;
     args.scale = float(scale);
     args.num_threads = at::get_num_threads();
+    const int32_t planned = plan_threads.load(std::memory_order_relaxed);
+    args.plan_threads = planned > 0 ? planned : args.num_threads;
 }
 
 at::Tensor cpu_attention(

@@ -397,6 +397,8 @@ at::Tensor silu_mul(const at::Tensor& x_TI) {
 
 }  // namespace
 
+void cas_plan_threads(int32_t count) { plan_threads.store(count, std::memory_order_relaxed); }
+
 void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear, CasGroupKernel group_linear) {
     int8_kernel = int8_linear;
     float8_kernel = float8_linear;

@@ -26,18 +26,18 @@ class _Library:
         self._name = name
         self._folder = folder
         self._lock = threading.Lock()
-        self._loaded: ctypes.CDLL | None = None
+        self.loaded: ctypes.CDLL | None = None
         self._tried = False
         self.reason: str | None = f"the {name} kernels have not been loaded yet"
 
     def get(self) -> ctypes.CDLL | None:
         with self._lock:
             if not self._tried:
-                self._loaded, self.reason = self._load()
+                self.loaded, self.reason = self._load()
                 if self.reason is not None:
                     log.warning("the %s kernels are not in use, the slower torch reference runs instead: %s", self._name, self.reason)
                 self._tried = True
-        return self._loaded
+        return self.loaded
 
     def _load(self) -> tuple[ctypes.CDLL | None, str | None]:
         headers = {*_FOLDER.glob("*.h"), *self._folder.glob("*.h")}
@@ -76,6 +76,11 @@ def cpu_kernels_status() -> str | None:
 def cpu_kernel_library() -> ctypes.CDLL | None:
     """The loaded library, for its C entries (csrc/cpu/kernels.h); None when the kernels are not in use."""
     return _cpu.get()
+
+
+def loaded_cpu_kernel_library() -> ctypes.CDLL | None:
+    """The library if it is in use; None also before it is loaded."""
+    return _cpu.loaded
 
 
 @cache

@@ -41,6 +41,7 @@ from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
+from compile_and_serve.runtime.runner.cpu_threads import CpuThreads
 from compile_and_serve.runtime.runner.device import use_threads
 from compile_and_serve.runtime.runner.loaded_model import join_ranks, load_model
 from compile_and_serve.runtime.runner.memory import memory_for
@@ -80,7 +81,8 @@ class Worker:
         device = self.device = resolve_device(config.device, rank.device_index)
         platform = self.platform = platform_of(device)
         num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
-        use_threads(config.num_threads, num_sharing)
+        num_threads = use_threads(config.num_threads, num_sharing)
+        self._threads = CpuThreads(num_threads if platform.shares_host_memory else 1)
         if platform.runs_cpp_kernels:
             build_cpu_kernels(quantized=config.compile.quantization is not None)
         # Ranks that share more than experts choose kernels together before they compile.
@@ -196,7 +198,7 @@ class Worker:
         if load is not None:
             shape = scheduled.shape
             load.begin_step(*((scheduled.total_num_scheduled_tokens,) if shape is None else shape.group_tokens))
-        with tuning_off(), self._counting():
+        with tuning_off(), self._counting(), self._threads.step():
             if scheduled.num_scheduled_tokens:
                 step = self.runner.launch(scheduled)
             else:

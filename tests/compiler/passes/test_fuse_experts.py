@@ -89,7 +89,7 @@ def test_experts_are_quantized_with_the_linears(quantization: Any, size: int, ca
     assert records["quantize_experts"].result == PassResult(matched=LAYERS, remarks=remarks)
     assert all(one in caplog.messages for one in remarks)
     check_verified(records, "quantize_experts")
-    shape = {"fp8-block": (4, 512 // size // 128, 1), "int4": (4, 512 // size, 128 // 32)}.get(quantization, (4, 512 // size))
+    shape = {"fp8-block": (4, 512 // size // 128, 1), "int4": (4, 512 // size, 64 // 32)}.get(quantization, (4, 512 // size))
     dtype = {"int8": torch.int8, "int8-weight-only": torch.int8, "int4": torch.uint8}.get(quantization, torch.float8_e4m3fn)
     for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
         assert tensor_of(op_arguments(node)["gate_up"]).dtype == dtype
