@@ -452,6 +452,8 @@ def write_seeing(name: str, folder: Path) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
+    if config.get_text_config().model_type == "gemma2":
+        model.set_attn_implementation("eager")  # torch's attention would leave out the soft cap
     return model
 
 
