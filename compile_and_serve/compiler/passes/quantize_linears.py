@@ -51,7 +51,7 @@ from compile_and_serve.custom_ops.quantized.group_linear import (
     group_embedding_unsupported_reason,
     group_linear_unsupported_reason,
 )
-from compile_and_serve.custom_ops.quantized.quantize_groups import group_scales, group_zero_points, quantize_groups
+from compile_and_serve.custom_ops.quantized.quantize_groups import group_minima, group_scales, quantize_groups
 from compile_and_serve.custom_ops.quantized.quantized_linear import QUANTIZED_LINEAR, quantized_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.round_activations import ROUND_ACTIVATIONS
 from compile_and_serve.custom_ops.stored_weight import GroupedParts, Parts, ScaledParts, StoredWeight
@@ -62,7 +62,7 @@ from compile_and_serve.custom_ops.weight_functions import Expression, Text
 class Scheme:
     """A value of `--quantization`. exclude: modules that are not quantized by default, as globs.
 
-    group_size: inputs per scale and zero point, of codes with `bits` bits; the output head's have 8. None: `scales` says.
+    group_size: inputs per scale and minimum, of codes with `bits` bits; the output head's have 8. None: `scales` says.
     """
 
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Scheme:
         """A weight of a linear or of experts after quantizing and dequantizing it."""
         if self.group_size is not None:
             scale = group_scales(weight, self.bits, self.group_size)
-            offset = group_zero_points(weight, scale, self.bits, self.group_size)
+            offset = group_minima(weight, self.bits, self.group_size)
             codes = quantize_groups(weight, scale, offset, self.bits, self.group_size)
             return dequantize_groups(codes, scale, offset, self.bits, self.group_size, weight.dtype)
         scale = (row_scales if self.scales == "row" else block_scales)(weight, self.dtype)

@@ -97,7 +97,7 @@ def grouped_parts(expression: Expression, weights: WeightTable, bits: int, group
         if weights.parameter_of(leaf) is None and not (is_selection(leaf) and _selects(leaf[0]) in ("rows", "experts")):
             return None
         scale = ("group_scales", leaf, bits, group_size)
-        offset = ("group_zero_points", leaf, scale, bits, group_size)
+        offset = ("group_minima", leaf, bits, group_size)
         codes = ("quantize_groups", leaf, scale, offset, bits, group_size)
         return GroupedParts(codes=codes, scale=scale, bits=bits, group_size=group_size, offset=offset)
 

@@ -68,7 +68,7 @@ def test_int4_has_groups_and_a_head_of_8_bits() -> None:
     for node, bits, scales in ((head, 8, torch.float32), *((other, 4, torch.float16) for other in others)):
         args = op_arguments(node)
         assert (args["bits"], args["group_size"], args["table"]) == (bits, 32, "")
-        assert [ctx.weights[args[name].meta["weight"]].spec.dtype for name in ("scale", "offset")] == [scales, torch.uint8]
+        assert [ctx.weights[args[name].meta["weight"]].spec.dtype for name in ("scale", "offset")] == [scales, scales]
     check_unchanged(captured, ctx, default_passes(CompileConfig(quantization="int4")))
 
 

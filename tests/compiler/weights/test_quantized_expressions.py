@@ -11,7 +11,7 @@ from compile_and_serve.compiler.weights.quantized_expressions import CannotQuant
 from compile_and_serve.compiler.weights.transforms import WeightTable, WeightTransform
 from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
-from compile_and_serve.custom_ops.quantized.quantize_groups import group_scales, group_zero_points, quantize_groups
+from compile_and_serve.custom_ops.quantized.quantize_groups import group_minima, group_scales, quantize_groups
 from compile_and_serve.custom_ops.stored_weight import QuantizedWeight, ScaledParts, scaled_weight
 from compile_and_serve.custom_ops.weight_functions import Expression, TensorSpec, weight_function
 
@@ -73,9 +73,9 @@ def test_merged_and_sharded_in_groups(expression: Expression, bits: int) -> None
     rounded = {}
     for name, tensor in tensors.items():
         whole = group_scales(tensor, bits, 32)
-        zeros = group_zero_points(tensor, whole, bits, 32)
-        of_whole = quantize_groups(tensor, whole, zeros, bits, 32)
-        rounded[name] = dequantize_groups(of_whole, whole, zeros, bits, 32, torch.float32)
+        minima = group_minima(tensor, bits, 32)
+        of_whole = quantize_groups(tensor, whole, minima, bits, 32)
+        rounded[name] = dequantize_groups(of_whole, whole, minima, bits, 32, torch.float32)
     assert torch.equal(dequantize_groups(codes, scale, offset, bits, 32, torch.float32), value(expression, rounded))
 
 

@@ -1,4 +1,4 @@
-"""Quantizing weights in groups: the error of a code, what must stay exact, odd widths, and that it is done once only."""
+"""Quantizing weights in groups: the error of a code, odd widths, and that it is done once only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
-from compile_and_serve.custom_ops.quantized.quantize_groups import group_scales, group_zero_points, quantize_groups
+from compile_and_serve.custom_ops.quantized.quantize_groups import group_minima, group_scales, quantize_groups
 
 
 def quantized(weight: torch.Tensor, bits: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scale = group_scales(weight, bits, size)
-    offset = group_zero_points(weight, scale, bits, size)
+    offset = group_minima(weight, bits, size)
     return quantize_groups(weight, scale, offset, bits, size), scale, offset
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(7, 64), (3, 100), (2, 5, 96)])
-def test_no_weight_is_further_than_a_code_from_its_value(bits: int, shape: tuple[int, ...]) -> None:
+def test_no_weight_is_further_than_half_a_code_from_its_value(bits: int, shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, dtype=torch.float64) + torch.randn(shape[-2], 1)
     codes, scale, offset = quantized(weight, bits, 32)
     groups = -(-shape[-1] // 32)
@@ -25,7 +25,7 @@ def test_no_weight_is_further_than_a_code_from_its_value(bits: int, shape: tuple
     assert scale.shape == offset.shape == (*shape[:-1], groups)
     made = dequantize_groups(codes, scale, offset, bits, 32, torch.float64)
     steps = (made - weight).abs() / scale.double().repeat_interleave(32, -1)[..., : shape[-1]]
-    assert steps.max() < 1.02  # half a step, and as much again where the zero point was rounded
+    assert steps.max() < 0.53  # float16 is rounded
     assert steps.mean() < 0.3
 
 
@@ -38,11 +38,7 @@ def test_quantizing_again_changes_nothing(bits: int) -> None:
     torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)
 
 
-def test_zeros_stay_zeros_and_signs_stay() -> None:
-    weight = torch.stack((torch.zeros(32), torch.rand(32) + 1, -torch.rand(32) - 1))
-    weight[1, 3] = weight[2, 5] = 0.0
-    codes, scale, offset = quantized(weight, 4, 32)
-    made = dequantize_groups(codes, scale, offset, 4, 32, torch.float32)
-    assert torch.equal(made[weight == 0], torch.zeros(34))
-    assert (made[1] >= 0).all()
-    assert (made[2] <= 0).all()
+def test_equal_weights_stay_equal() -> None:
+    weight = torch.tensor([0.0, 0.5, -0.25])[:, None].expand(3, 50)
+    made = dequantize_groups(*quantized(weight, 4, 32), 4, 32, torch.float32)
+    assert torch.equal(made, weight)
