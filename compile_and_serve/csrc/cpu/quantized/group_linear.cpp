@@ -11,6 +11,7 @@
 //
 // Names: T tokens, I inputs, O outputs. A block is 16 outputs by 32 inputs; a part is the 16 or 32 inputs of one scale.
 #include <bit>
+#include <vector>
 
 #include "../activations.h"
 #include "tables.h"
@@ -76,9 +77,14 @@ CAS_INLINE inline f32x16 load_scales(int32_t type, const char* address, int64_t 
     return (f32x16)((bytes & 127) << 20) * 0x1p120f;  // float8_e4m3fn, of which scales are not negative; the exponent's bias is 7
 }
 
-struct Weight {
-    const uint8_t* codes;  // of the output block
+// Scales and offsets of an output block, as they are stored.
+struct StoredScales {
     const char *scale, *offset, *factor;
+};
+
+struct Weight {
+    const uint8_t* codes;          // of the output block
+    const float *scale, *minimum;  // 16 of each group
 };
 
 // The highest bits of the codes of four adjacent inputs, of a block's quad, at their place in the codes. codes: of the block.
@@ -136,18 +142,18 @@ struct GroupLinear {
         }
     }
 
-    CAS_INLINE f32x16 scales(const Weight& w, int64_t group) const {
+    CAS_INLINE f32x16 scales(const StoredScales& w, int64_t group) const {
         const f32x16 scale = load_scales(args.scale_type, w.scale, group * kLanes);
         return w.factor ? scale * factors(w, group, 0) : scale;
     }
 
-    CAS_INLINE f32x16 factors(const Weight& w, int64_t group, int which) const {
+    CAS_INLINE f32x16 factors(const StoredScales& w, int64_t group, int which) const {
         const int64_t at = (group / args.factor_groups * args.num_factors + which) * kLanes;
         return load_scales(args.factor_is_half ? CAS_SCALE_HALF : CAS_SCALE_FLOAT, w.factor, at);
     }
 
     template <Offset kOffset>
-    CAS_INLINE f32x16 minima(const Weight& w, f32x16 scale, int64_t group) const {
+    CAS_INLINE f32x16 minima(const StoredScales& w, f32x16 scale, int64_t group) const {
         if constexpr (kOffset == kMinima) {
             const f32x16 minimum = load_scales(args.scale_type, w.offset, group * kLanes);
             return w.factor ? minimum * -factors(w, group, 1) : minimum;
@@ -158,7 +164,7 @@ struct GroupLinear {
     }
 
     // tile[r][b] = the product of row r and output block b.
-    template <Offset kOffset, int kRows, int kBlocks>
+    template <int kRows, int kBlocks>
     __attribute__((noinline)) static void multiply(const GroupLinear& self, const X* x, const Weight* weights, float* tile) {
         using D = Dot<Bytes>;
         constexpr int kSteps = kBlockInputs / kSplit / (kNibbles ? 8 : 4);  // weight vectors of a part
@@ -216,8 +222,7 @@ struct GroupLinear {
                 }
                 unrolled<kBlocks>([&](auto b) CAS_INLINE {
                     const int64_t at = kSplit == 2 ? block * 2 + part : group;
-                    const f32x16 scale = self.scales(weights[b], at) * Decode::kScale;
-                    const f32x16 minimum = self.template minima<kOffset>(weights[b], scale, at);
+                    const f32x16 scale = load16(weights[b].scale + at * kLanes), minimum = load16(weights[b].minimum + at * kLanes);
                     unrolled<kRows>([&](auto r) CAS_INLINE {
                         const auto sum_of = [&](auto p)
                             CAS_INLINE { return convert<f32x16>((products[p][r][b][0] << 8) + products[p][r][b][1]); };
@@ -236,13 +241,13 @@ struct GroupLinear {
     }
 
     // As multiply, for any number of rows: tiles of 4, 2 and 1 rows, because each size takes seconds to compile.
-    template <Offset kOffset, int kBlocks>
+    template <int kBlocks>
     static void multiply_rows(const GroupLinear& self, const X* x, int rows, const Weight* weights, float* tile) {
         const auto tiles_of = [&](auto size) {
             constexpr int kRows = size;
             if constexpr (kRows <= kGroupRows) {
                 for (; rows >= kRows; rows -= kRows, x += kRows * self.blocks, tile += kRows * kTileWidth)
-                    multiply<kOffset, kRows, kBlocks>(self, x, weights, tile);
+                    multiply<kRows, kBlocks>(self, x, weights, tile);
             }
         };
         tiles_of(std::integral_constant<int, 4>{});
@@ -287,14 +292,24 @@ struct GroupLinear {
         const Panel<Dots> panel(a, index, blocks);
         const int bytes = scale_bytes(args.scale_type), offset_bytes = kOffset == kZeros ? 1 : bytes;
         const int64_t factors = args.factor ? (args.groups + args.factor_groups - 1) / args.factor_groups * args.num_factors * kLanes : 0;
+        const int64_t numbers = args.groups * kLanes;  // of a block's scales
+        thread_local std::vector<float> widened;
+        if (int64_t(widened.size()) < 2 * kMaxTileBlocks * numbers) widened.resize(2 * kMaxTileBlocks * numbers);
         Weight weights[kMaxTileBlocks];
         for (int b = 0; b < panel.blocks; ++b) {
             const int64_t block = (panel.weights[b] - static_cast<const uint8_t*>(a.packed)) / (kBlockBytes * blocks);
             const int64_t first = block * args.groups * kLanes;
-            weights[b] = {
-                panel.weights[b], static_cast<const char*>(args.scale) + first * bytes,
+            const StoredScales stored = {
+                static_cast<const char*>(args.scale) + first * bytes,
                 args.offset ? static_cast<const char*>(args.offset) + first * offset_bytes : nullptr,
                 args.factor ? static_cast<const char*>(args.factor) + block * factors * (args.factor_is_half ? 2 : 4) : nullptr};
+            float* const scale = widened.data() + 2 * b * numbers;
+            for (int64_t group = 0; group < args.groups; ++group) {
+                const f32x16 of_group = scales(stored, group) * Decode::kScale;
+                store16(scale + group * kLanes, of_group);
+                store16(scale + numbers + group * kLanes, this->template minima<kOffset>(stored, of_group, group));
+            }
+            weights[b] = {panel.weights[b], scale, scale + numbers};
         }
         const int64_t begin = a.num_tokens * chunk / chunks, end = a.num_tokens * (chunk + 1) / chunks;
         for (int64_t token = begin; token < end; token += kGroupRows) {
@@ -303,8 +318,8 @@ struct GroupLinear {
             int b = 0;
             if constexpr (kGroupBlocks == 2 && kPlanes == 1)
                 for (; b + 2 <= panel.blocks; b += 2)
-                    multiply_rows<kOffset, 2>(*this, first, count, weights + b, tile + b * kLanes);
-            for (; b < panel.blocks; ++b) multiply_rows<kOffset, 1>(*this, first, count, weights + b, tile + b * kLanes);
+                    multiply_rows<2>(*this, first, count, weights + b, tile + b * kLanes);
+            for (; b < panel.blocks; ++b) multiply_rows<1>(*this, first, count, weights + b, tile + b * kLanes);
             finish_tile<T>(a, token, count, panel, [&](int r, int offset, int64_t, int) CAS_INLINE {
                 return load16(tile + r * kTileWidth + offset);
             });
