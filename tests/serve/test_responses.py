@@ -212,7 +212,6 @@ async def test_fields_reach_the_engine(start_server: StartServer) -> None:
     assert '"a"' in params.structured_outputs.compiled
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

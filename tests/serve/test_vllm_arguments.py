@@ -110,7 +110,6 @@ SPECIAL = {
 }
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize("flag", catalogue().flags, ids=lambda flag: flag.name)
 def test_every_flag_is_parsed(flag: VllmFlag) -> None:
     """Each spelling, with a value, becomes arguments that our own parser takes, unless the flag is refused."""

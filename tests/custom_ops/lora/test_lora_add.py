@@ -69,7 +69,6 @@ def make_index(tokens: int, mix: str) -> torch.Tensor:
     }[mix].to(torch.int32)
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("run", "dtype", "max_sorted"),
     [
@@ -105,7 +104,6 @@ def test_lora_add(
     assert torch.equal(out[none], y[none])  # exactly: a token without an adapter does not see the others'
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("run", "dtype"),
     [(lora_linear, torch.float32), (lora_linear, torch.bfloat16), (kernels.lora_linear, torch.float32)],
@@ -156,7 +154,6 @@ def test_lora_linear(
     assert relative_error(out, y) < LIMITS[dtype]
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize("mix", ["none", "one", "many", "runs"])
 @pytest.mark.parametrize(
     "tokens, silu_mul, bias, residual, num_in, ends, rank, splits",

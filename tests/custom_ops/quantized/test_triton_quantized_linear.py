@@ -60,7 +60,6 @@ def reference(a) -> torch.Tensor:
     return y if a["residual_TO"] is None else y + a["residual_TO"].double()
 
 
-@pytest.mark.slow_cases
 @pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)

@@ -45,7 +45,6 @@ def test_calls_are_found(format: Format) -> None:
         assert message.content == before.rstrip()
 
 
-@pytest.mark.slow_cases
 @formats
 def test_every_split_and_every_cut(format: Format) -> None:
     """The calls do not depend on where the text is split, and a text that ends early has those that are complete."""

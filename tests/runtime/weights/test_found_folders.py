@@ -126,7 +126,6 @@ class TestTying:
 
 
 class TestNames:
-    @pytest.mark.slow_cases
     @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"])
     @pytest.mark.parametrize(
         "prefix",

@@ -286,7 +286,6 @@ def test_all_architectures_have_a_case() -> None:
     assert ARCHITECTURES.keys() <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -156,7 +156,6 @@ def large_server() -> Iterator[FakeServer]:
         yield server
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", BODIES)
 def test_no_body_blocks_the_event_loop_or_takes_much_memory(server: FakeServer, name: str) -> None:
     check_cost(server, name, *BODIES[name])

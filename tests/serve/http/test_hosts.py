@@ -41,7 +41,6 @@ def ask(server: FakeServer, head: str, *hosts: str, version: str = "1.1", rest: 
     return int(head_received.split()[1]), json.loads(body) if body.startswith(b"{") else {}
 
 
-@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "path",
     [
