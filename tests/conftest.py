@@ -110,10 +110,10 @@ def _choose_pairwise(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _leave_cases_to_the_slow_tests(items: list[pytest.Item]) -> None:
-    """Of a test marked `slow_cases` the first case is quick enough for `make test`."""
+    """Of a test marked `slow_cases` the first case that is not marked `slow` runs with `make test`."""
     seen: set[str] = set()
     for item in items:
-        if item.get_closest_marker("slow_cases"):
+        if item.get_closest_marker("slow_cases") and not item.get_closest_marker("slow"):
             test = item.nodeid.partition("[")[0]
             if test in seen:
                 item.add_marker("slow")

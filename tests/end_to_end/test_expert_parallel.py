@@ -62,6 +62,7 @@ def test_skewed_routing_is_balanced_beside_steps(over: str, tmp_path: Path) -> N
     assert found["moves"] >= found["steps_with_moves"] >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in QUICK)])
 def test_ranks_with_experts_of_their_own_say_what_one_rank_says(architecture: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     folder = write_family(tmp_path / "model", architecture)

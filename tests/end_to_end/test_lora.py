@@ -86,6 +86,7 @@ def check(output: RequestOutput, model: Path, adapter: Path | None, tolerance: f
         assert float(expected_V.max() - expected_V[token]) < tolerance  # a token of the largest logit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
 def test_one_batch_mixes_the_base_and_ranks(options: dict[str, Any], model: Path, adapters: list[Path], tmp_path: Path) -> None:
     requests = [None, *(LoRARequest(path.name, i, str(path)) for i, path in enumerate(adapters, 1)), None]

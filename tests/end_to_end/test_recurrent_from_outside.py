@@ -266,6 +266,7 @@ def num_cached(outputs: list[RequestOutput]) -> int:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
+@pytest.mark.slow
 def test_it_compiles_and_every_pass_is_verified() -> None:
     spec = build_hybrid({}, torch.float32)
     config = CompileConfig(use_cache=False, verify_passes=True, tensor_parallel_size=2)
@@ -295,6 +296,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("artifacts")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     ("memory", "speculative_config"),

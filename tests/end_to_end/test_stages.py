@@ -186,6 +186,7 @@ def test_stages_of_two_ranks_with_a_draft_model_beside_the_last(
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_graphs_of_both_stages_run_ahead(
     folder: Path, expected: dict[str, list[RequestOutput]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_model_with_too_few_layers_is_a_sentence(folder: Path) -> None:
         cut(2, (3, 2))
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_killed_ends_the_engine_with_a_sentence(core: EngineCore) -> None:
     """The last test of this engine."""
     for one in mixed_requests():

@@ -120,6 +120,7 @@ def test_eager_tokens_of_a_mixed_batch_in_chunks(folder: Path, expected: list[li
     core.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3"], indirect=True, scope="module")
 def test_compiled_tokens_and_pieces(family: Family, folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     tokens, core = served(folder, enforce_eager=False, cache_dir=tmp_path)
@@ -161,6 +162,7 @@ def rewritten(
     return {record.name: record for record in records}, pieces
 
 
+@pytest.mark.slow_cases
 def test_every_site_is_matched_and_pieces_do_not_multiply(family: Family) -> None:
     distinct = []
     for layers in (3, 6):

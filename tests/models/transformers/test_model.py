@@ -79,6 +79,7 @@ def test_every_site_is_matched(architecture: str, norms: int) -> None:
     assert str(captured.gm.graph) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -109,6 +110,7 @@ def computations(gm: GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in calls if node.args[1:] != (1.0,))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("architecture", "changes", "norms"),
     [

@@ -155,6 +155,7 @@ def test_two_gpus(model_dir: Path, gpu_cache_dir: Path, options: dict[str, objec
     two.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.multigpu
 def test_a_gpu_rank_that_is_killed_ends_the_other(model_dir: Path, gpu_cache_dir: Path) -> None:
     """The other rank waits on its device forever, so only the engine can end it."""

@@ -92,6 +92,7 @@ def test_dequantized_experts_are_exact(name: str, family: str, request: pytest.F
 ON_CPU = ("awq", "gptq-3-bits", "nvfp4", "mxfp4", "nf4-double", "llm-int8")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ON_CPU else pytest.mark.slow) for name in FORMATS if "act-order" not in name]
 )
