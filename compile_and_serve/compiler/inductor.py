@@ -240,7 +240,7 @@ def load_pieces(
             scope = {"AsyncCompile": partial(_BuiltCompile, kernels, work_dir)}
             loaded[piece] = _load_piece(piece, _without_unused_imports(sources[piece]), work_dir, scope)
     others = {piece: source for piece, source in sources.items() if piece not in loaded}
-    if others or not built:
+    if others:
         loaded |= _load_with_inductor(others, device, work_dir)
     return {piece: CompiledPiece(run=loaded[piece], source=source) for piece, source in sources.items()}
 

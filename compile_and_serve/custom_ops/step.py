@@ -115,15 +115,16 @@ class TokenBatch:
 class StepInput:
     """A tensor that a step takes.
 
-    dims: numbers and at most one of "tokens" and "rows". source: "host": `fill` gives the values, without padding (padding is 0);
-    write: does the same in the step's own array, padding included: for large ones;
+    dims: numbers and at most one of "tokens" and "rows". source: "host": `fill` gives the values, without padding (padding is 0), or
+    `write` writes the values of all tokens and the padding into the step's own array, in numpy's type of `dtype`: for large inputs;
     "device": what runs before the step (a receive, another graph) writes them to `Step.inputs[name]`, which is the same memory at every
     step of a size; what it does not write has any finite value. arrays: of requests, that `fill` reads (`TokenBatch.rows_of`).
     advance: of an input of the host: how the device makes the next decode step's values from this step's: "sampled": the tokens that
     were sampled last; "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it
     at each step. optional: where it is 0 for all tokens (`fill` may then give None), the step may run without it: without the pass that
     added it, or, of a model's own input, without that argument of `forward`. All decodes of a sequence have the same value.
-    Raises `ValueError` for an input of the host without `fill`, and for one of the device with it, or which is optional.
+    Raises `ValueError` for an input of the host without `fill` and `write`, or with both, and for one of the device with `fill`, or which
+    is optional.
     """
 
     name: str
@@ -137,13 +138,19 @@ class StepInput:
     arrays: tuple[ArrayInfo, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source == "host" and self.fill is None:
-            raise ValueError(f"Input {self.name} is filled by the host: give it fill=, or source='device'.")
+        if self.source == "host" and (self.fill is None) == (self.write is None):
+            raise ValueError(f"Input {self.name} is filled by the host: give it either fill= or write=, or source='device'.")
+        if self.write is not None and (self.optional or self.length != TOKENS or self.dtype == torch.bfloat16):
+            raise ValueError(f"Input {self.name} has write=: it must have a dimension of tokens, no bfloat16, and not be optional.")
         if self.source == "device" and (self.fill is not None or self.advance is not None or self.optional):
             raise ValueError(f"Input {self.name} is filled by the device: leave out fill=, advance= and optional=.")
 
     def values(self, batch: TokenBatch) -> np.ndarray | None:
         """The host's values, without padding; None: 0 for all tokens."""
+        if self.write is not None:
+            array = np.empty(self.shape(len(batch.token_ids), 0), dtype=str(self.dtype).removeprefix("torch."))
+            self.write(batch, array)
+            return array
         assert self.fill is not None, f"input {self.name} is filled by the device"
         return self.fill(batch)
 

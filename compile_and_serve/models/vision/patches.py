@@ -37,16 +37,12 @@ def normalization(patches: PatchConfig | TowerConfig) -> dict[str, torch.Tensor]
 
 def array_input(name: str, dtype: torch.dtype, row_shape: tuple[int, ...]) -> StepInput:
     """An input that has the rows of the items' arrays of its name."""
-    numpy_type = np.dtype(str(dtype).removeprefix("torch."))
-
-    def fill(batch: TokenBatch) -> np.ndarray:
-        return batch.with_rows_of(name, np.zeros((len(batch.token_ids), *row_shape), dtype=numpy_type))
 
     def write(batch: TokenBatch, array: np.ndarray) -> None:
         batch.write_rows_of(name, array)
 
     info = ArrayInfo(name=name, row_shape=row_shape, is_floating=dtype.is_floating_point)
-    return StepInput(name=name, dtype=dtype, dims=(TOKENS, *row_shape), fill=fill, write=write, arrays=(info,))
+    return StepInput(name=name, dtype=dtype, dims=(TOKENS, *row_shape), write=write, arrays=(info,))
 
 
 class PatchEmbedding(nn.Module):

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-import sys
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +17,10 @@ import numpy as np
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.runtime.media.prepared import MediaError
 
+log = logging.getLogger(__name__)
+
 _NOT_OF_MEDIA = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 _AUDIO_PARTS = ("feature_extractor", "audio_processor")
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-).split()
-_TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def load_processor(folder: Path, videos: Any = None) -> Any:
@@ -72,17 +70,6 @@ def first_line(error: Exception) -> str:
     return f"{lines[0]:.200}".rstrip(".")
 
 
-def number_words(number: int) -> str:
-    """English words of 0 to 999, as num2words spells them."""
-    if number < 20:
-        return _SMALL[number]
-    if number < 100:
-        tens, ones = divmod(number, 10)
-        return _TENS[tens] + (f"-{_SMALL[ones]}" if ones else "")
-    hundreds, rest = divmod(number, 100)
-    return f"{_SMALL[hundreds]} hundred" + (f" and {number_words(rest)}" if rest else "")
-
-
 def changed_settings(image_processor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not the processor's own: those of --mm-processor-kwargs."""
     known = image_processor.to_dict()
@@ -101,7 +88,7 @@ def _image_processor(folder: Path, processor: Any) -> Any:
 
     try:
         return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    except Exception:  # the package says of some classes that they need torchvision, although their modules load without it
+    except Exception as error:  # the package says of some classes that they need torchvision, although their modules load without it
         name = processor.__module__.replace(".processing_", ".image_processing_pil_")
         if importlib.util.find_spec(name) is None:
             raise
@@ -109,6 +96,7 @@ def _image_processor(folder: Path, processor: Any) -> Any:
         classes = [one for one in found if isinstance(one, type) and one.__name__.endswith("ImageProcessorPil")]
         if not classes:
             raise
+        log.info("Images are prepared by %s, which needs no torchvision: %s", classes[0].__name__, first_line(error))
     return classes[0].from_pretrained(folder, local_files_only=True)  # type: ignore[attr-defined]
 
 
@@ -127,9 +115,6 @@ def _load(folder: Path, videos: Any) -> Any:
     else:
         parts["image_processor"] = _image_processor(folder, found)
         parts |= {"video_processor": videos} if "video_processor" in parameters else {}
-    module = sys.modules[found.__module__]
-    if getattr(module, "num2words", "") is None:  # SmolVLM's wants a package only to say how many frames a video has
-        module.num2words = number_words  # type: ignore[attr-defined]
     accepts = {"check_argument_for_proper_class": lambda *_: None, "validate_inputs": lambda *_, **__: None}
     unchecked = type(found.__name__, (found,), accepts)
     own = {key: value for key, value in settings.items() if key in parameters and key not in parts and key != "chat_template"}

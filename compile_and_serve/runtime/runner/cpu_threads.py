@@ -6,8 +6,8 @@ the others, several milliseconds at a time: fewer threads that are not interrupt
     cores = idle time of the cores that this process may use + CPU time of this process, per second
 
 is measured, and the next steps use that many threads, rounded, at most `num_threads`. Fewer threads get fewer cores, so this ends with
-what others leave, or with half of what all threads would get, if that is more. A step's results have the same bits with any number,
-because attention is always split for `num_threads`.
+what others leave, or with half of what all threads would get, if that is more. Attention's results have the same bits with any number,
+because it is always split for `num_threads`; torch's own kernels may round differently.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class StepBuffers(StagedArrays):
     ) -> None:
         self._inputs, self._groups = tuple(inputs), tuple(groups)
         self._host_inputs = [one for one in inputs if one.source == "host" and not one.optional]
-        self._fills = [_host_fill(one) for one in self._host_inputs]
+        self._writes = [one.write or partial(_write_filled, one, _host_fill(one)) for one in self._host_inputs]
         self._optional_inputs = [one for one in inputs if one.optional]
         lengths = {one.name: math.prod(one.shape(max_tokens, max_rows)) for one in inputs}
         self._token_groups = tuple(token_groups)
@@ -94,21 +95,14 @@ class StepBuffers(StagedArrays):
         key = (self._current, tokens, rows)
         if key != self._filled:
             self._filled, self._arrays = key, [self.host_input(one, tokens, rows) for one in self._host_inputs]
-        for one, fill_one, array in zip(self._host_inputs, self._fills, self._arrays, strict=True):
-            if one.write is not None:
-                one.write(batch, array)
-                continue
-            values = fill_one(batch)
-            if values.shape == array.shape:
-                array[...] = values
-            else:
-                _write_padded(one, array, values)
+        for write, array in zip(self._writes, self._arrays, strict=True):
+            write(batch, array)
         self._uploads_optional = uses_optional and self._optional is not None
         if self._uploads_optional:
             assert self._optional is not None
             self._optional.rotate()
             for one in self._optional_inputs:
-                _write_padded(one, self.host_input(one, tokens, rows), _host_fill(one)(batch))
+                _write_filled(one, _host_fill(one), batch, self.host_input(one, tokens, rows))
 
     def upload(self) -> None:
         super().upload()
@@ -208,8 +202,9 @@ def _host_fill(one: StepInput) -> Callable[[TokenBatch], Any]:
     return bits
 
 
-def _write_padded(one: StepInput, array: np.ndarray, values: np.ndarray | None) -> None:
-    """Write an input's values into its host array, and 0 for the padding behind them. values: None: zeros."""
+def _write_filled(one: StepInput, fill: Callable[[TokenBatch], np.ndarray | None], batch: TokenBatch, array: np.ndarray) -> None:
+    """Write an input's values into its host array, and 0 for the padding behind them."""
+    values = fill(batch)
     if values is None or values.shape == array.shape:
         array[...] = 0 if values is None else values
         return

@@ -10,7 +10,6 @@ pytest.importorskip("PIL")
 
 from PIL.Image import fromarray
 
-from compile_and_serve.runtime.media.transformers_files import number_words
 from compile_and_serve.runtime.media.video_pixels import DEFAULTS, MAX_TOKENS, VideoPixels
 from tests.support.vision_models import picture
 
@@ -59,11 +58,6 @@ def test_frames_of_smolvlm_become_its_images() -> None:
     assert videos.sample(240, 24.0).tolist() == [0, 79, 159, 239]
     assert videos.sample(2400, 24.0).tolist() == [24, 808, 1592, 2376]  # without a second at both ends
     assert videos.sample(1, 24.0).tolist() == [0]
-
-
-def test_numbers_in_words() -> None:
-    words = {1: "one", 15: "fifteen", 20: "twenty", 64: "sixty-four", 100: "one hundred", 342: "three hundred and forty-two"}
-    assert {number: number_words(number) for number in words} == words
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if name != "SmolVLMVideoProcessor"])

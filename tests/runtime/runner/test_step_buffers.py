@@ -71,7 +71,9 @@ def test_synthetic_steps_have_numbers_for_an_input_of_the_device() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Input x is filled by the host: give it fill=, or source='device'"),
+        ({}, "Input x is filled by the host: give it either fill= or write=, or source='device'"),
+        ({"fill": lambda batch: batch.positions, "write": lambda batch, array: None}, "give it either fill= or write="),
+        ({"write": lambda batch, array: None, "optional": True}, "Input x has write=: it must"),
         ({"source": "device", "fill": lambda batch: batch.positions}, "Input x is filled by the device: leave out fill="),
         ({"source": "device", "optional": True}, "Input x is filled by the device: leave out fill="),
     ],
