@@ -26,13 +26,13 @@ ArrayDtype = Literal["uint8", "int32", "int64", "float16", "bfloat16", "float32"
 class StepArray(msgspec.Struct, frozen=True, kw_only=True):
     """Values for the tokens `start`, `start` + 1, … of a prompt, a row for each token.
 
-    dtype: of the values. row_shape: of a token's row. data: the rows one after another, row-major.
+    dtype: of the values. row_shape: of a token's row. data: the bytes of the rows one after another, row-major. Nobody changes them.
     """
 
     start: int = 0
     dtype: ArrayDtype
     row_shape: tuple[int, ...] = ()
-    data: bytes
+    data: memoryview
 
     @classmethod
     def of(cls, values: Any, *, start: int = 0, axis: int = 0) -> StepArray:
@@ -46,7 +46,13 @@ class StepArray(msgspec.Struct, frozen=True, kw_only=True):
             # numpy has no bfloat16.
             values = (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
         rows = np.ascontiguousarray(np.moveaxis(values, axis, 0))
-        return cls(start=start, dtype=dtype, row_shape=rows.shape[1:], data=rows.tobytes())
+        return cls(start=start, dtype=dtype, row_shape=rows.shape[1:], data=memoryview(rows.tobytes()))
+
+    @classmethod
+    def holding(cls, rows_TR: np.ndarray) -> StepArray:
+        """Of a contiguous array of an `ArrayDtype` that its owner gives away: it is not copied."""
+        dtype: Any = str(rows_TR.dtype)
+        return cls(dtype=dtype, row_shape=rows_TR.shape[1:], data=rows_TR.reshape(-1).view(np.uint8).data.toreadonly())
 
     @property
     def row_bytes(self) -> int:

@@ -117,7 +117,7 @@ async def test_all_apis_give_the_engine_the_same(start: Callable[..., Any], toke
         [(position, length)] = places
         assert (length, one.prompt_token_ids[position]) == (15, tokenizer.backend.token_to_id(TOKENS[1]))
         keys.add(one.media[0].key)
-        patches.add(one.media[0].arrays["patches"].data)
+        patches.add(bytes(one.media[0].arrays["patches"].data))
         rows = one.media[0].arrays["positions"].rows(position, position + 16)
         assert rows[-1].tolist() == [position + 5] * 3
     assert len(keys) == len(patches) == 1

@@ -36,7 +36,7 @@ def packed(tensors: Mapping[str, np.ndarray], *, mean: np.ndarray | None = None,
     every = {**tensors, **({} if mean is None or std is None else {_MEAN: mean, _STD: std})}
     parts = {name: _Tensor(str(one.dtype), one.shape, np.ascontiguousarray(one).tobytes()) for name, one in every.items()}
     data = msgspec.msgpack.encode(parts)
-    return StepArray(dtype="uint8", row_shape=(len(data),), data=data)
+    return StepArray(dtype="uint8", row_shape=(len(data),), data=memoryview(data))
 
 
 def joined(arrays: Sequence[StepArray]) -> StepArray:

@@ -40,6 +40,6 @@ class LlavaProcessor(NoMedia):
         tower = self._tower
         pixels_HWC = resize(image, tower.columns * tower.patch_size, tower.rows * tower.patch_size)
         patches = blocks_of(pixels_HWC[None], tower.patch_size, 1)[:, 0]
-        arrays = {PATCHES: StepArray.of(patches), GRID: StepArray.of(grid_of(tower.rows, tower.columns, 1))}
+        arrays = {PATCHES: StepArray.holding(patches), GRID: StepArray.of(grid_of(tower.rows, tower.columns, 1))}
         item = PreparedItem(offset=0, length=tower.num_patches, arrays=arrays)
         return PreparedMedia(kind="image", key=key, tokens=[self._token] * item.length, items=[item])

@@ -72,7 +72,7 @@ class PreparedMedia:
         return sum(len(array.data) for item in self.items for array in item.arrays.values())
 
 
-def content_key(*parts: bytes | str) -> bytes:
+def content_key(*parts: bytes | memoryview | str) -> bytes:
     """sha256 of the parts, each with its length."""
     digest = hashlib.sha256()
     for part in parts:

@@ -125,5 +125,5 @@ class QwenVLProcessor(NoMedia):
             order, ends = windows_of(rows, columns, self._window)
             blocks, grid = blocks[order], grid[order]
             arrays = {WINDOW_END: StepArray.of(ends), BLOCK_ORDER: StepArray.of(np.argsort(order).astype(np.int32))}
-        arrays |= {PATCHES: StepArray.of(blocks), GRID: StepArray.of(grid)}
+        arrays |= {PATCHES: StepArray.holding(blocks), GRID: StepArray.of(grid)}
         return PreparedItem(offset=offset, length=rows * columns, arrays=arrays, time=time, height=rows, width=columns, advance=advance)

@@ -59,7 +59,7 @@ def _of_safetensors(data: bytes) -> StepArray:
     assert dtype is not None
     shape = tuple(parts["shape"])
     shape = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
-    return StepArray(dtype=dtype, row_shape=shape[1:], data=bytes(parts["data"]))
+    return StepArray(dtype=dtype, row_shape=shape[1:], data=memoryview(bytes(parts["data"])))
 
 
 def _check_dtype(dtype: str) -> None:

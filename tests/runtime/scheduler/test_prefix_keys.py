@@ -121,7 +121,7 @@ def check(arrays: dict[str, StepArray], media: list[MediaItem]) -> None:
         ({"places": StepArray.of(np.zeros((0, 3), dtype=np.int64))}, [], "tokens 0 to -1"),
         ({"places": StepArray.of(np.zeros((9, 3), dtype=np.int64), start=-1)}, [], "tokens -1 to 7"),
         ({"places": StepArray.of(np.full((4, 3), 50))}, [], "they must be 0 to 49"),
-        ({"places": StepArray(dtype="int64", row_shape=(3,), data=b"x" * 25)}, [], "25 bytes, no multiple of 24"),
+        ({"places": StepArray(dtype="int64", row_shape=(3,), data=memoryview(b"x" * 25))}, [], "25 bytes, no multiple of 24"),
         ({}, [MediaItem(key=b"", position=8, length=3)], "A media item stands at tokens 8 to 10 of a prompt of 10"),
         ({}, [MediaItem(key=b"", position=4, length=3), MediaItem(key=b"", position=5, length=1)], "one behind the other"),
         (
