@@ -1,7 +1,7 @@
 """What the tiers of the KV cache gain: a prefix that comes back from the host or from disk, beside computing it; conversations in turns.
 
-    python -m benchmarks.kv_tiers MODEL [--work host,disk,conversations,unused] [--prefix 16000] [--kv-cache-memory 20GiB] [--host 40]
-                                  [--folder DIR] [--load-format dummy] [--out FILE]
+    python -m benchmarks.kv_tiers MODEL [--work host,disk,conversations,unused,beside] [--prefix 16000] [--kv-cache-memory 20GiB]
+                                  [--host 40] [--folder DIR] [--load-format dummy] [--out FILE]
 
 host: the time to the first token of a prompt of `--prefix` tokens that is new, and again after others have pushed it out of the device's
     cache into the host's memory.
@@ -9,6 +9,8 @@ disk: the same in a second engine, which finds what the first has left in `--fol
 conversations: `--conversations` of 6 turns, 1 050 new tokens in and 200 out each, all at once, turn by turn; with the host tier and
     without.
 unused: decode steps of 64 sequences with the host tier, which nothing is stored in, and without, in turns.
+beside: decode steps of 64 sequences while the host tier stores blocks all the time, while it loads blocks, and while it does neither, in
+    turns. `moved_bytes` is what was moved during the steps, at `gb_s`. Blocks that are loaded are held, so that no sequence has them.
 
 Prints one JSON line for each. Prompts are random token ids; every request is greedy.
 """
@@ -23,14 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.common import environment
 
-WORKS = ("host", "disk", "conversations", "unused")
+WORKS = ("host", "disk", "conversations", "unused", "beside")
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 1050, 200
 DECODES, DECODE_TOKENS = 64, 128
+TURNS_BESIDE = 3
 
 
 class Engine:
@@ -156,7 +162,103 @@ def measure_unused(args: argparse.Namespace) -> dict[str, Any]:
     return row | {"ratio": round(steps["without"] / steps["with"], 4), "device": device}
 
 
-MEASURED = {"host": measure_host, "disk": measure_disk, "conversations": measure_conversations, "unused": measure_unused}
+class Mover:
+    """Keeps the host tier's worker side of an engine in this process busy: it gets transfers of blocks after each step, so that
+    `in_flight` blocks are always on their way.
+    """
+
+    def __init__(self, engine: Engine, *, blocks: int, in_flight: int) -> None:
+        """blocks: of a transfer."""
+        core: Any = engine.llm.core
+        scheduler, worker = core._scheduler, core.executor.worker
+        self._copies, self._sync = worker._connector, worker.platform.synchronize
+        self._blocks, self._most = blocks, -(-in_flight // blocks)
+        self._held = scheduler.manager.allocate_pinned(blocks * self._most)
+        self.block_bytes = self._copies._page_bytes
+        self._kind: str | None = None
+        self._own: set[int] = set()
+        self._next, self.moved_blocks, self.in_flight_steps, self.steps = -1, 0, 0, 0
+        self._poll, self._copies.poll = self._copies.poll, self._poll_and_start
+
+    def during(self, kind: str | None, work: Callable[[], float]) -> tuple[float, int]:
+        """What work returns, and the bytes that were moved meanwhile. kind: "stores", "loads" or None."""
+        self._kind, self.moved_blocks, self.steps, self.in_flight_steps = kind, 0, 0, 0
+        self._start()
+        taken = work()
+        moved, self._kind = self.moved_blocks, None
+        while self._own:
+            self._poll_and_start()
+        self._sync()
+        return taken, moved * self.block_bytes
+
+    def _poll_and_start(self) -> Any:
+        ended = self._poll()
+        own = [one for one in ended.finished if one in self._own]
+        failed = [reason for one, reason in ended.failed.items() if one in self._own]
+        assert not failed, failed
+        ended.finished = [one for one in ended.finished if one not in self._own]
+        self._own -= set(own)
+        self.moved_blocks += self._blocks * len(own)
+        self.steps, self.in_flight_steps = self.steps + 1, self.in_flight_steps + bool(self._own)
+        self._start()
+        return ended
+
+    def _start(self) -> None:
+        from compile_and_serve.runtime.connector.messages import BlockTransfer, StepTransfers
+        from compile_and_serve.runtime.connector.tiers.orders import TierOrders
+
+        while self._kind is not None and len(self._own) < self._most:
+            place = -self._next % self._most * self._blocks  # its blocks on the device, and its pages on the host
+            orders = TierOrders(list(range(place, place + self._blocks)), [False] * self._blocks if self._kind == "loads" else [])
+            keys = [b"%d" % number for number in range(self._blocks)]
+            ids = self._held[place : place + self._blocks]
+            meta = msgspec.msgpack.encode(orders)
+            transfer = BlockTransfer(transfer_id=self._next, group=0, keys=keys, block_ids=ids, meta=meta)
+            self._own.add(self._next)
+            self._next -= 1
+            is_load = self._kind == "loads"
+            self._copies.start(StepTransfers(loads=[transfer]) if is_load else StepTransfers(stores=[transfer]))
+
+
+def measure_beside(args: argparse.Namespace) -> dict[str, Any]:
+    engine = Engine(args, kv_offloading_size=args.host)
+    prompts = [engine.prompt(128) for _ in range(DECODES)]
+    mover = Mover(engine, blocks=args.transfer_blocks, in_flight=args.in_flight)
+    kinds = (None, "stores", "loads")
+    for kind in kinds:  # graphs of decodes
+        mover.during(kind, lambda: engine.run(prompts, DECODE_TOKENS)[0])
+    while engine.llm.core.idle():
+        pass
+    one: dict[str | None, list[float]] = {kind: [] for kind in kinds}
+    many: dict[str | None, list[float]] = {kind: [] for kind in kinds}
+    moved: dict[str | None, int] = dict.fromkeys(kinds, 0)
+    busy: dict[str | None, float] = {}
+    for _ in range(TURNS_BESIDE):
+        for kind in kinds:
+            one[kind].append(mover.during(kind, lambda: engine.run(prompts, 1)[0])[0])
+            seconds, num_bytes = mover.during(kind, lambda: engine.run(prompts, 1 + DECODE_TOKENS)[0])
+            many[kind].append(seconds)
+            moved[kind] += num_bytes
+            busy[kind] = mover.in_flight_steps / max(1, mover.steps)
+    steps = {kind: (min(many[kind]) - min(one[kind])) / DECODE_TOKENS for kind in kinds}
+    row: dict[str, Any] = {"alone_step_ms": round(1e3 * steps[None], 4), "block_bytes": mover.block_bytes}
+    row |= {"transfer_blocks": args.transfer_blocks, "in_flight_blocks": args.in_flight}
+    for kind in kinds[1:]:
+        row |= {f"{kind}_step_ms": round(1e3 * steps[kind], 4), f"{kind}_ratio": round(steps[kind] / steps[None], 4)}
+        row |= {f"{kind}_moved_bytes": moved[kind], f"{kind}_gb_s": round(moved[kind] / sum(many[kind]) / 1e9, 2)}
+        row |= {f"{kind}_busy_share": round(busy[kind], 3), f"{kind}_runs_s": [round(taken, 4) for taken in many[kind]]}
+    row |= {"alone_runs_s": [round(taken, 4) for taken in many[None]], "device": engine.device}
+    engine.llm.shutdown()
+    return row
+
+
+MEASURED = {
+    "host": measure_host,
+    "disk": measure_disk,
+    "conversations": measure_conversations,
+    "unused": measure_unused,
+    "beside": measure_beside,
+}
 
 
 def main() -> None:
@@ -171,6 +273,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory", type=parse_size, help="of the device")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--folder", type=Path, help="where the disk's files lie for the time of a run; by default the system's")
+    parser.add_argument("--transfer-blocks", type=int, default=32, help="beside: blocks of a transfer")
+    parser.add_argument("--in-flight", type=int, default=256, help="beside: blocks that are on their way at a time")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--part", help=argparse.SUPPRESS)
