@@ -1,7 +1,7 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--ep] [--dp N] [--pp N] [--quick] [--out FILE]
-                             [--work startup,load,decode,prefill,mixed,long,contexts,samples,profile] [--force-pass NAME]
+                             [--work startup,load,decode,prefill,mixed,long,contexts,samples,profile,prompts] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
@@ -28,6 +28,8 @@ contexts (not by default): decode steps over prompts of `--contexts` tokens, for
 samples (not by default): 16 prompts of 2000 tokens, 8 sequences of 128 tokens each, three times.
 profile (not by default): time per kernel, in captured decode steps, in a prefill of 4 × 4096, and in the steps of `mixed` that contain
     prompt tokens (128 of its requests, 4 new tokens each). A kernel's time begins when the kernels before it have ended.
+prompts (not by default): the kernels of a prefill of 8 × 4096. `products_ms`: of libraries' and own products. `fla_ms`: of fla-core.
+    `ratio`: the device's time, from the first kernel's start to the last one's end, divided by both. `others`: the other kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from typing import Any
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
-WORKS = ("startup", "load", "decode", "prefill", "mixed", "long", "contexts", "samples", "profile")
+WORKS = ("startup", "load", "decode", "prefill", "mixed", "long", "contexts", "samples", "profile", "prompts")
 DEFAULT_WORKS = ("startup", "decode", "prefill", "mixed")
 
 
@@ -127,6 +129,7 @@ class Bench:
             "pp": self.args.pp,
             "dp": self.args.dp,
             "label": self.args.label,
+            **({"state_each_step": True} if self.args.state_each_step else {}),
             **row,
             **environment(),
         }
@@ -359,6 +362,15 @@ class Bench:
         kernels = kernels_of(lambda: self.generate(prompts, [4] * count))
         self.emit(work="profile", of="mixed", n=count, with_prompts=steps and steps.of_prompts(), **kernels)
 
+    def prompts_of_layers(self) -> None:
+        from benchmarks.gpu_timing import kernels_by_kind
+
+        count, length = 8, 4096
+        for _ in range(2):
+            self.generate(self.prompts(count, length), [1] * count)
+        prompts = self.prompts(count, length)
+        self.emit(work="prompts", n=count, prompt=length, **kernels_by_kind(lambda: self.generate(prompts, [1] * count)))
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -387,11 +399,16 @@ def main() -> None:
     parser.add_argument("--num-kv-blocks", type=int)
     parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
     parser.add_argument("--attention-backend")
+    parser.add_argument("--state-each-step", action="store_true", help="recurrent layers write their states in each decode step")
     parser.add_argument("--force-pass", action="append", default=[], help="like the server's flag (also give a --label)")
     args = parser.parse_args()
     if unknown := set(args.work) - set(WORKS):
         parser.error(f"--work accepts {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
     keep_bytecode()  # as the command-line program does
+    if args.state_each_step:
+        from benchmarks.state_each_step import write_each_step
+
+        write_each_step()
     bench = Bench(args)
     if "load" in args.work:
         bench.load()
@@ -399,7 +416,7 @@ def main() -> None:
     bench.generate(bench.prompts(4, 64), [8] * 4)
     for work in args.work:
         if work not in ("startup", "load"):
-            getattr(bench, work)()
+            getattr(bench, "prompts_of_layers" if work == "prompts" else work)()
     if args.out:
         with args.out.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in bench.rows)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
+from triton.runtime import Autotuner, Heuristics, JITFunction
 
 from benchmarks.common import commit
 from compile_and_serve.custom_ops.platform import platform_of
@@ -181,8 +184,8 @@ def own_times(intervals: Iterable[tuple[str, float, float]]) -> dict[str, list[f
     return times
 
 
-def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[str, Any]:
-    """The kernels of one fn() that take longest, with their `own_times` in milliseconds and calls, and the sum over all kernels."""
+def _intervals(fn: Callable[[], Any], repeats: int) -> list[tuple[str, float, float]]:
+    """What the device does during so many fn(): (name, start, end), in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -191,7 +194,57 @@ def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[s
             fn()
         torch.cuda.synchronize()
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    times = own_times((e.name, e.time_range.start, e.time_range.end) for e in events)
+    return [(e.name, e.time_range.start, e.time_range.end) for e in events]
+
+
+_PRODUCT_NAMES = re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitK|_grouped_|_small_batch_kernel|_linear_kernel|wgmma", re.IGNORECASE)
+
+
+def kernels_by_kind(fn: Callable[[], Any], top: int = 12) -> dict[str, Any]:
+    """Milliseconds of one fn() on the device from the first kernel's start to the last one's end, of products and of fla-core's kernels."""
+    return _by_kind(_intervals(fn, 1), _fla_kernels(), top)
+
+
+def _by_kind(intervals: list[tuple[str, float, float]], fla_names: set[str], top: int) -> dict[str, Any]:
+    ms = {name: sum(of_name) / 1e3 for name, of_name in own_times(intervals).items()}
+    whole = (max(end for _, _, end in intervals) - min(start for _, start, _ in intervals)) / 1e3
+    fla = {name: one for name, one in ms.items() if name in fla_names}
+    products = {name: one for name, one in ms.items() if name not in fla and _PRODUCT_NAMES.search(name)}
+    both = sum(fla.values()) + sum(products.values())
+
+    def longest(of_kind: dict[str, float]) -> dict[str, float]:
+        return {name[:95]: round(of_kind[name], 3) for name in sorted(of_kind, key=lambda name: -of_kind[name])[:top]}
+
+    return {
+        "device_ms": round(whole, 3),
+        "kernels_ms": round(sum(ms.values()), 3),
+        "products_ms": round(sum(products.values()), 3),
+        "fla_ms": round(sum(fla.values()), 3),
+        "ratio": round(whole / both, 3) if both else None,
+        "kernels_ratio": round(sum(ms.values()) / both, 3) if both else None,
+        "products": longest(products),
+        "fla": longest(fla),
+        "others": longest({name: one for name, one in ms.items() if name not in fla and name not in products}),
+    }
+
+
+def _fla_kernels() -> set[str]:
+    """The names of all Triton kernels of fla-core's imported modules."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("fla.")]
+    kernels = [value for module in modules for value in vars(module).values()]
+    return {kernel.__name__ for kernel in map(_innermost, kernels) if isinstance(kernel, JITFunction)}
+
+
+def _innermost(kernel: Any) -> Any:
+    """What autotuners and heuristics are around."""
+    while isinstance(kernel, (Autotuner, Heuristics)):
+        kernel = kernel.fn
+    return kernel
+
+
+def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[str, Any]:
+    """The kernels of one fn() that take longest, with their `own_times` in milliseconds and calls, and the sum over all kernels."""
+    times = own_times(_intervals(fn, repeats))
     ms = {name: sum(of_name) / 1e3 / repeats for name, of_name in times.items()}
     return {
         "kernels_ms": round(sum(ms.values()), 3),

@@ -1,7 +1,8 @@
 """Speculative decoding on and off. Prints JSON lines.
 
     python -m benchmarks.speculation cpu [--model smollm2-135m] [--methods ngram suffix] [--tasks copy chat] [--repeats 5] [--threads 2]
-    python -m benchmarks.speculation gpu MODEL_DIR [--methods ngram eagle3] [--tokens 4] [--batches 1 4 16 64] [--rate 0.8] [--profile]
+    python -m benchmarks.speculation gpu MODEL_DIR [--methods ngram eagle3] [--tokens 4] [--batches 1 4 16 64] [--rate 0.8] [--repeats 3]
+                                        [--profile]
 
 cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, rename in a program, quote a text), free chat, and
     questions of which the head of eagle3, which belongs to smollm2-135m, has not learned the answers. The same
@@ -13,6 +14,9 @@ gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are acce
     and checks drafts, divided by that of a plain step, both from the end of one step to the end of the next. `verify_ratio`: the same of
     the model's own part, between device events around it. `draft_ms`: between events around the drafter's part, per draft token of a
     sequence.
+    `whole_ratio`: as `ratio`, until the last sequence has ended; the others are of the time in which all run. `whole_rates`: tokens per
+    second until then, of each repeat. Rows with `off` alone are of the engine without drafts. `start_s`, `warm_up_s`: what the engine's
+    start took, and the runs before the batch's first one that counts.
     `on`, `off`: `draft_tokens` of a sequence and step, mean. `model_ms`: between the events around the model in steps with (on) or without
     (off) drafts; left out where there were none.
 """
@@ -20,6 +24,7 @@ gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are acce
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import random
@@ -153,73 +158,61 @@ def run_cpu(args: argparse.Namespace) -> None:
 
 
 def run_gpu(args: argparse.Namespace) -> None:
-    from benchmarks.gpu_timing import environment as device_and_versions
-
-    plain = _measure(args, None)
-    for method in args.methods:
-        drafts = {"method": method, "num_speculative_tokens": args.tokens, "synthetic_acceptance_rate": args.rate}
-        with tempfile.TemporaryDirectory() as folder:
+    # Each engine has a process of its own, which frees all memory. All import what they need while the first one starts.
+    pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in (None, *args.methods)]
+    imports = [pool.submit(_import) for pool in pools]
+    plain: dict[int, dict[str, float]] = {}
+    for pool, started, method in zip(pools, imports, (None, *args.methods), strict=True):
+        started.result()
+        with pool, tempfile.TemporaryDirectory() as folder:
+            drafts = None
+            if method is not None:
+                drafts = {"method": method, "num_speculative_tokens": args.tokens, "synthetic_acceptance_rate": args.rate}
             if method in DRAFTERS:
                 drafts["model"] = folder
                 given = json.loads((Path(args.model) / "config.json").read_text())
                 (Path(folder) / "config.json").write_text(json.dumps(given | DRAFTERS[method](given)))
-            drafting = _measure(args, drafts)
-        for batch in args.batches:
-            on, off = drafting[batch], plain[batch]
-            row = {
-                "benchmark": "speculation gpu",
-                "model": args.model,
-                "method": method,
-                "batch": batch,
-                "draft_tokens": args.tokens,
-                "step_ratio": round(on["step_ms"] / off["step_ms"], 3),
-                "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3),
-                "whole_ratio": round(on["whole_tokens_per_second"] / off["whole_tokens_per_second"], 3),
-                "off": off,
-                "on": on,
-                **device_and_versions(),
-            }
-            if "model_ms" in on:
-                row["verify_ratio"] = round(on["model_ms"] / off["model_ms"], 3)
-            print(json.dumps(row), flush=True)
+            figures = pool.submit(_measure, args, drafts, plain).result()
+            plain = plain or figures
 
 
-def _measure(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[int, dict[str, float]]:
-    """Batch → figures of decodes of `--max-tokens` tokens, the best of three runs: while all sequences run, and (whole) until the last has
-    ended. In a process of its own, which frees all memory.
+def _measure(args: argparse.Namespace, drafts: dict[str, Any] | None, plain: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Batch → figures of decodes of `--max-tokens` tokens, the best of the repeats: while all sequences run, and (whole) until the last has
+    ended. Prints each batch's row once it is known. plain: the figures without drafts; empty if they are measured now.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measure_here, args, drafts).result()
-
-
-def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[int, dict[str, float]]:
+    from benchmarks.gpu_timing import environment as device_and_versions
     from benchmarks.gpu_timing import kernels_of
     from compile_and_serve.runtime.engine.client import SyncEngine
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.serve.cli.bench.offline import run_requests
 
+    began = time.perf_counter()
     config = make_engine_config(
         args.model,
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype=args.dtype,
         max_model_len=4096,
-        max_num_seqs=256,
+        max_num_seqs=max(args.batches),
         enable_prefix_caching=False,
         speculative_config=drafts,
         device=args.device,
     )
     engine = SyncEngine(config)
+    start_seconds = time.perf_counter() - began
     rng = random.Random(0)
     results = {}
     for batch in args.batches:
+        began = time.perf_counter()
         prompts = [[rng.randrange(engine.info.vocab_size) for _ in range(128)] for _ in range(batch)]
         for _ in range(3):  # steps that ask for graphs, and the idle moments that capture them
             run_requests(engine, prompts, [64] * batch)
-            while engine.core.idle():
+            while engine.core._idle(requests_wait=True):  # full graphs alone: the rest is for prompts, which do not count
                 pass
+        warm_up_seconds = time.perf_counter() - began
         best: dict[str, float] = {}
-        for _ in range(3):
+        whole_rates = []
+        for _ in range(args.repeats):
             with DeviceTimes(engine.core.executor, batch, args.tokens) as times:
                 traces = run_requests(engine, prompts, [args.max_tokens] * batch)
             trace = max(traces, key=lambda one: one.times[-1])
@@ -230,26 +223,48 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
             new = sum(one.output_tokens for one in traces) - batch
             num_steps = sum(len(one.times) - 1 for one in traces)  # of single sequences
             whole = new / (max(one.times[-1] for one in traces) - min(one.times[0] for one in traces))
+            whole_rates.append(round(whole, 1))
             chunks = [chunk for one in traces for chunk in zip(one.times, one.chunk_tokens, strict=True)]
             rate = sum(count for time, count in chunks if start < time <= end) / (end - start)
             if rate > best.get("tokens_per_second", 0.0):
                 best = {
                     "tokens_per_second": round(rate, 1),
-                    "whole_tokens_per_second": round(whole, 1),
                     "step_ms": round(1e3 * statistics.median(gaps), 4),
                     "tokens_per_step": round(new / num_steps, 3),
                     "draft_tokens": round(sum(one.draft_tokens for one in traces) / num_steps, 3),
                 } | times.figures(is_drafting=drafts is not None)
-        results[batch] = best
+        results[batch] = best = best | {"whole_tokens_per_second": max(whole_rates)}
+        row: dict[str, Any] = {"benchmark": "speculation gpu", "model": args.model, "batch": batch}
+        if drafts is None:
+            row["off"] = best
+        else:
+            on, off = best, plain[batch]
+            row |= {
+                "method": drafts["method"],
+                "draft_tokens": args.tokens,
+                "step_ratio": round(on["step_ms"] / off["step_ms"], 3),
+                "ratio": round(on["tokens_per_second"] / off["tokens_per_second"], 3),
+                "whole_ratio": round(on["whole_tokens_per_second"] / off["whole_tokens_per_second"], 3),
+                "off": off,
+                "on": on,
+            }
+            if "model_ms" in on:
+                row["verify_ratio"] = round(on["model_ms"] / off["model_ms"], 3)
+        row |= {"whole_rates": whole_rates, "start_s": round(start_seconds, 1), "warm_up_s": round(warm_up_seconds, 1)}
+        print(json.dumps(row | device_and_versions()), flush=True)
         if args.profile:
             work = {"benchmark": "speculation profile", "drafts": drafts, "batch": batch}
             print(json.dumps(work | kernels_of(lambda: run_requests(engine, prompts, [64] * batch), top=24)), flush=True)
     stats = engine.core.stats()
-    results[0] = {f"replays_{mode}": count for mode, count in stats.graph_replays.items()}
+    replays = {f"replays_{mode}": count for mode, count in stats.graph_replays.items()}
     named = drafts and {name: value for name, value in drafts.items() if name != "model"}  # a temporary folder
-    print(json.dumps({"benchmark": "speculation gpu", "drafts": named, "replays": results[0]}), flush=True)
+    print(json.dumps({"benchmark": "speculation gpu", "drafts": named, "replays": replays}), flush=True)
     engine.shutdown()
     return results
+
+
+def _import() -> None:
+    importlib.import_module("compile_and_serve.runtime.engine.client")
 
 
 class DeviceTimes:
@@ -336,6 +351,7 @@ def main() -> None:
     gpu.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     gpu.add_argument("--rate", type=float, default=0.8, help="synthetic acceptance rate")
     gpu.add_argument("--max-tokens", type=int, default=512)
+    gpu.add_argument("--repeats", type=int, default=3)
     gpu.add_argument("--dtype", default="bfloat16")
     gpu.add_argument("--device", default="cuda")
     gpu.add_argument("--profile", action="store_true", help="also prints the kernels of a prefill and decodes of 64 tokens")

@@ -4,11 +4,12 @@
 
 A server of its own is started, with `--slots` batch slots. Key B keeps half of them busy: each of its streams sends the next request when
 the last one has ended. `alone`: B alone. `fair`: B beside key A, which does the same. Then B beside each attack of A. A's client runs at
-nice 19, in a process of its own. All without `--attacks` takes about six minutes.
+nice 19, in a process of its own, which serves all attacks.
 
 No cold run is compared with. Each load runs once unmeasured, and the server is given time to do what it does between requests (`to_come` of
 /ready: CUDA graphs, choices of kernels). The fair run is measured before the attacks, repeated until two more are no faster, and again
-after them; `before` and `after` are both, and the row's figures are those of the faster, which `uses` names. Rows are printed at the end.
+after them. A row is printed once it is known, with the figures beside the fair run before. `before` and `after` of the last rows are both
+fair runs, and the last row `uses` the faster: where that is the one after, each attack has another row, which counts.
 
 `tok_s`: B's tokens per second. `ttft_p50_ms`, `ttft_p99_ms`: to B's first tokens. `gap_ms`: the median between two parts of a stream, about
 a step. `longest_gap_ms`: the longest of them. `statuses`: of B's requests. `attack_statuses`: of A's. `of_alone`: B's tokens per second as
@@ -45,7 +46,8 @@ NEW_TOKENS = 32  # of each of B's requests
 MAX_WAITING = 400
 MAX_FAIR_RUNS = 12
 FAIR_RUNS_AFTER = 3
-WARM_SECONDS = 1.0  # of an attack, before B is measured
+WARM_SECONDS = 1.0  # of each load, unmeasured
+LEAD_SECONDS = 1.0  # of an attack, before B is measured
 IDLE_SECONDS = 600.0  # for what the server does between requests, at most
 NUM_ADAPTERS = 6
 _NUMBERS = count()
@@ -61,6 +63,7 @@ class Client:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits)
         self.statuses: Counter[int] = Counter()
+        self.in_background: list[str] = []  # ids of responses
 
     async def post(self, path: str, **body: Any) -> None:
         """Send a request and read the answer."""
@@ -130,8 +133,11 @@ def _chat(client: Client) -> Awaitable[None]:
     return client.post("/v1/chat/completions", messages=messages, response_format=_schema(), max_tokens=NEW_TOKENS)
 
 
-def _background(client: Client) -> Awaitable[None]:
-    return client.post("/v1/responses", input="Hi", background=True, max_output_tokens=500)
+async def _background(client: Client) -> None:
+    answer = await client.http.post("/v1/responses", json={"input": "Hi", "background": True, "max_output_tokens": 500})
+    client.statuses[answer.status_code] += 1
+    if answer.status_code == 200:
+        client.in_background.append(answer.json()["id"])
 
 
 ATTACKS: dict[str, Attack] = {
@@ -178,31 +184,50 @@ def main(argv: Sequence[str] | None = None) -> None:
                 options += ["--lora-modules", f"{path.name}={path}"]
         server = ServerProcess(arguments.model, *options, *arguments.options)
         try:
-            _measure_all(server.url, names, arguments)
+            attacker = Attacker(server.url, arguments.slots)
+            _measure_all(server.url, names, arguments, attacker)
+            attacker.close()
         finally:
             server.stop()
 
 
-def _measure_all(url: str, names: Sequence[str], arguments: argparse.Namespace) -> None:
+def _measure_all(url: str, names: Sequence[str], arguments: argparse.Namespace, attacker: Attacker) -> None:
     where = {"model": arguments.model, "slots": arguments.slots, "cpu": cpu_name(), **environment()}
+
+    def run(name: str | None) -> dict[str, Any]:
+        return _run(url, name, arguments.slots, arguments.seconds, attacker, LEAD_SECONDS)
+
     for name in ("fair", *names):
-        _run(url, name, arguments, WARM_SECONDS)
-    alone = _run(url, None, arguments)
-    before = _fastest_fair(url, arguments)
-    rows = {name: _run(url, name, arguments) for name in names}
-    after = max((_run(url, "fair", arguments) for _ in range(FAIR_RUNS_AFTER)), key=_speed)
-    uses = "after" if _speed(after) > _speed(before) else "before"
-    fair = after if uses == "after" else before
-    for row in (fair, *rows.values()):
-        row["of_alone"] = round(_speed(row) / _speed(alone), 2)
+        _run(url, name, arguments.slots, WARM_SECONDS, attacker, 0.0)
+    alone = run(None)
     print(json.dumps({"tenants": "alone", **alone, **where}), flush=True)
-    print(json.dumps({"tenants": "fair", "uses": uses, **fair, "before": before, "after": after, **where}), flush=True)
-    for name, row in rows.items():
-        row["of_fair"] = round(_speed(row) / _speed(fair), 2)
-        row["ttft_ratio"] = round(row["ttft_p50_ms"] / fair["ttft_p50_ms"], 2)
-        row["more_steps"] = round((row["longest_gap_ms"] - fair["longest_gap_ms"]) / fair["gap_ms"], 1)
-        row["holds"] = row["of_fair"] >= 0.8 and row["ttft_ratio"] <= 2 and row["more_steps"] <= 3 and set(row["statuses"]) == {200}
-        print(json.dumps({"tenants": name, **row, **where}), flush=True)
+    before = _fastest_fair(run)
+    print(json.dumps({"tenants": "fair", "of_alone": round(_speed(before) / _speed(alone), 2), **before, **where}), flush=True)
+    rows = {}
+    for name in names:
+        rows[name] = run(name)
+        print(json.dumps({"tenants": name, **_beside_fair(rows[name], before, alone), **where}), flush=True)
+    after = max((run("fair") for _ in range(FAIR_RUNS_AFTER)), key=_speed)
+    uses = "after" if _speed(after) > _speed(before) else "before"
+    if uses == "after":
+        for name, row in rows.items():
+            print(json.dumps({"tenants": name, "uses": uses, **_beside_fair(row, after, alone), **where}), flush=True)
+    fair = after if uses == "after" else before
+    counts = {name: _beside_fair(row, fair, alone)["holds"] for name, row in rows.items()}
+    print(json.dumps({"tenants": "fair", "uses": uses, "before": before, "after": after, "holds": counts, **where}), flush=True)
+
+
+def _beside_fair(row: dict[str, Any], fair: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """An attack's row, with its figures beside those of the fair run and of B alone."""
+    of_fair, ttft_ratio = round(_speed(row) / _speed(fair), 2), round(row["ttft_p50_ms"] / fair["ttft_p50_ms"], 2)
+    more_steps = round((row["longest_gap_ms"] - fair["longest_gap_ms"]) / fair["gap_ms"], 1)
+    return row | {
+        "of_alone": round(_speed(row) / _speed(alone), 2),
+        "of_fair": of_fair,
+        "ttft_ratio": ttft_ratio,
+        "more_steps": more_steps,
+        "holds": of_fair >= 0.8 and ttft_ratio <= 2 and more_steps <= 3 and set(row["statuses"]) == {200},
+    }
 
 
 def _speed(row: dict[str, Any]) -> float:
@@ -222,11 +247,11 @@ def _wait_until_idle(url: str) -> None:
         time.sleep(0.1)
 
 
-def _fastest_fair(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def _fastest_fair(run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The fair run, repeated until two more are no faster: the first loads of a start meet sizes that are not captured or compiled yet."""
-    best, slower = _run(url, "fair", arguments), 0
+    best, slower = run("fair"), 0
     for _ in range(MAX_FAIR_RUNS):
-        again = _run(url, "fair", arguments)
+        again = run("fair")
         slower = 0 if _speed(again) > 1.03 * _speed(best) else slower + 1
         best = max(best, again, key=_speed)
         if slower == 2:
@@ -234,37 +259,61 @@ def _fastest_fair(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     raise SystemExit(f"After {MAX_FAIR_RUNS} fair runs they still get faster: take a larger --seconds.")
 
 
-def _run(url: str, name: str | None, arguments: argparse.Namespace, seconds: float | None = None) -> dict[str, Any]:
-    """B beside an attack of A in another process; None: alone. seconds: None: those of the arguments."""
-    seconds = arguments.seconds if seconds is None else seconds
+def _run(url: str, name: str | None, slots: int, seconds: float, attacker: Attacker, lead: float) -> dict[str, Any]:
+    """B beside an attack of A; None: alone. lead: seconds from the attack's beginning to that of B."""
+    began = time.monotonic()
     _wait_until_idle(url)
-    victim = _victim(url, arguments.slots // 2, seconds)
-    row = asyncio.run(victim) if name is None else _beside(url, name, arguments, victim)
-    print(json.dumps({"run": name or "alone", "seconds": seconds, **row}), file=sys.stderr, flush=True)
+    waited = round(time.monotonic() - began, 1)
+    victim = _victim(url, slots // 2, seconds)
+    row = asyncio.run(victim) if name is None else _beside(name, victim, attacker, lead)
+    print(json.dumps({"run": name or "alone", "seconds": seconds, "waited_s": waited, **row}), file=sys.stderr, flush=True)
     return row
 
 
-def _beside(url: str, name: str, arguments: argparse.Namespace, victim: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    begun, stop, statuses = context.Event(), context.Event(), context.SimpleQueue()
-    attacker = context.Process(target=_attack, args=(url, name, arguments.slots, begun, stop, statuses))
-    attacker.start()
-    if not begun.wait(120):
-        raise SystemExit(f"The process of the attack {name} did not start.")
-    time.sleep(WARM_SECONDS)
+def _beside(name: str, victim: Coroutine[Any, Any, dict[str, Any]], attacker: Attacker, lead: float) -> dict[str, Any]:
+    attacker.begin(name)
+    time.sleep(lead)
     try:
         row = asyncio.run(victim)
     finally:
-        stop.set()
-        row_of_a = statuses.get()
-        attacker.join()
-    return row | {"attack_statuses": row_of_a}
+        statuses = attacker.end()
+    return row | {"attack_statuses": statuses}
 
 
-def _attack(url: str, name: str, slots: int, begun: Event, stop: Event, statuses: Any) -> None:
+class Attacker:
+    """Key A's client, in a process of its own."""
+
+    def __init__(self, url: str, slots: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._begun, self._stop = context.Event(), context.Event()
+        self._names, self._statuses = context.SimpleQueue(), context.SimpleQueue()
+        events = (self._begun, self._stop, self._names, self._statuses)
+        self._process = context.Process(target=_attack, args=(url, slots, *events), daemon=True)
+        self._process.start()
+
+    def begin(self, name: str) -> None:
+        self._names.put(name)
+        if not self._begun.wait(120):
+            raise SystemExit(f"The attack {name} did not begin.")
+
+    def end(self) -> dict[int, int]:
+        """Ends the attack and its connections; → statuses of A's requests: how many."""
+        self._stop.set()
+        while not self._statuses.empty() or self._process.is_alive():
+            if not self._statuses.empty():
+                return self._statuses.get()
+            time.sleep(0.01)
+        raise SystemExit("The attack's process has failed.")
+
+    def close(self) -> None:
+        self._names.put(None)
+        self._process.join()
+
+
+def _attack(url: str, slots: int, begun: Event, stop: Event, names: Any, statuses: Any) -> None:
     os.nice(19)
 
-    async def run() -> dict[int, int]:
+    async def run(name: str) -> dict[int, int]:
         client = Client(url, "a")
         work = _identical(client, slots) if name == "fair" else ATTACKS[name](client)
         task = asyncio.ensure_future(work)
@@ -275,10 +324,17 @@ def _attack(url: str, name: str, slots: int, begun: Event, stop: Event, statuses
             task.result()  # raises its error
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        statuses = dict(client.statuses)
+        for response in client.in_background:  # nobody waits for what is left of them
+            await client.http.post(f"/v1/responses/{response}/cancel")
         await client.http.aclose()
-        return dict(client.statuses)
+        return statuses
 
-    statuses.put(asyncio.run(run()))
+    while (name := names.get()) is not None:
+        found = asyncio.run(run(name))
+        begun.clear()
+        stop.clear()
+        statuses.put(found)
 
 
 async def _victim(url: str, streams: int, seconds: float) -> dict[str, Any]:
