@@ -165,14 +165,14 @@ def run_gpu(args: argparse.Namespace) -> None:
     for pool, started, method in zip(pools, imports, (None, *args.methods), strict=True):
         started.result()
         with pool, tempfile.TemporaryDirectory() as folder:
-            drafts = None
+            drafts: dict[str, Any] = {}
             if method is not None:
                 drafts = {"method": method, "num_speculative_tokens": args.tokens, "synthetic_acceptance_rate": args.rate}
             if method in DRAFTERS:
                 drafts["model"] = folder
                 given = json.loads((Path(args.model) / "config.json").read_text())
                 (Path(folder) / "config.json").write_text(json.dumps(given | DRAFTERS[method](given)))
-            figures = pool.submit(_measure, args, drafts, plain).result()
+            figures = pool.submit(_measure, args, drafts or None, plain).result()
             plain = plain or figures
 
 
@@ -291,8 +291,8 @@ class DeviceTimes:
             self._num_proposed += sum(map(len, wanted.values()))
             return "propose"
 
-        def follow_kind(step: Any, *rest: Any) -> str | None:
-            return "follow" if step_kind(step) == "verify" else None
+        def follow_kind(target: Any) -> str | None:
+            return "follow" if step_kind(target.step) == "verify" else None
 
         runner = self._runner
         for steps in {id(one): one for one in (runner.steps, runner.plain_steps, runner._drafted_steps) if one}.values():

@@ -26,11 +26,11 @@ def test_device_times_are_those_of_the_batch_with_and_without_drafts() -> None:
             nonlocal now
             now += 0.004 + 0.001 * (step.max_query_len - 1)
 
-        def propose(self, last_tokens: object, wanted: dict[str, list[int]]) -> None:
+        def propose(self, last_tokens: object, wanted: dict[str, list[int]], *, is_ahead: bool = False) -> None:
             nonlocal now
             now += 0.0006
 
-        def follow(self, step: SimpleNamespace, layout: object, outputs: object, sampled: object) -> None:
+        def follow(self, target: SimpleNamespace, *, keeps_state_only: bool = False) -> None:
             nonlocal now
             now += 0.0002
 
@@ -42,9 +42,9 @@ def test_device_times_are_those_of_the_batch_with_and_without_drafts() -> None:
             steps.run(SimpleNamespace(num_seqs=num_seqs, max_query_len=query_len))
         step = SimpleNamespace(num_seqs=2, max_query_len=5)
         for wanted in (4, 2):
-            drafter.propose({}, {"a": [-1] * wanted, "b": [-1] * wanted})
+            drafter.propose({}, {"a": [-1] * wanted, "b": [-1] * wanted}, is_ahead=True)
             drafted.run(step)
-            drafter.follow(step, None, None, None)
+            drafter.follow(SimpleNamespace(step=step), keeps_state_only=False)
     assert times.figures(is_drafting=False)["model_ms"] == pytest.approx(4.0)
     assert times.figures(is_drafting=True) == {"model_ms": pytest.approx(8.0), "draft_ms": pytest.approx(1.6 / 6, abs=1e-4)}
     before = now
