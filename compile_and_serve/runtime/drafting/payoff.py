@@ -24,7 +24,7 @@ _SETTLING_STEPS = 2  # at a change of mode, which belong to neither
 _HYSTERESIS = 1.02
 # With drafts, some sequences of a batch that begin together end later than others, and the last steps have few: what drafting must gain to
 # make up for it, for each doubling of the batch.
-_SPREAD = 0.015
+_SPREAD = 0.02
 _SAMPLES = 2  # measurements that make a time known
 _STALE_STEPS = 64  # after which a time is measured again; twice as many each time, up to _LAST_TRIAL
 _PRIOR = 0.7  # acceptance that is assumed of a new request
