@@ -1,6 +1,6 @@
 """Whisper with random weights: the encoder alone, and whole requests with forced tokens. Prints JSON lines.
 
-    python -m benchmarks.transcription_gpu CONFIG [--files 64] [--tokens 200] [--together 8 64] [--dtype bfloat16] [--device auto]
+    python -m benchmarks.transcription_gpu CONFIG [--files 64] [--tokens 200] [--together 8 32] [--dtype bfloat16] [--device auto]
 
 CONFIG: the folder of a config.json; no tokenizer is needed.
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--files", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--together", type=int, nargs="+", default=[8, 64], help="files in a step of the encoder")
+    parser.add_argument("--together", type=int, nargs="+", default=[8, 32], help="files in a step of the encoder")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = parser.parse_args()
