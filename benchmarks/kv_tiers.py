@@ -11,6 +11,9 @@ conversations: `--conversations` of 6 turns, 1 050 new tokens in and 200 out eac
 unused: decode steps of 64 sequences with the host tier, which nothing is stored in, and without, in turns.
 beside: decode steps of 64 sequences while the host tier stores blocks all the time, while it loads blocks, and while it does neither, in
     turns. `moved_bytes` is what was moved during the steps, at `gb_s`. Blocks that are loaded are held, so that no sequence has them.
+    Of a decode step, on average: `connector_ms`: the host's time for the tier's worker side, and the longest; `wait_ms`: the host waits
+    for the device (near 0: steps wait for the host); `device_ms`: the device runs the model and samples; `read_back_ms`: it hands the
+    tokens to the host; `gap_ms`: from there to the next step's model, with the inputs that are copied.
 
 Prints one JSON line for each. Prompts are random token ids; every request is greedy.
 """
@@ -21,11 +24,13 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,7 @@ WORKS = ("host", "disk", "conversations", "unused", "beside")
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 1050, 200
 DECODES, DECODE_TOKENS = 64, 128
 TURNS_BESIDE = 3
+TIMED_STEPS = 100
 
 
 class Engine:
@@ -162,6 +168,64 @@ def measure_unused(args: argparse.Namespace) -> dict[str, Any]:
     return row | {"ratio": round(steps["without"] / steps["with"], 4), "device": device}
 
 
+class TimedWait:
+    """An event of the device; what the host waits for it is noted."""
+
+    def __init__(self, event: Any, waited: list[float]) -> None:
+        self._event, self._waited = event, waited
+
+    def synchronize(self) -> None:
+        begin = time.perf_counter()
+        self._event.synchronize()
+        self._waited.append(time.perf_counter() - begin)
+
+
+class StepTimes:
+    """Notes where the time of a worker's steps goes. connector: seconds of the host, a step."""
+
+    def __init__(self, worker: Any) -> None:
+        runner = self._runner = worker.runner
+        self._mark = worker.platform.record_timed_event
+        self.connector: list[float] = []
+        self._waited: list[float] = []
+        self._steps: list[tuple[Any, Any, Any]] = []  # before the model, behind it, behind what reads its tokens back
+        self._compute, self._pending = runner._compute, runner._pending
+        runner._compute, runner._pending = self._computed, self._read
+        self._computing: tuple[Any, Any] | None = None
+
+    def take(self) -> dict[str, float]:
+        """In ms, of the last steps, which are decodes, since the last call. The device is done with them."""
+        steps, connector, waited = self._steps[-TIMED_STEPS:], self.connector[-TIMED_STEPS:], self._waited[-TIMED_STEPS:]
+        self._steps, self.connector, self._waited = [], [], []
+        return {
+            "connector_ms": _mean_ms(connector),
+            "connector_max_ms": round(1e3 * max(connector, default=0.0), 4),
+            "wait_ms": _mean_ms(waited),
+            "device_ms": _mean_ms([behind.seconds_since(before) for before, behind, _ in steps]),
+            "read_back_ms": _mean_ms([read.seconds_since(behind) for _, behind, read in steps]),
+            "gap_ms": _mean_ms([one[0].seconds_since(last[2]) for last, one in pairwise(steps)]),
+        }
+
+    def _computed(self, *args: Any, **options: Any) -> Any:
+        before = self._mark()
+        result = self._compute(*args, **options)
+        self._computing = before, self._mark()
+        return result
+
+    def _read(self, *args: Any, **options: Any) -> Any:
+        pending = self._pending(*args, **options)
+        if self._computing is not None:
+            self._steps.append((*self._computing, self._mark()))
+            self._computing = None
+        if pending._event is not None:
+            pending._event = TimedWait(pending._event, self._waited)
+        return pending
+
+
+def _mean_ms(seconds: list[float]) -> float:
+    return round(1e3 * statistics.fmean(seconds), 4) if seconds else 0.0
+
+
 class Mover:
     """Keeps the host tier's worker side of an engine in this process busy: it gets transfers of blocks after each step, so that
     `in_flight` blocks are always on their way.
@@ -176,22 +240,32 @@ class Mover:
         self._held = scheduler.manager.allocate_pinned(blocks * self._most)
         self.block_bytes = self._copies._page_bytes
         self._kind: str | None = None
+        self._times = StepTimes(worker)
         self._own: set[int] = set()
         self._next, self.moved_blocks, self.in_flight_steps, self.steps = -1, 0, 0, 0
         self._poll, self._copies.poll = self._copies.poll, self._poll_and_start
 
-    def during(self, kind: str | None, work: Callable[[], float]) -> tuple[float, int]:
-        """What work returns, and the bytes that were moved meanwhile. kind: "stores", "loads" or None."""
+    def during(self, kind: str | None, work: Callable[[], float]) -> tuple[float, int, dict[str, float]]:
+        """What work returns, the bytes that were moved meanwhile, and the times of a step. kind: "stores", "loads" or None."""
         self._kind, self.moved_blocks, self.steps, self.in_flight_steps = kind, 0, 0, 0
         self._start()
+        self._times.take()
         taken = work()
         moved, self._kind = self.moved_blocks, None
+        self._sync()
+        times = self._times.take()
         while self._own:
             self._poll_and_start()
         self._sync()
-        return taken, moved * self.block_bytes
+        return taken, moved * self.block_bytes, times
 
     def _poll_and_start(self) -> Any:
+        begin = time.perf_counter()
+        ended = self._do_poll_and_start()
+        self._times.connector.append(time.perf_counter() - begin)
+        return ended
+
+    def _do_poll_and_start(self) -> Any:
         ended = self._poll()
         own = [one for one in ended.finished if one in self._own]
         failed = [reason for one, reason in ended.failed.items() if one in self._own]
@@ -207,17 +281,18 @@ class Mover:
         from compile_and_serve.runtime.connector.messages import BlockTransfer, StepTransfers
         from compile_and_serve.runtime.connector.tiers.orders import TierOrders
 
+        transfers = []
         while self._kind is not None and len(self._own) < self._most:
             place = -self._next % self._most * self._blocks  # its blocks on the device, and its pages on the host
             orders = TierOrders(list(range(place, place + self._blocks)), [False] * self._blocks if self._kind == "loads" else [])
             keys = [b"%d" % number for number in range(self._blocks)]
             ids = self._held[place : place + self._blocks]
             meta = msgspec.msgpack.encode(orders)
-            transfer = BlockTransfer(transfer_id=self._next, group=0, keys=keys, block_ids=ids, meta=meta)
+            transfers.append(BlockTransfer(transfer_id=self._next, group=0, keys=keys, block_ids=ids, meta=meta))
             self._own.add(self._next)
             self._next -= 1
-            is_load = self._kind == "loads"
-            self._copies.start(StepTransfers(loads=[transfer]) if is_load else StepTransfers(stores=[transfer]))
+        if transfers:
+            self._copies.start(StepTransfers(loads=transfers) if self._kind == "loads" else StepTransfers(stores=transfers))
 
 
 def measure_beside(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,16 +308,19 @@ def measure_beside(args: argparse.Namespace) -> dict[str, Any]:
     many: dict[str | None, list[float]] = {kind: [] for kind in kinds}
     moved: dict[str | None, int] = dict.fromkeys(kinds, 0)
     busy: dict[str | None, float] = {}
+    times: dict[str | None, dict[str, float]] = {}
     for _ in range(TURNS_BESIDE):
         for kind in kinds:
             one[kind].append(mover.during(kind, lambda: engine.run(prompts, 1)[0])[0])
-            seconds, num_bytes = mover.during(kind, lambda: engine.run(prompts, 1 + DECODE_TOKENS)[0])
+            seconds, num_bytes, times[kind] = mover.during(kind, lambda: engine.run(prompts, 1 + DECODE_TOKENS)[0])
             many[kind].append(seconds)
             moved[kind] += num_bytes
             busy[kind] = mover.in_flight_steps / max(1, mover.steps)
     steps = {kind: (min(many[kind]) - min(one[kind])) / DECODE_TOKENS for kind in kinds}
     row: dict[str, Any] = {"alone_step_ms": round(1e3 * steps[None], 4), "block_bytes": mover.block_bytes}
     row |= {"transfer_blocks": args.transfer_blocks, "in_flight_blocks": args.in_flight}
+    for kind in kinds:
+        row |= {f"{kind or 'alone'}_{name}": value for name, value in times[kind].items()}
     for kind in kinds[1:]:
         row |= {f"{kind}_step_ms": round(1e3 * steps[kind], 4), f"{kind}_ratio": round(steps[kind] / steps[None], 4)}
         row |= {f"{kind}_moved_bytes": moved[kind], f"{kind}_gb_s": round(moved[kind] / sum(many[kind]) / 1e9, 2)}

@@ -194,6 +194,10 @@ def test_events_graphs_and_memory_of_a_gpu() -> None:
     assert cuda.current_stream() == torch.cuda.current_stream().cuda_stream
     assert not cuda.is_capturing()
     assert cuda.host_zeros(3, torch.int64).is_pinned()
+    pinned = cuda.host_zeros(4, torch.int64)
+    torch.add(torch.arange(3, device=cuda.device), 1 << 40, out=cuda.device_view(pinned)[:3])
+    torch.cuda.synchronize()
+    assert pinned.tolist() == [1 << 40, (1 << 40) + 1, (1 << 40) + 2, 0]
     cuda.reset_peak()
     before = cuda.used_bytes()
     more = torch.zeros(1 << 20, device=cuda.device)

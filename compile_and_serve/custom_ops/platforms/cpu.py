@@ -97,6 +97,10 @@ class CpuPlatform:
         """See `Platform.host_zeros`."""
         return torch.zeros(length, dtype=dtype)
 
+    def device_view(self, host: torch.Tensor) -> torch.Tensor:
+        """See `Platform.device_view`."""
+        return host
+
     def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:
         """See `Platform.host_pages`. Memory is only taken as it is used."""
         return torch.frombuffer(mmap.mmap(-1, num_pages * page_bytes), dtype=torch.uint8).view(num_pages, page_bytes)

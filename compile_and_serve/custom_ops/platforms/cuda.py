@@ -38,12 +38,26 @@ class _CudaSideStream:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def wait(self) -> None:
         """See `SideStream`."""
         self._stream.wait_stream(torch.cuda.current_stream())
+
+    @contextmanager
+    def running(self, *, waits: bool = True) -> Iterator[None]:
+        """See `SideStream`."""
+        if waits:
+            self.wait()
         with torch.cuda.stream(self._stream):
             yield
+
+
+class _HostArray:
+    """Page-locked memory of the host, for `torch.as_tensor`: its address is the device's too."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host  # which lives as long
+        data, kind = (host.data_ptr(), False), host.numpy().dtype.str
+        self.__cuda_array_interface__ = {"shape": tuple(host.shape), "typestr": kind, "data": data, "strides": None, "version": 3}
 
 
 class CudaPlatform:
@@ -126,6 +140,13 @@ class CudaPlatform:
     def host_zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Platform.host_zeros`."""
         return torch.zeros(length, dtype=dtype, pin_memory=True)
+
+    def device_view(self, host: torch.Tensor) -> torch.Tensor:
+        """See `Platform.device_view`."""
+        view = torch.as_tensor(_HostArray(host), device=self.indexed_device)
+        if view.data_ptr() != host.data_ptr():
+            raise RuntimeError("the device has another address for the host's memory")
+        return view
 
     def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:
         """See `Platform.host_pages`. Not by torch's allocator: it takes the next power of two. Raises `RuntimeError`."""

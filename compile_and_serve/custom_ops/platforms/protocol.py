@@ -41,8 +41,12 @@ class TimedEvent(Event, Protocol):
 class SideStream(Protocol):
     """A stream for copies beside the work of the current one."""
 
-    def running(self) -> AbstractContextManager[None]:
-        """What is enqueued inside runs on it, after all that was enqueued on the current stream before."""
+    def wait(self) -> None:
+        """What is enqueued on it from now on runs after all that was enqueued on the current stream before."""
+        ...
+
+    def running(self, *, waits: bool = True) -> AbstractContextManager[None]:
+        """What is enqueued inside runs on it. waits: `wait` comes first."""
         ...
 
 
@@ -126,6 +130,12 @@ class Platform(Protocol):
 
     def host_zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros [length] on the host, page-locked where copies to the device do not wait."""
+        ...
+
+    def device_view(self, host: torch.Tensor) -> torch.Tensor:
+        """The memory of `host_zeros` as a tensor that the device's kernels read and write in place, not through the copy engines. Where
+        memory is shared, the tensor itself. Raises `RuntimeError`.
+        """
         ...
 
     def host_pages(self, num_pages: int, page_bytes: int) -> torch.Tensor:

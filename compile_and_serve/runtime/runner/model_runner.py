@@ -37,6 +37,7 @@ from compile_and_serve.runtime.runner.device import num_cores
 from compile_and_serve.runtime.runner.drafted_sequences import DraftedSequences
 from compile_and_serve.runtime.runner.input_batch import InputBatch
 from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptResult
+from compile_and_serve.runtime.runner.read_back import ReadBack
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling.decode_step import DecodeStep, advances_on_device, begin_step, end_step
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
@@ -137,13 +138,7 @@ class ModelRunner(BaseRunner):
         self._is_alone = config.mesh.size == 1
         self._padded_as: tuple[int, bool, bool] | None = None  # of the last step's shape
         self._shares_memory = platform.shares_host_memory
-        if not self._shares_memory:
-            # Two steps may be in flight, and the result of a third may still be read.
-            self._pinned = [
-                (platform.host_zeros(self.batch.max_sampled, torch.int64), platform.host_zeros(self.batch.max_sampled, torch.float32))
-                for _ in range(3)
-            ]
-            self._num_launched = 0
+        self._read_back = None if self._shares_memory else ReadBack(platform, self.batch.max_sampled)
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         batch, sampler, shape = self.batch, self.sampler, scheduled.shape
@@ -479,15 +474,10 @@ class ModelRunner(BaseRunner):
             logprobs = logprobs.to_host()
         if tokens_S is None or best_S is None:
             tokens, best = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-        elif self._shares_memory:
+        elif self._read_back is None:
             tokens, best = tokens_S.numpy(), best_S.numpy()
         else:
-            pinned_tokens, pinned_best = self._pinned[self._num_launched % len(self._pinned)]
-            pinned_tokens[: len(tokens_S)].copy_(tokens_S, non_blocking=True)
-            pinned_best[: len(tokens_S)].copy_(best_S, non_blocking=True)
-            tokens, best = pinned_tokens.numpy()[: len(tokens_S)], pinned_best.numpy()[: len(tokens_S)]
-        if not self._shares_memory:
-            self._num_launched += 1
+            tokens, best = self._read_back.take(tokens_S, best_S)
         drafts = None
         if self.drafted.are_on_device and layout.has_drafts:
             assert self.drafter is not None

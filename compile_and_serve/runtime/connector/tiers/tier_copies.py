@@ -3,16 +3,21 @@ the host and files in threads.
 
 A load reads files into the host's pages, then copies these to the device. A store is over once its pages are on the host; files are
 written from there afterwards. A file is published only if nothing else was written to its pages meanwhile.
+
+Copies are enqueued by `poll`, after the step, so that no step waits while the host does that, and for a share of the host's time only.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import torch
@@ -29,18 +34,24 @@ logger = logging.getLogger(__name__)
 
 _READERS, _WRITERS = 4, 1  # threads
 _FLUSH_SECONDS = 10.0
+# Enqueuing copies may take this share of the time between two polls, within these bounds. A full queue makes the host wait, too.
+_HOST_SHARE, _MIN_HOST_SECONDS, _MAX_HOST_SECONDS = 0.25, 1e-3, 0.1
+_COPIES_AT_A_TIME = 16  # between two looks at the clock
+_CANCELLED = "It was cancelled."
 
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """reading: of its files, before the copy. copied: marks the end of the copy. error: why it fails."""
+    """reading: of its files, before the copy. copies: not enqueued yet, each to and from where. copied: marks the end of the copy, once all
+    are enqueued. error: why it fails.
+    """
 
     transfer: BlockTransfer
     orders: TierOrders
     is_load: bool
     reading: list[Future[None]] = field(default_factory=list)
+    copies: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
     copied: TimedEvent | None = None
-    is_copying: bool = False
     error: str | None = None
     is_cancelled: bool = False
 
@@ -53,6 +64,8 @@ class TierCopies(WorkerConnector):
         self._host: torch.Tensor | None = None  # uint8 [pages, bytes]
         self._parts: list[list[torch.Tensor]] = []  # of each group, uint8 [N, bytes]
         self._running: dict[int, _Running] = {}
+        self._to_enqueue: deque[_Running] = deque()
+        self._polled_at = time.perf_counter()
         self._versions = [0] * num_pages  # of host pages: raised before something else is written there
         self._version_lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
@@ -81,6 +94,8 @@ class TierCopies(WorkerConnector):
             if (one := self._running.get(transfer_id)) is not None:
                 one.is_cancelled = True
         new = [(one, False) for one in transfers.stores] + [(one, True) for one in transfers.loads]
+        if new and self._beside is not None:
+            self._beside.wait()
         for transfer, is_load in new:
             orders = msgspec.msgpack.decode(transfer.meta, type=TierOrders) if transfer.meta else TierOrders([])
             running = self._running[transfer.transfer_id] = _Running(transfer, orders, is_load)
@@ -99,8 +114,8 @@ class TierCopies(WorkerConnector):
 
     def poll(self) -> FinishedTransfers:
         ended = FinishedTransfers()
-        for transfer_id, one in list(self._running.items()):
-            if one.reading and not one.is_copying and all(reading.done() for reading in one.reading):
+        for one in self._running.values():
+            if one.reading and all(reading.done() for reading in one.reading):
                 errors = [error for reading in one.reading if (error := reading.exception()) is not None]
                 if errors:
                     one.error = str(errors[0])
@@ -108,11 +123,11 @@ class TierCopies(WorkerConnector):
                 elif not one.is_cancelled:
                     self._copy(one)
                 else:
-                    one.error = "It was cancelled."
+                    one.error = _CANCELLED
                 one.reading = []
-            if one.reading or (one.copied is not None and not one.copied.query()):
-                continue
-            if one.error is None and not one.is_copying:
+        self._enqueue()
+        for transfer_id, one in list(self._running.items()):
+            if one.reading or (one.copied is None and one.error is None) or (one.copied is not None and not one.copied.query()):
                 continue
             del self._running[transfer_id]
             if one.error is not None:
@@ -127,8 +142,9 @@ class TierCopies(WorkerConnector):
         for one in self._running.values():
             for reading in one.reading:
                 reading.exception()
-            if one.copied is not None:
-                one.copied.synchronize()
+        if self._to_enqueue or any(one.copied is not None for one in self._running.values()):
+            self._end_of_copies().synchronize()
+        self._to_enqueue.clear()
         self._running.clear()
         self._parts = []
         self._flush()
@@ -149,21 +165,48 @@ class TierCopies(WorkerConnector):
 
     def _copy(self, one: _Running) -> None:
         """Between the device's blocks and the host's pages."""
-        assert self._host is not None
-        one.is_copying = True
-        parts, blocks, pages = self._parts[one.transfer.group], one.transfer.block_ids, one.orders.host_pages
         if self._shares_memory:
-            self._copy_at_once(parts, blocks, pages, is_load=one.is_load)
-            return
-        with self._beside.running() if self._beside is not None else nullcontext():
-            begin = 0
-            for part in parts:
-                end = begin + part.shape[1]
-                for block, page in zip(blocks, pages, strict=True):
-                    on_device, on_host = part[block], self._host[page, begin:end]
-                    (on_device if one.is_load else on_host).copy_(on_host if one.is_load else on_device, non_blocking=True)
-                begin = end
+            self._copy_at_once(self._parts[one.transfer.group], one.transfer.block_ids, one.orders.host_pages, is_load=one.is_load)
             one.copied = self._platform.record_timed_event()
+        else:
+            one.copies = self._copies(one)
+            self._to_enqueue.append(one)
+
+    def _copies(self, one: _Running) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each to and from where."""
+        assert self._host is not None
+        begin = 0
+        for part in self._parts[one.transfer.group]:
+            host = self._host[:, begin : begin + part.shape[1]]
+            for block, page in zip(one.transfer.block_ids, one.orders.host_pages, strict=True):
+                yield (part[block], host[page]) if one.is_load else (host[page], part[block])
+            begin += part.shape[1]
+
+    def _enqueue(self) -> None:
+        """Enqueue copies in their order, as many as there is time for. Their stream waits for the steps before them already."""
+        now = time.perf_counter()
+        last = now + min(max(_HOST_SHARE * (now - self._polled_at), _MIN_HOST_SECONDS), _MAX_HOST_SECONDS)
+        self._polled_at = now
+        if not self._to_enqueue:
+            return
+        with self._on_stream():
+            while self._to_enqueue and time.perf_counter() < last:
+                one = self._to_enqueue[0]
+                assert one.copies is not None
+                some = () if one.is_cancelled else tuple(islice(one.copies, _COPIES_AT_A_TIME))
+                for target, source in some:
+                    target.copy_(source, non_blocking=True)
+                if len(some) < _COPIES_AT_A_TIME:
+                    one.error = _CANCELLED if one.is_cancelled else None
+                    one.copied = self._platform.record_timed_event()
+                    self._to_enqueue.popleft()
+
+    def _end_of_copies(self) -> TimedEvent:
+        with self._on_stream():
+            return self._platform.record_timed_event()
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._beside is None else self._beside.running(waits=False)
 
     def _copy_at_once(self, parts: Sequence[torch.Tensor], blocks: list[int], pages: list[int], *, is_load: bool) -> None:
         assert self._host is not None
