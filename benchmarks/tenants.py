@@ -1,15 +1,18 @@
 """What one API key gets while another attacks the server. Prints JSON lines.
 
-    python -m benchmarks.tenants [--model smollm2-135m] [--attacks flood,grammars] [--seconds 6] [--slots 8] [-- OPTIONS OF serve]
+    python -m benchmarks.tenants [--model smollm2-135m] [--attacks flood,grammars] [--seconds 6] [--limit 220] [-- OPTIONS OF serve]
 
 A server of its own is started, with `--slots` batch slots. Key B keeps half of them busy: each of its streams sends the next request when
 the last one has ended. `alone`: B alone. `fair`: B beside key A, which does the same. Then B beside each attack of A. A's client runs at
 nice 19, in a process of its own, which serves all attacks.
 
-No cold run is compared with. Each load runs once unmeasured, and the server is given time to do what it does between requests (`to_come` of
-/ready: CUDA graphs, choices of kernels). The fair run is measured before the attacks, repeated until two more are no faster, and again
-after them. A row is printed once it is known, with the figures beside the fair run before. `before` and `after` of the last rows are both
-fair runs, and the last row `uses` the faster: where that is the one after, each attack has another row, which counts.
+No cold run is compared with. Each load runs once unmeasured, and the server is given --ready-seconds, over all runs, to do what it does
+between requests (`to_come` of /ready: CUDA graphs, choices of kernels; nobody waits for `builds`, which take idle cores for minutes). Where
+something was left, the row has it as `to_come`. The fair run is measured before the attacks, repeated until two more are no faster
+(`steady`; false: after MAX_FAIR_RUNS they still got faster), and again after them. A row is printed once it is known, with the figures
+beside the fair run before. `before` and `after` of the last rows are both fair runs, and the last row `uses` the faster: where that is the
+one after, each attack has another row, which counts. Attacks that --limit leaves no time for are `left_out`; the hardest come first.
+stderr says what was done when, in seconds since the start.
 
 `tok_s`: B's tokens per second. `ttft_p50_ms`, `ttft_p99_ms`: to B's first tokens. `gap_ms`: the median between two parts of a stream, about
 a step. `longest_gap_ms`: the longest of them. `statuses`: of B's requests. `attack_statuses`: of A's. `of_alone`: B's tokens per second as
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -44,13 +48,14 @@ from tests.support.server_process import ServerProcess
 KEYS = {"a": "key of a", "b": "key of b"}
 NEW_TOKENS = 32  # of each of B's requests
 MAX_WAITING = 400
-MAX_FAIR_RUNS = 12
-FAIR_RUNS_AFTER = 3
-WARM_SECONDS = 1.0  # of each load, unmeasured
+MAX_FAIR_RUNS = 5
+FAIR_RUNS_AFTER = 2
+WARM_SECONDS = 0.4  # of each load, unmeasured
 LEAD_SECONDS = 1.0  # of an attack, before B is measured
-IDLE_SECONDS = 600.0  # for what the server does between requests, at most
+END_SECONDS = 60.0  # for what an attack left behind, at most
 NUM_ADAPTERS = 6
 _NUMBERS = count()
+_BEGAN = time.monotonic()
 
 Attack = Callable[["Client"], Awaitable[None]]
 
@@ -61,7 +66,8 @@ class Client:
     def __init__(self, url: str, key: str) -> None:
         headers = {"Authorization": f"Bearer {KEYS.get(key, key)}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits)
+        # verify: without it no certificates are read.
+        self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, verify=False)
         self.statuses: Counter[int] = Counter()
         self.in_background: list[str] = []  # ids of responses
 
@@ -140,20 +146,20 @@ async def _background(client: Client) -> None:
         client.in_background.append(answer.json()["id"])
 
 
-ATTACKS: dict[str, Attack] = {
-    "flood": lambda a: a.repeat(400, lambda: a.complete(max_tokens=500)),
+ATTACKS: dict[str, Attack] = {  # the hardest first
+    "beams": lambda a: a.repeat(2, lambda: a.complete(n=64, use_beam_search=True, ignore_eos=False, max_tokens=16)),
+    "prompt_logprobs": lambda a: a.repeat(4, lambda: a.complete(_numbers(1500), max_tokens=4, prompt_logprobs=5)),
+    "cancels": lambda a: a.repeat(32, lambda: _cancel(a)),
     "queue": lambda a: a.repeat(64, lambda: a.complete(n=16, max_tokens=64)),
+    "flood": lambda a: a.repeat(400, lambda: a.complete(max_tokens=500)),
     "background": lambda a: a.repeat(32, lambda: _background(a)),
     "prompts": lambda a: a.repeat(4, lambda: a.complete(_numbers(6000), max_tokens=4)),
     "siblings": lambda a: a.repeat(16, lambda: a.complete(n=128, max_tokens=16)),
-    "beams": lambda a: a.repeat(2, lambda: a.complete(n=64, use_beam_search=True, ignore_eos=False, max_tokens=16)),
     "grammars": lambda a: a.repeat(64, lambda: _chat(a)),
-    "prompt_logprobs": lambda a: a.repeat(4, lambda: a.complete(_numbers(1500), max_tokens=4, prompt_logprobs=5)),
     "penalties": lambda a: a.repeat(
         64, lambda: a.complete(max_tokens=100, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.1, temperature=0.7)
     ),
     "logprobs": lambda a: a.repeat(32, lambda: a.complete(max_tokens=100, logprobs=20)),
-    "cancels": lambda a: a.repeat(32, lambda: _cancel(a)),
     "adapters": lambda a: a.repeat(32, lambda: a.complete(model=f"adapter-{random.randrange(NUM_ADAPTERS)}")),
     "unauthorized": lambda a: a.repeat(32, lambda: _unauthorized(a)),
     "metrics": lambda a: a.repeat(32, lambda: _metrics(a)),
@@ -166,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="names separated by commas")
     parser.add_argument("--seconds", type=float, default=6.0, help="for which B is measured beside each")
     parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--ready-seconds", type=float, default=45.0, help="for what the server does between requests, over all runs")
+    parser.add_argument("--limit", type=float, help="seconds since the start after which no further attack begins")
     parser.add_argument("options", nargs="*", help="of serve, after --")
     arguments = parser.parse_args(argv)
     names = arguments.attacks.split(",")
@@ -182,29 +190,46 @@ def main(argv: Sequence[str] | None = None) -> None:
                 path = Path(folder) / f"adapter-{number}"
                 _write_adapter(path, arguments.model)
                 options += ["--lora-modules", f"{path.name}={path}"]
-        server = ServerProcess(arguments.model, *options, *arguments.options)
+            _say("the adapters are written")
+        _say("the server starts")
+        server = ServerProcess(arguments.model, *options, *arguments.options, on_line=_Starting())
         try:
-            attacker = Attacker(server.url, arguments.slots)
-            _measure_all(server.url, names, arguments, attacker)
-            attacker.close()
+            _measure_all(Bench(server.url, arguments), names, arguments)
         finally:
             server.stop()
+            _say("the server has ended")
 
 
-def _measure_all(url: str, names: Sequence[str], arguments: argparse.Namespace, attacker: Attacker) -> None:
+class _Starting:
+    """Says on stderr what a server writes until it serves."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def __call__(self, line: str) -> None:
+        if not self._is_over:
+            _say(line.strip()[:160])
+        self._is_over |= "Serving" in line
+
+
+def _say(what: str) -> None:
+    print(f"{time.monotonic() - _BEGAN:.1f} s: {what}", file=sys.stderr, flush=True)
+
+
+def _measure_all(bench: Bench, names: Sequence[str], arguments: argparse.Namespace) -> None:
     where = {"model": arguments.model, "slots": arguments.slots, "cpu": cpu_name(), **environment()}
-
-    def run(name: str | None) -> dict[str, Any]:
-        return _run(url, name, arguments.slots, arguments.seconds, attacker, LEAD_SECONDS)
-
+    run = bench.run
     for name in ("fair", *names):
-        _run(url, name, arguments.slots, WARM_SECONDS, attacker, 0.0)
+        run(name, WARM_SECONDS, 0.0)
     alone = run(None)
     print(json.dumps({"tenants": "alone", **alone, **where}), flush=True)
     before = _fastest_fair(run)
     print(json.dumps({"tenants": "fair", "of_alone": round(_speed(before) / _speed(alone), 2), **before, **where}), flush=True)
-    rows = {}
+    rows, left_out = dict[str, dict[str, Any]](), list[str]()
     for name in names:
+        if bench.is_late:
+            left_out.append(name)
+            continue
         rows[name] = run(name)
         print(json.dumps({"tenants": name, **_beside_fair(rows[name], before, alone), **where}), flush=True)
     after = max((run("fair") for _ in range(FAIR_RUNS_AFTER)), key=_speed)
@@ -214,7 +239,9 @@ def _measure_all(url: str, names: Sequence[str], arguments: argparse.Namespace, 
             print(json.dumps({"tenants": name, "uses": uses, **_beside_fair(row, after, alone), **where}), flush=True)
     fair = after if uses == "after" else before
     counts = {name: _beside_fair(row, fair, alone)["holds"] for name, row in rows.items()}
-    print(json.dumps({"tenants": "fair", "uses": uses, "before": before, "after": after, "holds": counts, **where}), flush=True)
+    last = {"uses": uses, "before": before, "after": after, "holds": counts, "left_out": left_out}
+    print(json.dumps({"tenants": "fair", **last, **where}), flush=True)
+    bench.close()
 
 
 def _beside_fair(row: dict[str, Any], fair: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
@@ -234,19 +261,6 @@ def _speed(row: dict[str, Any]) -> float:
     return float(row["tok_s"])
 
 
-def _wait_until_idle(url: str) -> None:
-    """Let the server end what an attack left behind (background responses), and do what it does between requests."""
-    end, headers = time.monotonic() + IDLE_SECONDS, {"Authorization": f"Bearer {KEYS['b']}"}
-    while True:
-        load = httpx.get(f"{url}/load", headers=headers, timeout=60).json()["server_load"]
-        to_come = httpx.get(f"{url}/ready", timeout=60).json().get("to_come")
-        if not load and not to_come:
-            return
-        if time.monotonic() > end:
-            raise SystemExit(f"After {IDLE_SECONDS:g} seconds the server still has {load} sequences and work to come: {to_come or 'none'}.")
-        time.sleep(0.1)
-
-
 def _fastest_fair(run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The fair run, repeated until two more are no faster: the first loads of a start meet sizes that are not captured or compiled yet."""
     best, slower = run("fair"), 0
@@ -255,29 +269,71 @@ def _fastest_fair(run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
         slower = 0 if _speed(again) > 1.03 * _speed(best) else slower + 1
         best = max(best, again, key=_speed)
         if slower == 2:
-            return best
-    raise SystemExit(f"After {MAX_FAIR_RUNS} fair runs they still get faster: take a larger --seconds.")
+            break
+    return best | {"steady": slower == 2}
 
 
-def _run(url: str, name: str | None, slots: int, seconds: float, attacker: Attacker, lead: float) -> dict[str, Any]:
-    """B beside an attack of A; None: alone. lead: seconds from the attack's beginning to that of B."""
-    began = time.monotonic()
-    _wait_until_idle(url)
-    waited = round(time.monotonic() - began, 1)
-    victim = _victim(url, slots // 2, seconds)
-    row = asyncio.run(victim) if name is None else _beside(name, victim, attacker, lead)
-    print(json.dumps({"run": name or "alone", "seconds": seconds, "waited_s": waited, **row}), file=sys.stderr, flush=True)
-    return row
+class Bench:
+    """A server, and the clients of both keys."""
 
+    def __init__(self, url: str, arguments: argparse.Namespace) -> None:
+        self._url, self._slots, self._seconds = url, arguments.slots, arguments.seconds
+        self._limit = math.inf if arguments.limit is None else arguments.limit
+        self._ready_seconds = arguments.ready_seconds  # that are left
+        self._attacker = Attacker(url, arguments.slots)
+        self._probe = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS['b']}"}, timeout=60, verify=False)
 
-def _beside(name: str, victim: Coroutine[Any, Any, dict[str, Any]], attacker: Attacker, lead: float) -> dict[str, Any]:
-    attacker.begin(name)
-    time.sleep(lead)
-    try:
-        row = asyncio.run(victim)
-    finally:
-        statuses = attacker.end()
-    return row | {"attack_statuses": statuses}
+    @property
+    def is_late(self) -> bool:
+        """Whether no further attack may begin: it takes some seconds more than B is measured, and so do the fair runs after it."""
+        num_runs = 1 + FAIR_RUNS_AFTER
+        return time.monotonic() - _BEGAN + num_runs * (self._seconds + LEAD_SECONDS + 0.5) > self._limit
+
+    def run(self, name: str | None, seconds: float | None = None, lead: float = LEAD_SECONDS) -> dict[str, Any]:
+        """B beside an attack of A; None: alone. seconds: for which B is measured. lead: seconds from the attack's beginning to B's."""
+        began = time.monotonic()
+        to_come = self._wait_until_idle()
+        waited = time.monotonic() - began
+        victim = _victim(self._url, self._slots // 2, self._seconds if seconds is None else seconds)
+        row = asyncio.run(victim) if name is None else self._beside(name, victim, lead)
+        if to_come:
+            row["to_come"] = to_come
+        took = time.monotonic() - began - waited
+        what = f"{name or 'alone'}{'' if seconds is None else ', unmeasured'}"
+        _say(f"{what}: {row['tok_s']} tok/s; waited {waited:.1f} s, took {took:.1f} s{f', to come: {to_come}' if to_come else ''}")
+        return row
+
+    def close(self) -> None:
+        self._attacker.close()
+        self._probe.close()
+
+    def _beside(self, name: str, victim: Coroutine[Any, Any, dict[str, Any]], lead: float) -> dict[str, Any]:
+        self._attacker.begin(name)
+        time.sleep(lead)
+        try:
+            row = asyncio.run(victim)
+        finally:
+            statuses = self._attacker.end()
+        return row | {"attack_statuses": statuses}
+
+    def _wait_until_idle(self) -> dict[str, int]:
+        """Let the server end what an attack left behind (background responses), and do what it does between requests. → what is left"""
+        began = said = time.monotonic()
+        while True:
+            load = self._probe.get("/load").json()["server_load"]
+            to_come = self._probe.get("/ready").json().get("to_come", {})
+            is_waited_for = self._ready_seconds > 0 and any(count for kind, count in to_come.items() if kind != "builds")
+            now = time.monotonic()
+            if not load and not is_waited_for:
+                return to_come
+            if load and now - began > END_SECONDS:
+                raise SystemExit(f"After {now - began:.0f} seconds the server still has {load} sequences.")
+            if now - said > 5:
+                said = now
+                _say(f"{load} sequences, to come: {to_come or 'nothing'}")
+            time.sleep(0.05)
+            if is_waited_for:
+                self._ready_seconds -= time.monotonic() - now
 
 
 class Attacker:
@@ -350,8 +406,8 @@ async def _victim(url: str, streams: int, seconds: float) -> dict[str, Any]:
     elapsed = time.monotonic() - began
     await client.http.aclose()
     whole = [own for own in times if len(own) > 2]
-    first = sorted((own[1] - own[0]) * 1e3 for own in whole)
-    gaps = [(after - before) * 1e3 for own in whole for before, after in pairwise(own[1:])]
+    first = sorted((own[1] - own[0]) * 1e3 for own in whole) or [0.0]  # none was answered
+    gaps = [(after - before) * 1e3 for own in whole for before, after in pairwise(own[1:])] or [0.0]
     return {
         "tok_s": round(len(whole) * NEW_TOKENS / elapsed, 1),
         "requests": len(whole),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,14 +19,16 @@ _START_SECONDS = 240
 
 
 class ServerProcess:
-    """Started on a free port; `url` is known once it serves. Everything it wrote is in `output`. command: serve, or route."""
+    """Started on a free port; `url` is known once it serves. Everything it wrote is in `output`. command: serve, or route.
+    on_line: is given each line that it writes, in another thread."""
 
-    def __init__(self, *arguments: str, wait: bool = True, command: str = "serve") -> None:
+    def __init__(self, *arguments: str, wait: bool = True, command: str = "serve", on_line: Callable[[str], None] | None = None) -> None:
         words = [sys.executable, "-m", "compile_and_serve.serve.cli", command, *arguments]
         # A wide terminal: rich must not break the line with the URL.
         environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         self.lines: list[str] = []
+        self._on_line = on_line
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self._wait_for_url() if wait else ""
@@ -62,6 +65,8 @@ class ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
+            if self._on_line is not None:
+                self._on_line(line)
 
     def _wait_for_url(self) -> str:
         end = time.monotonic() + _START_SECONDS
