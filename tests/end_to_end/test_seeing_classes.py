@@ -119,6 +119,15 @@ def test_compiled(tmp_path: Path) -> None:
     core.shutdown()
 
 
+@pytest.mark.slow
+def test_native_encoder_compiled(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("kimi_k25", tmp_path)
+    core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)
+    assert "encoder.reason" not in core.info.compile_report
+    checkpoint.check(core, PROMPTS)
+    core.shutdown()
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("paligemma", 56), pytest.param("paligemma2", 112, marks=pytest.mark.slow)])
 def test_all_tokens_of_a_prompt_attend_to_each_other(name: str, blocks: int, tmp_path: Path) -> None:
     """Few steps' worth of tokens and of blocks, so that prompts wait for room for all of them, and some are preempted."""

@@ -74,7 +74,8 @@ def test_published_names() -> None:
     own = config_of_class()
     published = with_published_config(own)
     of_class, spec = (build_model(config, dtype=torch.float32) for config in (own, published))
-    assert of_class.encoder is not None and spec.encoder is not None
+    assert of_class.encoder is not None
+    assert spec.encoder is not None
     assert spec.encoder.max_model_len == of_class.encoder.max_model_len
     for one, other in ((spec.module, of_class.module), (spec.encoder.module, of_class.encoder.module)):
         assert {n: p.shape for n, p in one.named_parameters()} == {n: p.shape for n, p in other.named_parameters()}
