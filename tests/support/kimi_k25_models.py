@@ -25,8 +25,8 @@ _PUBLISHED = (
     ("lm_head.", "language_model.lm_head."),
     ("model.vision_tower.layers.", "vision_tower.encoder.blocks."),
     ("model.vision_tower.final_layernorm.", "vision_tower.encoder.final_layernorm."),
+    ("model.vision_tower.patch_embed.pos_emb.position_embeddings", "vision_tower.patch_embed.pos_emb.weight"),
     ("model.vision_tower.", "vision_tower."),
-    ("pos_emb.position_embeddings", "pos_emb.weight"),
     ("model.mm_projector.in_proj.", "mm_projector.proj.0."),
     ("model.mm_projector.out_proj.", "mm_projector.proj.2."),
     ("model.mm_projector.", "mm_projector."),
@@ -86,6 +86,9 @@ def publish(model: Any, folder: Path) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+        # The class embeds placeholders that the model itself generates as token 0.
+        embeddings = model.get_input_embeddings().weight
+        embeddings[[model.config.image_token_id, model.config.video_token_id]] = embeddings[0].clone()
     tensors: dict[str, torch.Tensor] = {}
     state = model.state_dict()
     heads = model.config.vision_config.num_attention_heads

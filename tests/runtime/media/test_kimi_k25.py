@@ -56,14 +56,14 @@ def test_sizes(patch: int, max_patches: int, max_side: int) -> None:
         found = padded(height, width, patch, MERGE, max_patches, max_side)
         assert found == theirs(height, width, patch, MERGE, max_patches, max_side), (height, width)
         most = max(most, found[1][0] * found[1][1] // (patch * MERGE) ** 2)
-    assert 0.8 * patches.max_tokens <= most <= patches.max_tokens
+    assert 0.6 * patches.max_tokens <= most <= patches.max_tokens
 
 
 def test_options_of_a_request() -> None:
     from PIL import Image
 
     processor, image = KimiK25Processor(config_of_class()), Image.new("RGB", (60, 60))
-    assert processor.image(image, b"").items[0].length == 64
+    assert processor.image(image, b"").items[0].length == 49
     assert processor.with_options({"max_patches": 36}).image(image, b"").items[0].length == 9
     for wrong in ({"max_patches": 201}, {"max_patches": 0}, {"max_pixels": 4}):
         with pytest.raises(MediaError, match="max_patches"):
