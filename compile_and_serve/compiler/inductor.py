@@ -80,6 +80,11 @@ class PendingPiece:
         return self._piece
 
 
+def _has_layer_norm(gm: GraphModule) -> bool:
+    """What Inductor fuses in other pieces was measured without `sized_reads`."""
+    return bool(gm.graph.find_nodes(op="call_function", target=torch.nn.functional.layer_norm))
+
+
 def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PendingPiece:
     """Generate the module of a functional piece for `device` and start building its kernels.
 
@@ -104,7 +109,7 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Pendin
         config.patch(OPTIONS),
         _as_piece_error(),
         _without_broken_pool(),
-        sized_reads() if platform_of(device).runs_triton_kernels else nullcontext(),
+        sized_reads() if platform_of(device).runs_triton_kernels and _has_layer_norm(gm) else nullcontext(),
         _deferred_kernel_waits() as waits,
     ):
         with mode:
