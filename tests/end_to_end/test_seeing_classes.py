@@ -20,6 +20,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
+from tests.support.kimi_k25_models import with_experts_in_4_bits
 from tests.support.media_reference import check_generated
 from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, video_request, write_seeing
 from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts, picture
@@ -124,6 +125,18 @@ def test_native_encoder_compiled(tmp_path: Path) -> None:
     checkpoint = Checkpoint("kimi_k25", tmp_path)
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)
     assert "encoder.reason" not in core.info.compile_report
+    checkpoint.check(core, PROMPTS)
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_kimi_as_published_with_experts_in_4_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = Checkpoint("kimi_k25", tmp_path / "model")
+    with_experts_in_4_bits(tmp_path / "model", tmp_path / "plain", tmp_path / "published")
+    checkpoint.model = type(checkpoint.model).from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    checkpoint.folder, checkpoint.processor = tmp_path / "published", processor_of("kimi_k25", tmp_path / "published")
+    core = checkpoint.engine(max_num_batched_tokens=21)
+    assert "does not use" not in caplog.text
     checkpoint.check(core, PROMPTS)
     core.shutdown()
 

@@ -12,13 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.moe_models import YARN
 
-PATCH, MERGE = 4, 2
+PATCH, MERGE, GROUP = 4, 2, 16
 # Images of the tests have up to 210 patches, and up to 23 on a side.
 SETTINGS: dict[str, Any] = {"max_patches": 200, "size": {"max_height": 20, "max_width": 20}}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+            "input_activations": None,
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+}
 # Parts of a class's name of a tensor → those of the published name, in this order.
 _PUBLISHED = (
     ("model.language_model.", "language_model.model."),
@@ -123,6 +135,34 @@ def with_published_config(config: dict[str, Any]) -> dict[str, Any]:
         "vision_config": {**vision, "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "projector_ln_eps": 1e-5},
         "image_processor": {"media_proc_cfg": {**settings, "patch_size": PATCH, "merge_kernel_size": MERGE}},
     }
+
+
+def with_experts_in_4_bits(folder: Path, plain: Path, published: Path) -> None:
+    """Of a folder that `publish` wrote: `published` as Kimi-K2.5 comes, and `plain` with the same numbers and transformers' config."""
+    tensors, dequantized = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if ".mlp.experts." not in name:
+            tensors[name] = dequantized[name] = weight
+            continue
+        groups = weight.unflatten(1, (-1, GROUP))
+        scale = groups.abs().amax(-1) / 7.5
+        codes = (groups / scale[..., None]).round().clamp(-8, 7)
+        dequantized[name] = (codes * scale[..., None]).flatten(1)
+        packed = ((codes.flatten(1) + 8).to(torch.int64).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+        stem = name.removesuffix("weight")
+        tensors[f"{stem}weight_packed"] = torch.where(packed < 2**31, packed, packed - 2**32).to(torch.int32)
+        tensors |= {f"{stem}weight_scale": scale, f"{stem}weight_shape": torch.tensor(weight.shape)}
+    config = json.loads((folder / "config.json").read_text())
+    changed = with_published_config(config)
+    changed["text_config"]["quantization_config"] = INT4
+    for target, weights, one, settings in (
+        (plain, dequantized, config, SETTINGS),
+        (published, tensors, changed, changed.pop("image_processor")),
+    ):
+        target.mkdir()
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(one))
+        (target / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def image_inputs(images: Sequence[Any]) -> dict[str, torch.Tensor]:

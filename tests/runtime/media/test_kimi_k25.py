@@ -14,21 +14,8 @@ from compile_and_serve.models.vision.patch_config import PaddedPatchConfig
 from compile_and_serve.runtime.media.kimi_k25 import KimiK25Processor
 from compile_and_serve.runtime.media.patches import padded
 from compile_and_serve.runtime.media.prepared import MediaError
-from tests.support.kimi_k25_models import MERGE, PATCH, SETTINGS, text_config, their_resize, vision_config, with_published_config
+from tests.support.kimi_k25_models import INT4, MERGE, PATCH, SETTINGS, text_config, their_resize, vision_config, with_published_config
 from tests.support.seeing_models import TINY
-
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16},
-            "input_activations": None,
-        }
-    },
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
-}
 
 
 def config_of_class() -> dict[str, Any]:
