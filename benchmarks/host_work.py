@@ -1,6 +1,6 @@
 """What one key's requests cost the engine's host in each step, beside another key's decodes. Prints JSON lines.
 
-    python benchmarks/host_work.py [--cases beams,cancels] [--seconds 4] [--against OTHER_CHECKOUT] [--profile beams]
+    python benchmarks/host_work.py [--cases beams,cancels] [--seconds 4] [--vocab-size 151936] [--against OTHER_CHECKOUT] [--profile beams]
 
 A tiny Llama of random weights on the CPU. Key B decodes in half of the 8 batch slots. `alone`: nobody else. `fair`: A decodes in the other
 half. Then A does what is named. A turn is what the engine's process does between two waits for the device: it decodes and handles the
@@ -51,11 +51,10 @@ from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 
-SLOTS, VOCAB, MAX_LEN = 8, 32000, 8192
+SLOTS, MAX_LEN = 8, 8192
 PARTS = ("receive", "schedule", "launch", "result", "update", "send")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -108,8 +107,9 @@ class Clock:
 class Bench:
     """An engine core, and two keys' requests."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab_size}))
+        self.vocab_size = vocab_size
         options = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "device": "cpu", "num_threads": 1}
         self.core = EngineCore(make_engine_config(str(folder), max_num_seqs=SLOTS, num_kv_blocks=8192, block_size=16, **options))
         self.clock = Clock()
@@ -143,7 +143,7 @@ class Bench:
         return names[0]
 
     def prompt(self, length: int) -> list[int]:
-        return [self.random.randrange(3, VOCAB) for _ in range(length)]
+        return [self.random.randrange(3, self.vocab_size) for _ in range(length)]
 
     def on_api(self, work: Callable[[], Any]) -> Any:
         began = time.perf_counter()
@@ -315,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(("alone", *CASES)), help="names separated by commas")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each case")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="of the model")
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=3, help="of both checkouts, with --against")
     parser.add_argument("--profile", help="a case: print where its time goes")
@@ -324,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     names = arguments.cases.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
+        bench = Bench(Path(folder), arguments.vocab_size)
         if arguments.profile:
             profile = cProfile.Profile()
             profile.runcall(bench.measure, arguments.profile, arguments.seconds)
@@ -340,6 +341,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.rounds):
         for checkout, found in rows.items():
             command = [sys.executable, __file__, "--cases", arguments.cases, "--seconds", str(arguments.seconds)]
+            command += ["--vocab-size", str(arguments.vocab_size)]
             environment = {**os.environ, "PYTHONPATH": str(checkout)}
             done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, check=True)
             for line in done.stdout.splitlines():

@@ -7,6 +7,7 @@ A finished beam's score is its log-probability / (number of generated tokens ** 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -67,29 +68,24 @@ class BeamSearch:
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take the next tokens of the beams in `alive`: an entry of each, with its likeliest tokens."""
-        ids: list[int] = []
-        logprobs: list[float] = []
-        counts: list[int] = []
-        for beam, entry in zip(self.alive, entries, strict=True):
+        alive, end_ids = self.alive, self._end_ids
+        # Of width² · 2 candidates, only those that end or go on become beams. Each entry has its likeliest first, so they are merged.
+        ended: list[Beam] = []
+        heap: list[tuple[float, int, int]] = []  # negative log-probability, number of the beam, place in its entry
+        for number, (beam, entry) in enumerate(zip(alive, entries, strict=True)):
+            ids = entry.ids
             # The first is the chosen token, which comes again among the likeliest.
-            ids += entry.ids[1:]
-            logprobs += [beam.logprob + logprob for logprob in entry.logprobs[1:]]
-            counts.append(len(entry.ids) - 1)
-        # Of width² · 2 candidates, only those that end or go on become beams.
-        beams = [number for number, count in enumerate(counts) for _ in range(count)]
-        ended, going_on = [], []
-        for place, token in enumerate(ids):
-            if token in self._end_ids:
-                ended.append(place)
-            elif logprobs[place] > float("-inf"):
-                going_on.append(place)
-        best = heapq.nlargest(self._width, going_on, key=logprobs.__getitem__)
-
-        def extended(place: int, *, has_ended: bool) -> Beam:
-            return Beam((*self.alive[beams[place]].token_ids, ids[place]), logprobs[place], has_ended)
-
-        self._finished += [extended(place, has_ended=True) for place in ended]
-        self.alive = [extended(place, has_ended=False) for place in best]
+            if not end_ids.isdisjoint(ids):
+                places = (place for place in range(1, len(ids)) if ids[place] in end_ids)
+                ended += [Beam((*beam.token_ids, ids[place]), beam.logprob + entry.logprobs[place], ended=True) for place in places]
+            _push_next(heap, beam, entry, number, 1, end_ids)
+        going_on: list[Beam] = []
+        while heap and len(going_on) < self._width:
+            negative, number, place = heapq.heappop(heap)
+            going_on.append(Beam((*alive[number].token_ids, entries[number].ids[place]), -negative))
+            _push_next(heap, alive[number], entries[number], number, place + 1, end_ids)
+        self._finished += ended
+        self.alive = going_on
         if self.alive and len(self.alive[0].token_ids) >= self._max_tokens:
             self._finished += self.alive
             self.alive = []
@@ -110,3 +106,14 @@ class BeamSearch:
         length = self._max_tokens if self._length_penalty > 0 else len(best.token_ids) + 1
         attainable = best.logprob / length**self._length_penalty
         return attainable <= self._finished[-1].score(self._length_penalty)
+
+
+def _push_next(
+    heap: list[tuple[float, int, int]], beam: Beam, entry: TokenLogprobs, number: int, place: int, end_ids: Collection[int]
+) -> None:
+    """Push the first token from `place` on with which the beam may go on."""
+    ids = entry.ids
+    while place < len(ids) and ids[place] in end_ids:
+        place += 1
+    if place < len(ids) and (logprob := beam.logprob + entry.logprobs[place]) > -math.inf:
+        heapq.heappush(heap, (-logprob, number, place))

@@ -79,11 +79,10 @@ async def answer_with_beams(
 
     async def work() -> Response:
         while any(search.alive for search in searches):
-            steps = [
-                ([*prompt, *beam.token_ids], search.step_params)
-                for prompt, search in zip(prompts, searches, strict=True)
-                for beam in search.alive
-            ]
+            steps = []
+            for prompt, search in zip(prompts, searches, strict=True):
+                step_params = search.step_params
+                steps += [([*prompt, *beam.token_ids], step_params) for beam in search.alive]
             generation = await context.engine.submit(prompts=[ids for ids, _ in steps], params=[one for _, one in steps], **submit_options)
             try:
                 extended = await generation.gather()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,30 @@ def test_a_search_stops_when_nothing_can_improve() -> None:
     assert not search.alive
     [beam] = search.results()
     assert (beam.token_ids, beam.ended, beam.logprob) == ((END,), True, -0.1)
+
+
+def test_the_likeliest_continuations_of_all_beams_go_on() -> None:
+    """As choosing among all of them says, ties in their order."""
+    rng, width, vocab = random.Random(0), 24, 200
+    search = BeamSearch(width=width, max_tokens=6, end_ids=[END, 77])
+    while alive := search.alive:
+        entries = []
+        for _ in alive:
+            ids = rng.sample(range(vocab), 2 * width)
+            logprobs = sorted((rng.choice([-math.inf, *(-number / 4 for number in range(1, 20))]) for _ in ids), reverse=True)
+            entries.append(TokenLogprobs([ids[0], *ids], [logprobs[0], *logprobs], 1))
+        candidates = [
+            (beam.logprob + logprob, (*beam.token_ids, token))
+            for beam, entry in zip(alive, entries, strict=True)
+            for token, logprob in zip(entry.ids[1:], entry.logprobs[1:], strict=True)
+        ]
+        going_on = [one for one in candidates if one[1][-1] not in (END, 77) and one[0] > -math.inf]
+        expected = sorted(going_on, key=lambda one: -one[0])[:width]
+        search.advance(entries)
+        if search.alive:
+            assert [(beam.logprob, beam.token_ids) for beam in search.alive] == expected
+    assert len(search.results()) == width
+    assert all((beam.token_ids[-1] in (END, 77)) == beam.ended for beam in search.results())
 
 
 def test_width_out_of_range() -> None:

@@ -3,9 +3,11 @@
 A key's share of the batch slots, of the KV blocks and of a step's prompt tokens follows from its weight. A key may have more than its
 share as long as no key wants what is left of its own:
 - A key that is behind and waits takes slots and blocks from a key that is ahead: the last request of that key is preempted.
-- While several keys have prompts to compute, each gets its share of the step for them. Beside decodes of keys that are behind, prompts of
-  a key that is ahead get what costs as much as those decodes, or an `AHEAD_FRACTION`th of a step if that is more. A short prompt that
-  waits gets a `SHORT_FRACTION`th of its key's part although longer prompts of the key are under way.
+- While several keys have prompts to compute, each gets its share of the step for them. A short prompt that waits gets a
+  `SHORT_FRACTION`th of its key's part although longer prompts of the key are under way.
+- Beside decodes of other keys, prompts of one key make a step longer by a few times what decodes take, or are an `AHEAD_FRACTION`th of a
+  step if that is more, and wait while they have made steps much longer (prompt_time.py). Before times are known, those of a key that is
+  ahead get what costs as much as the decodes of the keys that are behind.
 - A sequence whose mask of structured output takes long sits out some steps.
 - A key that has its share of the slots starts no more requests while a key with fewer could start one.
 
@@ -18,11 +20,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from compile_and_serve.runtime.scheduler.fair_queue import FairQueue, can_start
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.prompt_time import PromptTime
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.shares import Account
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
@@ -51,7 +54,7 @@ class TokenCost:
 
     def __init__(self) -> None:
         self.decode, self.row = self.DEFAULT, 0.0
-        self._decode_seconds = self._prompt_seconds = self._row_seconds = 0.0  # of a token
+        self.prompt_seconds = self._decode_seconds = self._row_seconds = 0.0  # of a token
         # Of a row, by which a step with decodes takes longer: with its token, and its part of what a step with prompts takes anyway.
         self._seconds_beside = 0.0
 
@@ -59,7 +62,7 @@ class TokenCost:
         """Learn from a step's duration. num_rows: prompt tokens whose logprobs it computed."""
         if seconds <= 0.0:
             return
-        rest = seconds - num_decodes * self._decode_seconds - (num_prompt_tokens * self._prompt_seconds if num_rows else 0.0)
+        rest = seconds - num_decodes * self._decode_seconds - (num_prompt_tokens * self.prompt_seconds if num_rows else 0.0)
         if not num_prompt_tokens:
             self._decode_seconds = self._mean(self._decode_seconds, seconds / num_decodes)
         elif num_rows:
@@ -67,12 +70,12 @@ class TokenCost:
             beside = max(0.0, seconds - num_decodes * self._decode_seconds)
             self._seconds_beside = self._mean(self._seconds_beside, beside / num_rows)
         elif rest > 0.0:
-            self._prompt_seconds = self._mean(self._prompt_seconds, rest / num_prompt_tokens)
-        if self._prompt_seconds:
+            self.prompt_seconds = self._mean(self.prompt_seconds, rest / num_prompt_tokens)
+        if self.prompt_seconds:
             lowest, highest = self.LIMITS
-            self.row = min(highest, self._row_seconds / self._prompt_seconds)
+            self.row = min(highest, self._row_seconds / self.prompt_seconds)
             if self._decode_seconds:
-                self.decode = min(highest, max(lowest, self._decode_seconds / self._prompt_seconds))
+                self.decode = min(highest, max(lowest, self._decode_seconds / self.prompt_seconds))
 
     def rows_beside(self, num_decodes: int) -> int:
         """Prompt tokens that, with their logprobs, take about as long as so many decodes."""
@@ -90,7 +93,7 @@ class Fairness:
     """Counts what keys get, and says who may start, whose prompts go on and who gives way. Call it while `queue.is_contended`."""
 
     def __init__(self, queue: FairQueue, manager: KVCacheManager, *, max_num_seqs: int, token_budget: int) -> None:
-        self.cost = TokenCost()
+        self.cost, self.prompt_time = TokenCost(), PromptTime()
         self._queue = queue
         self._manager = manager
         self._max_num_seqs = max_num_seqs
@@ -125,13 +128,21 @@ class Fairness:
             user.served += cost
             user.account.served += cost / user.account.tenant.weight
 
-    def observe(self, step: StepInFlight, result: ModelRunnerOutput, seconds: float) -> None:
-        """Learn from a step's result. seconds: its duration.
+    def observe(self, step: StepInFlight, result: ModelRunnerOutput, seconds: float, following: StepInFlight | None = None) -> None:
+        """Learn from a step's result. seconds: its duration. following: the step that was launched meanwhile.
 
         Sequences whose masks take long sit out the next steps: together those of a key take one second in 1 + `MASK_PAUSE`, and they come
         back one after the other, so that a step waits for few of them.
         """
-        self.cost.observe(len(step.decodes), sum(chunk.end - chunk.start for chunk in step.chunks), seconds, step.num_prompt_rows)
+        num_prompt_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        self.cost.observe(len(step.decodes), num_prompt_tokens, seconds, step.num_prompt_rows)
+        accounts = self._queue.accounts
+        weights = {name: account.tenant.weight for name, account in accounts.items()}
+        # What prompts made the step longer costs as much as decodes in that time, unless their tokens cost more.
+        for name, longer in self.prompt_time.observe(step, following, seconds, weights).items():
+            if name in accounts:
+                cost = longer * len(step.decodes) * self.cost.decode - num_prompt_tokens
+                accounts[name].served += max(0.0, cost) / weights[name]
         if not result.mask_seconds:
             return
         slow: dict[Account, list[Request]] = {}
@@ -151,13 +162,16 @@ class Fairness:
 
         A key that is ahead by more than the slack gets none while the key that is behind has a prompt that waits.
         """
-        withheld = self._withheld(prefilling, budget, step)
+        held_back = self._held_back(step)
+        if held_back:
+            prefilling = [request for request in prefilling if request.share.account not in held_back]
+        withheld = self._withheld(prefilling, budget, step, held_back)
         demands: Counter[Account] = Counter()
         for request in prefilling:
             demands[request.share.account] += request.prefill_end - request.num_computed_tokens
         first: dict[Account, int] = {}  # tokens of the prompt that is next
         for account in self._queue.accounts.values():
-            if not account.num_waiting or not account.has_room:
+            if not account.num_waiting or not account.has_room or account in held_back:
                 continue
             for user in account.waiting_users():
                 # The first entries of a heap are about those that come next.
@@ -173,21 +187,44 @@ class Fairness:
             parts[account] = Part(tokens, first[account] if is_short else 0)
         return self.by_service(prefilling), parts, withheld
 
-    def _withheld(self, prefilling: Sequence[Request], budget: int, step: StepInFlight) -> int:
-        """Tokens of a step's budget that its prompts must leave: all of them are of one key, and a key that is behind decodes."""
+    def _held_back(self, step: StepInFlight) -> set[Account]:
+        """Keys whose prompts have made the steps of other keys' decodes so much longer that they wait."""
+        found: set[Account] = set()
+        if not self.prompt_time.has_overdrawn:
+            return found
+        for account in self._queue.accounts.values():
+            if self.prompt_time.is_overdrawn(account.tenant.name):
+                others = [one.share.account.served for one in step.decodes if one.share.account is not account]
+                if others:
+                    found.add(account)
+                    account.served = max(account.served, min(others))  # it does not wait for the others, so it saves nothing up
+        return found
+
+    def _withheld(self, prefilling: Sequence[Request], budget: int, step: StepInFlight, held_back: Collection[Account]) -> int:
+        """Tokens of a step's budget that its prompts must leave, where all of them are of one key and another one decodes."""
         wanting = {request.share.account for request in prefilling}
-        wanting |= {account for account in self._queue.accounts.values() if account.num_waiting}
-        if len(wanting) != 1:
+        wanting |= {account for account in self._queue.accounts.values() if account.num_waiting and account not in held_back}
+        others = [other for one in step.decodes if (other := one.share.account) not in wanting or len(wanting) > 1]
+        if not wanting or not others:
+            return 0
+        prompt_time = self.prompt_time
+        if prompt_time.needs_plain_step(several=len(wanting) > 1):
+            return budget
+        if len(wanting) > 1:
             return 0
         [account] = wanting
-        behind = [other for one in step.decodes if account.served - (other := one.share.account).served > self._slack]
+        least = max(1, self._token_budget // AHEAD_FRACTION)
+        if prompt_time.plain:
+            most = prompt_time.max_tokens(self.cost.prompt_seconds)
+            return max(0, budget - max(least, int(min(budget, most))))
+        behind = [other for other in others if account.served - other.served > self._slack]
         if not behind:
             return 0
         self._num_withheld += 1
         if self._num_withheld % PROBE_STEPS == 1:
             return budget
         as_much = sum(self.cost.decode / other.tenant.weight for other in behind) * account.tenant.weight
-        return max(0, budget - max(1, self._token_budget // AHEAD_FRACTION, int(as_much)))
+        return max(0, budget - max(least, int(as_much)))
 
     def _shared_out(self, demands: Counter[Account], budget: int) -> dict[Account, int]:
         """Give each key its part of the budget by weight, and what a key does not need to the others. The least served gets what
@@ -219,7 +256,7 @@ class Fairness:
         # One that computes again what it lost makes some progress first.
         candidates = [one for one in running if one.num_computed_tokens > one.num_charged_tokens]
         for account in sorted(self._queue.accounts.values(), key=lambda account: account.served):
-            if not account.num_waiting:
+            if not account.num_waiting or self.prompt_time.is_overdrawn(account.tenant.name):
                 continue
             limit = account.tenant.max_running
             for request in self._starting(account):

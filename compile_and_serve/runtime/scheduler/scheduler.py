@@ -360,7 +360,7 @@ class Scheduler:
         if self._drafting is not None and step.decodes:
             self._drafting.observe(step, result, seconds)
         if self._queue.is_contended:
-            self._admission.fairness.observe(step, result, seconds)
+            self._admission.fairness.observe(step, result, seconds, self._in_flight[0] if self._in_flight else None)
         running, finished, drafts = RequestStatus.RUNNING, RequestStatus.FINISHED, step.drafts
         for request in step.decodes:
             status = request.status
