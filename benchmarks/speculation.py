@@ -171,6 +171,7 @@ def run_gpu(args: argparse.Namespace) -> None:
             if method in DRAFTERS:
                 drafts["model"] = folder
                 given = json.loads((Path(args.model) / "config.json").read_text())
+                given.pop("quantization_config", None)  # of the model alone
                 (Path(folder) / "config.json").write_text(json.dumps(given | DRAFTERS[method](given)))
             figures = pool.submit(_measure, args, drafts or None, plain).result()
             plain = plain or figures

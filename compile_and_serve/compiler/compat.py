@@ -36,6 +36,7 @@ __all__ = [
     "no_garbage_collection",
     "node_source_line",
     "regions_are_reused",
+    "sized_reads",
     "tree_leaves",
 ]
 
@@ -141,6 +142,38 @@ def fake_mode_with_symbols(groups: Sequence[str], upper: dict[str, int]) -> tupl
         torch._check(symbol <= upper[group])
         symbols[group] = symbol
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False), symbols
+
+
+@contextmanager
+def sized_reads() -> Iterator[None]:
+    """In the block, Inductor counts the bytes of values whose length is an unbacked symbol, at the length that it chooses tiles for.
+
+    Otherwise it takes them to be empty. It fuses a reduction with other work only to save bytes: a LayerNorm would be three kernels.
+    """
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    sizes: dict[Any, int] = {}
+    sized = GraphLowering.get_dep_size_hint
+
+    def with_symbols(graph: GraphLowering, dep: Any, *options: Any) -> int:
+        if (size := sized(graph, dep, *options)) > 0:
+            return size
+        if dep not in sizes:
+            try:
+                is_symbolic, numel = dep.has_unbacked_symbols(), dep.get_numel()
+                length = config.unbacked_symint_fallback
+                count = graph.sizevars.optimization_hint(numel, fallback=length) if is_symbolic else 0
+                sizes[dep] = count * graph.get_dtype(dep.name).itemsize
+            except (KeyError, NotImplementedError):  # of a value that is no tensor
+                sizes[dep] = 0
+        return sizes[dep]
+
+    GraphLowering.get_dep_size_hint = with_symbols
+    try:
+        yield
+    finally:
+        GraphLowering.get_dep_size_hint = sized
 
 
 UNKNOWN_SOURCE = "unknown source"

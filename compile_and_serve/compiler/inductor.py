@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compile_and_serve.compiler.compat import fake_mode_with_symbols
+from compile_and_serve.compiler.compat import fake_mode_with_symbols, sized_reads
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
 from compile_and_serve.compiler.pieces.splitter import is_contiguous
 from compile_and_serve.custom_ops.platform import platform_of
@@ -80,6 +80,11 @@ class PendingPiece:
         return self._piece
 
 
+def _has_layer_norm(gm: GraphModule) -> bool:
+    """What Inductor fuses in other pieces was measured without `sized_reads`."""
+    return bool(gm.graph.find_nodes(op="call_function", target=torch.nn.functional.layer_norm))
+
+
 def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PendingPiece:
     """Generate the module of a functional piece for `device` and start building its kernels.
 
@@ -104,6 +109,7 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Pendin
         config.patch(OPTIONS),
         _as_piece_error(),
         _without_broken_pool(),
+        sized_reads() if platform_of(device).runs_triton_kernels and _has_layer_norm(gm) else nullcontext(),
         _deferred_kernel_waits() as waits,
     ):
         with mode:

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
+from compile_and_serve.compiler.compat import fake_mode_with_symbols
 from compile_and_serve.compiler.inductor import (
     PieceCompileError,
     built_kernels,
@@ -165,6 +168,40 @@ def triton_kernels() -> Iterator[None]:
     register_platform("cpu", Gpu)
     yield
     register_platform("cpu", CpuPlatform)
+
+
+class Normalized(nn.Module):
+    def forward(self, tokens: int, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.layer_norm(x + y, (64,), weight, bias),)
+
+
+@pytest.mark.usefixtures("triton_kernels")
+def test_where_kernels_are_tritons_reads_of_symbolic_length_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor fuses a reduction only where that saves bytes."""
+    pytest.importorskip("triton")
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.graph import GraphLowering
+
+    saved, can_fuse, size_of = set[int](), InductorChoices.can_fuse, GraphLowering.get_dep_size_hint
+
+    def noting(scheduler: Any, one: Any, other: Any, score: int) -> bool:
+        saved.add(score)
+        return can_fuse(scheduler, one, other, score)
+
+    monkeypatch.setattr(InductorChoices, "can_fuse", staticmethod(noting))
+    mode, symbols = fake_mode_with_symbols(["tokens"], {"tokens": 1 << 16})
+    tokens = symbols["tokens"]
+    gm = symbolic_trace(Normalized())
+    with mode:
+        values = [tokens, *(torch.empty(size, device="meta") for size in ((tokens, 64), (tokens, 64), (64,), (64,)))]
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
+        node.meta["example_value"] = value
+    compiled = start_piece(gm, CPU, tmp_path).result()
+    assert max(saved) >= 4 * 64 * 1000  # a read of x or y by two kernels
+    assert GraphLowering.get_dep_size_hint is size_of
+    for count in (1, 7):
+        x, y, weight, bias = (torch.randn(size) for size in ((count, 64), (count, 64), (64,), (64,)))
+        torch.testing.assert_close(compiled.run([count, x, y, weight, bias])[0], F.layer_norm(x + y, (64,), weight, bias))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
+from tests.support.kimi_k25_models import with_experts_in_4_bits
 from tests.support.media_reference import check_generated
 from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, video_request, write_seeing
 from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts, picture
@@ -34,12 +35,17 @@ class Checkpoint:
         self.name, self.folder = name, folder
         self.model = write_seeing(name, folder)
         self.processor = processor_of(name, folder)
+        self._backend = {"attention_backend": "torch"} if name == "kimi_k25" else {}  # latent attention is not in the interpreter
 
     def engine(self, **options: Any) -> EngineCore:
         with pytest.MonkeyPatch.context() as patch:
             if CLASSES[self.name].by_hand is not None:  # transformers' own needs torchvision
                 patch.setattr(item_encoder, "media_processor", lambda info: self.processor)
-            return EngineCore(tiny_config(self.folder, **{"load_format": "auto", "skip_tokenizer_init": True, "max_num_seqs": 8} | options))
+            return EngineCore(
+                tiny_config(
+                    self.folder, **{"load_format": "auto", "skip_tokenizer_init": True, "max_num_seqs": 8} | self._backend | options
+                )
+            )
 
     def check(self, core: EngineCore, prompts: dict[str, Parts]) -> None:
         """All prompts at once give what transformers generates for each."""
@@ -110,6 +116,27 @@ def test_compiled(tmp_path: Path) -> None:
     checkpoint = Checkpoint("llava_next", tmp_path)
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)
     assert core.info.compile_report["encoder.reason"] == "transformers' encoder reads sizes of images and audio on the host"
+    checkpoint.check(core, PROMPTS)
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_native_encoder_compiled(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("kimi_k25", tmp_path)
+    core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)
+    assert "encoder.reason" not in core.info.compile_report
+    checkpoint.check(core, PROMPTS)
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_kimi_as_published_with_experts_in_4_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = Checkpoint("kimi_k25", tmp_path / "model")
+    with_experts_in_4_bits(tmp_path / "model", tmp_path / "plain", tmp_path / "published")
+    checkpoint.model = type(checkpoint.model).from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    checkpoint.folder, checkpoint.processor = tmp_path / "published", processor_of("kimi_k25", tmp_path / "published")
+    core = checkpoint.engine(max_num_batched_tokens=21)
+    assert "does not use" not in caplog.text
     checkpoint.check(core, PROMPTS)
     core.shutdown()
 

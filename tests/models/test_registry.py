@@ -19,6 +19,8 @@ from tests.support.vision_models import QWEN
 
 OTHERS = {
     *RECURRENT_FAMILIES,
+    "KimiK25ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "OpenVLAForActionPrediction",
     *(f"{prefix}ForConditionalGeneration" for prefix in ("Whisper", "Bart", "T5", "MT5", "Mllama")),

@@ -18,11 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from compile_and_serve.custom_ops.step_data import StepArray
 from compile_and_serve.models.vision.whole_items import packed, unpacked
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor, tokens_ahead
+from compile_and_serve.runtime.media.kimi_k25 import KimiK25Processor
 from compile_and_serve.runtime.media.paligemma import PaliGemmaProcessor
 from compile_and_serve.runtime.media.prepared import PreparedItem, PreparedMedia, place_media
 from compile_and_serve.runtime.media.videos import as_frames
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
+from tests.support import kimi_k25_models
 from tests.support.engines import request
 from tests.support.media_reference import greedy_by_transformers
 from tests.support.vision_models import Parts, picture
@@ -74,7 +76,7 @@ class Seeing:
     """name: of the class, without its end. text, vision: configs. image: the image processor's class and settings; processor: of the
     whole. by_hand: in place of both, where transformers' need torchvision: (rows, columns) of an image in tiles or patches → its text
     and its tensors. options: of the whole config. tokens: special ones, by the tokenizer's names. row_token: what features replace. video:
-    settings of the video processor.
+    settings of the video processor. native: this project's processor, of config.json. publish: writes the weights as they are published.
     """
 
     name: str
@@ -88,6 +90,8 @@ class Seeing:
     image_token: str = "<image>"
     row_token: str = ""
     video: Mapping[str, Any] | None = None
+    native: Callable[[Mapping[str, Any]], Any] | None = None
+    publish: Callable[[Any, Path], Any] | None = None
 
 
 def _noise(*shape: int) -> np.ndarray:
@@ -373,6 +377,15 @@ CLASSES: dict[str, Seeing] = {
         image_token="<|image|>",
         row_token="<|patch|>",
     ),
+    "kimi_k25": Seeing(
+        name="Kimi_K25",
+        text=lambda: kimi_k25_models.text_config(TINY),
+        vision=kimi_k25_models.vision_config,
+        native=KimiK25Processor,
+        publish=kimi_k25_models.publish,
+        options={"projection_hidden_size": 32, "video_token_id": 12, "initializer_range": 0.3},
+        tokens={"video": "<video>"},
+    ),
 }
 
 
@@ -452,6 +465,8 @@ def write_seeing(name: str, folder: Path) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
+    if seeing.publish is not None:
+        return seeing.publish(model, folder)
     if config.get_text_config().model_type == "gemma2":
         model.set_attn_implementation("eager")  # torch's attention would leave out the soft cap
     return model
@@ -460,6 +475,8 @@ def write_seeing(name: str, folder: Path) -> Any:
 def processor_of(name: str, folder: Path) -> Any:
     """What prepares the images of a checkpoint."""
     seeing = CLASSES[name]
+    if seeing.native is not None:
+        return seeing.native(read_folder_config(folder))
     if seeing.image is None:
         return HandProcessor(seeing)
     make = PaliGemmaProcessor if seeing.name == "PaliGemma" else TransformersProcessor
@@ -514,6 +531,8 @@ def reference(
             padding = (0, shape[1] - pixels.shape[-1], 0, shape[0] - pixels.shape[-2])
             one_image["pixel_values"] = torch.nn.functional.pad(pixels, padding)
         inputs = {name: torch.cat([one[name] for one in every], dim=int(every[0][name].dim() == 5)) for name in every[0]}
+    elif images and isinstance(processor, KimiK25Processor):
+        inputs = kimi_k25_models.image_inputs(images)
     elif images:
         theirs = processor.transformers_processor
         made = theirs(images=list(images), text=[theirs.image_token * len(images)], return_tensors="pt", add_special_tokens=False)

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.rewrite.graph_pass import (
     GELU_LINEAR,
+    NORM_ADDS,
     BasePass,
     NearMiss,
     PassContext,
@@ -81,7 +82,7 @@ class FuseLinears(BasePass):
                 near_misses += _take_norm(site, ctx)
                 _take_adapters(site)
                 _take_silu_mul(site, ctx)
-                _take_residual(site)
+                _take_residual(site, ctx)
                 if is_call(node, F.linear):
                     _replace(gm, site, ctx)
                     matched += 1
@@ -142,11 +143,13 @@ def _take_silu_mul(site: _Site, ctx: PassContext) -> None:
         site.silu_mul, site.gelu, site.out = True, is_gelu, product
 
 
-def _take_residual(site: _Site) -> None:
-    """out + residual, where both have one shape and dtype."""
+def _take_residual(site: _Site, ctx: PassContext) -> None:
+    """out + residual, where both have one shape and dtype. Inductor fuses the addition with a LayerNorm after it, where that is faster."""
     assert site.out is not None
     add = only_user(site.out)
     if add is None or not is_call(add, torch.add) or add.kwargs or len(add.args) != 2:
+        return
+    if NORM_ADDS in ctx.kernels and any(is_call(user, F.layer_norm) for user in add.users):
         return
     other = add.args[0] if add.args[1] is site.out else add.args[1]
     if not isinstance(other, Node) or other is site.out or weight_of(other) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from compile_and_serve.compiler.rewrite.graph_pass import FLOAT32_NORM_WEIGHT, GELU_LINEAR
+from compile_and_serve.compiler.rewrite.graph_pass import FLOAT32_NORM_WEIGHT, GELU_LINEAR, NORM_ADDS
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.attention.triton_backend import triton_unsupported_reason
 from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
@@ -28,7 +28,7 @@ def available_kernels(*, device: torch.device, dtype: torch.dtype, attention_bac
     if linear_reason is None:
         kernels |= {"fused_linear", "quantized_experts" if has_triton else "packed_experts"}
         if has_triton:
-            kernels |= {"allreduce_add_rms_norm", FLOAT32_NORM_WEIGHT, GELU_LINEAR}
+            kernels |= {"allreduce_add_rms_norm", FLOAT32_NORM_WEIGHT, GELU_LINEAR, NORM_ADDS}
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
     has_elementwise = elementwise_unsupported_reason(device=device, dtype=dtype) is None

@@ -71,6 +71,7 @@ class PassResult:
 # Among PassContext.kernels: the kernels also take float32 weights of RMSNorms in a model of another dtype.
 FLOAT32_NORM_WEIGHT = "float32_norm_weight"
 GELU_LINEAR = "gelu_linear"  # likewise: linears that multiply by GELU in their kernels
+NORM_ADDS = "norm_adds"  # likewise: a residual costs a LayerNorm's kernel less than the linear before it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +79,7 @@ class PassContext:
     """What a pass knows besides the graph, and the edits that it can make.
 
     device, dtype: of the finished model (while passes run, the graph's tensors are fakes on the meta device).
-    kernels: names of the `cas` ops with a kernel for this device and dtype, `FLOAT32_NORM_WEIGHT` and `GELU_LINEAR`.
+    kernels: names of the `cas` ops with a kernel for this device and dtype, `FLOAT32_NORM_WEIGHT`, `GELU_LINEAR` and `NORM_ADDS`.
     tuner: measures whether a fusion is faster; None: every fusion is made.
     mesh: the ranks that hold the model. tp_plan: the model's plan, glob over module names → style, along the tensor axis or another.
     declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.

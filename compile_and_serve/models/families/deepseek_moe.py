@@ -9,7 +9,7 @@ the first one reads the hidden state of token i and the embedding of token i + 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -182,16 +182,17 @@ class DeepseekMoeForCausalLM(LlamaForCausalLM):
     """As `LlamaForCausalLM`, with a cache per layer as `config.layer_cache` says."""
 
     def __init__(self, config: DeepseekMoeModelConfig) -> None:
-        decoder, moe = config.decoder, config.moe
-        super().__init__(
-            decoder,
-            (
-                DeepseekMoeLayer(decoder, config.make_attention(), DeepseekMoe(decoder, moe))
-                if is_sparse
-                else LlamaDecoderLayer(decoder, config.make_attention())
-                for is_sparse in moe.sparse_layers
-            ),
-        )
+        super().__init__(config.decoder, deepseek_moe_layers(config))
+
+
+def deepseek_moe_layers(config: DeepseekMoeModelConfig) -> Iterator[LlamaDecoderLayer]:
+    """The layers of a decoder: forward(x [T, D], cos [T, E], sin [T, E], the layer's cache) → [T, D]."""
+    decoder, moe = config.decoder, config.moe
+    for is_sparse in moe.sparse_layers:
+        if is_sparse:
+            yield DeepseekMoeLayer(decoder, config.make_attention(), DeepseekMoe(decoder, moe))
+        else:
+            yield LlamaDecoderLayer(decoder, config.make_attention())
 
 
 class SharedHead(nn.Module):
@@ -266,13 +267,13 @@ def register_deepseek_moe(
 
     def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         parsed = read(config)
-        return _spec(DeepseekMoeForCausalLM, parsed, config, dtype, parsed.decoder.num_hidden_layers, DEEPSEEK_TP_PLAN)
+        return deepseek_moe_spec(DeepseekMoeForCausalLM, parsed, config, dtype)
 
     def build_mtp_layer(config: Mapping[str, Any], dtype: torch.dtype, number: int, is_only: bool) -> ModelSpec:
         parsed = read(config)
         moe = replace(parsed.moe, sparse_layers=tuple(i == number for i in range(number + 1)))
         make = partial(MtpForCausalLM, number=number, is_only=is_only)
-        return _spec(make, replace(parsed, moe=moe), config, dtype, 1, _MTP_TP_PLAN)
+        return deepseek_moe_spec(make, replace(parsed, moe=moe), config, dtype, num_layers=1, tp_plan=_MTP_TP_PLAN)
 
     register_model(
         architecture,
@@ -283,15 +284,17 @@ def register_deepseek_moe(
     )
 
 
-def _spec(
+def deepseek_moe_spec(
     make: Callable[[DeepseekMoeModelConfig], nn.Module],
     parsed: DeepseekMoeModelConfig,
     config: Mapping[str, Any],
     dtype: torch.dtype,
-    num_layers: int,
-    tp_plan: Mapping[str, ShardStyle],
+    *,
+    num_layers: int | None = None,
+    tp_plan: Mapping[str, ShardStyle] = DEEPSEEK_TP_PLAN,
 ) -> ModelSpec:
-    state = StateGroup(name=KV_CACHES, layers=(parsed.layer_cache,) * num_layers)
+    """The spec of `make(parsed)`. config: the whole config.json. num_layers: of the module; None: all of the decoder's."""
+    state = StateGroup(name=KV_CACHES, layers=(parsed.layer_cache,) * (num_layers or parsed.decoder.num_hidden_layers))
     spec = decoder_spec(lambda: make(parsed), parsed.decoder, config, dtype, state=[state], tp_plan=tp_plan)
     widen_choice_biases(spec.module)
     return with_expert_parts(spec, parsed.moe)

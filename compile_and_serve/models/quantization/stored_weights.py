@@ -49,8 +49,15 @@ def with_stored_weights(spec: ModelSpec, *, requantize: bool = False) -> ModelSp
     except (TypeError, AttributeError) as error:  # of a field whose type no reader expects
         raise ModelConfigError(f"quantization_config has a field of a wrong type ({error}): check the model's config.") from error
     parts = {name: part for one in stored.values() for tensor in one.tensors for name, part in tensor.stacked_from.items()}
-    names = {**spec.weight_map, **_checkpoint_names(spec, stored)}
-    return replace(spec, quantized_weights=stored, parts={**spec.parts, **parts}, weight_map=names)
+    others = _checkpoint_names(spec, stored)
+    encoder = spec.encoder
+    if encoder is not None:  # it must know that the decoder's quantized tensors are not its own
+        own = {name for name, _ in encoder.module.named_parameters()}
+        unused = (name for one in stored.values() for name in one.unused)
+        not_own = dict.fromkeys(name for name in (*others, *others.values(), *parts, *unused) if name not in own)
+        encoder = replace(encoder, weight_map={**not_own, **encoder.weight_map})
+    names = {**spec.weight_map, **others}
+    return replace(spec, quantized_weights=stored, parts={**spec.parts, **parts}, weight_map=names, encoder=encoder)
 
 
 # Fields of formats that name the modules that are not quantized.

@@ -102,12 +102,14 @@ def with_encoder(
     prefixes: tuple[str, ...] = ("model.visual.", "visual."),
     unused: Iterable[str] = (),
     longer_names: tuple[str, str] | None = None,
+    parts_prefix: str = "",
 ) -> ModelSpec:
     """The spec of a model and of its encoder. text: of the decoder. The others are of the encoder; every rank runs it whole.
 
     Checkpoints have the decoder's tensors below `model.language_model.` or `model.`, or older ones below `language_model.model.`, and the
     encoder's below one of `prefixes`. unused: tensors of the encoder that this model does not read. longer_names: how names of the encoder
-    begin, and how in older checkpoints.
+    begin, and how in older checkpoints. parts_prefix: how names of the decoder's experts begin in checkpoints that hold each
+    linear of an expert as a tensor.
     """
     encoder = on_meta(make_encoder, dtype)
     of_encoder = [name for name, _ in encoder.named_parameters()]
@@ -116,9 +118,10 @@ def with_encoder(
     if longer_names is not None:
         theirs |= {name.replace(*longer_names, 1): target for name, target in theirs.items() if name.startswith(longer_names[0])}
     theirs = {f"{prefix}{name}": target for name, target in theirs.items() for prefix in prefixes}
-    names = [*of_text, *text.weight_map, *text.parts]
+    parts = {f"{parts_prefix}{name}": part for name, part in text.parts.items()}
+    names = [*of_text, *text.weight_map]
     longer = {name: name.replace("model.", "model.language_model.", 1) for name in names if name.startswith("model.")}
-    older = {f"language_model.{name}": text.weight_map.get(name, name) for name in names if name not in text.parts}
+    older = {f"language_model.{name}": text.weight_map.get(name, name) for name in names}
     three_rows = isinstance(text.module.get_submodule("model.rotary_emb"), ThreeRowRope)
     row = EncoderRow(width=decoder.hidden_size * (1 + num_features), dtype=dtype)
     return replace(
@@ -129,10 +132,10 @@ def with_encoder(
         weight_map={
             **text.weight_map,
             **older,
-            **{longer[name]: text.weight_map.get(name, name) for name in longer if name not in text.parts},
+            **{longer[name]: text.weight_map.get(name, name) for name in longer},
             **dict.fromkeys(theirs),
         },
-        parts={**text.parts, **{longer[name]: part for name, part in text.parts.items()}},
+        parts=parts,
         buffers={f"model.rotary_emb.{name}": value for name, value in rope_buffers(decoder).items()} if three_rows else text.buffers,
         encoder=ModelSpec(
             module=encoder,
@@ -143,7 +146,7 @@ def with_encoder(
             leading_rows=leading_rows,
             inputs=inputs,
             outputs=(StepOutput(name="rows", dims=(TOKENS, row.width)),),
-            weight_map={**theirs, **dict.fromkeys([*names, *longer.values(), *older, "lm_head.weight"])},
+            weight_map={**theirs, **dict.fromkeys([*names, *parts, *longer.values(), *older, "lm_head.weight"])},
             buffers=buffers,
             quantized_weights=stored,
         ),

@@ -67,6 +67,58 @@ class PatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedPatchConfig(PatchConfig):
+    """How images of any size become patches without being enlarged: black pixels fill up the last blocks (Kimi-K2.5).
+
+    max_pixels: of as many patches as an image may have before its sides are filled up. max_side: patches of an image's side.
+    """
+
+    max_side: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> PaddedPatchConfig:
+        """As `PatchConfig.read`. The settings may also have the names of Kimi's own processor, in `media_proc_cfg`."""
+        vision, given = vision_config(config), config.get("image_processor") or {}
+        settings = {**(given.get("media_proc_cfg") or {}), **given}
+        if settings.get("fixed_output_tokens") is not None:
+            raise ModelConfigError("fixed_output_tokens in the settings of the image processor is not supported: set it to null.")
+        size, merge = settings.get("size") or {}, vision.get("merge_kernel_size", (2, 2))
+        if not isinstance(merge, list | tuple) or len(merge) != 2 or merge[0] != merge[1]:
+            raise ModelConfigError(f"merge_kernel_size in the model's config must be two equal numbers, got {merge!r:.100}.")
+        limits = {
+            "max_patches": settings.get("max_patches", settings.get("in_patch_limit")),
+            "max_side": size.get("max_height", settings.get("patch_limit_on_one_side")),
+        }
+        patch = positive_int(vision, "patch_size", 14)
+        return cls(
+            patch_size=patch,
+            frames=1,
+            merge=positive_int({"merge_kernel_size": merge[0]}, "merge_kernel_size"),
+            channels=3,
+            mean=tuple(settings.get("image_mean") or _HALF),
+            std=tuple(settings.get("image_std") or _HALF),
+            min_pixels=0,
+            max_pixels=positive_int(limits, "max_patches", 16384) * patch**2,
+            max_side=positive_int(limits, "max_side", 512),
+        )
+
+    @property
+    def max_patches(self) -> int:
+        """Of an image, before its sides are filled up."""
+        return self.max_pixels // self.patch_size**2
+
+    @property
+    def max_tokens(self) -> int:
+        """No image has more. The limit is on whole patches, so that each side may have almost one patch more, and then a block."""
+        longest = -(-self.max_side // self.merge)
+        # An image is made smaller by its number of whole patches, of which a side has at least as many as here.
+        least = max(1, self.max_patches // self.max_side)
+        patches = self.max_patches * (least + 1) ** 2 // least**2
+        rows = ((count, min(self.max_side, patches // count)) for count in range(1, self.max_side + 1))
+        return max(min(longest, a // self.merge + 1) * min(longest, b // self.merge + 1) for a, b in rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TowerConfig:
     """How images of a fixed size become patches (SigLIP). rows, columns: of patches. The other fields are as in `PatchConfig`."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from compile_and_serve.runtime.audio.transcriber import Decode, Decoded
 from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
 from compile_and_serve.runtime.llm.actions import ActionMethods
 from compile_and_serve.runtime.llm.beams import BeamSearchOutput, beam_search_output
-from compile_and_serve.runtime.llm.pooling import PooledPrompt, PoolingMethods
+from compile_and_serve.runtime.llm.pooling import Output, PooledPrompt, PoolingMethods, PoolingRequestOutput
 from compile_and_serve.runtime.llm.progress import Progress
 from compile_and_serve.runtime.llm.prompts import Message, Prompt, PromptReader, StartedPrompt
 from compile_and_serve.runtime.llm.tools import ChatTools
@@ -28,7 +29,7 @@ from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepDat
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.parsers.events import Call
 from compile_and_serve.runtime.pooling.results import check_generates
-from compile_and_serve.runtime.pooling_params import PoolingParams
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
@@ -90,11 +91,15 @@ class _Job:
     prompt_token_ids: list[int]
     params: SamplingParams
     pooling: PoolingParams | None = None
+    step_data: StepData = field(default_factory=dict)
     step_arrays: dict[str, StepArray] = field(default_factory=dict)
     media: list[MediaItem] = field(default_factory=list)
     started: StartedPrompt | None = None  # what the other fields will be read from, once its media are prepared
     completions: list[Completion] = field(default_factory=list)
     unfinished: int = 0
+    fill: Callable[[_Job], None] | None = None  # sets the prompt's fields: a pooling job's prompt is prepared when it is its turn
+    convert: Callable[[Pooled], Any] | None = None  # makes `result` of what is pooled, while the device computes other jobs
+    result: Any = None
 
     @property
     def is_ready(self) -> bool:
@@ -170,7 +175,9 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         jobs = self._jobs(many, _params(sampling_params, len(many)))
         if lora_request is None or isinstance(lora_request, LoRARequest):
             lora_request = [lora_request] * len(jobs)
-        self._run(jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm)
+        for job, data in zip(jobs, step_data or (), strict=bool(step_data)):
+            job.step_data = data
+        self._run(jobs, priority or [0] * len(jobs), lora_request, show_progress=use_tqdm)
         return [self._result(job) for job in jobs]
 
     def chat(
@@ -262,7 +269,7 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
                 for beam in search.alive
             ]
             count = len(jobs)
-            self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=use_tqdm)
+            self._run(jobs, [0] * count, [lora_request] * count, show_progress=use_tqdm)
             left = iter(jobs)
             for search in searches:
                 entries = [next(left).completions[0].logprobs for _ in search.alive]
@@ -326,6 +333,9 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
 
     def _finish(self, job: _Job) -> None:
         """Read the job's prompt. Waits for its media."""
+        if job.fill is not None:
+            job.fill(job)
+            job.fill = None
         if job.started is None:
             return
         read, job.started = self._prompts.finish(job.started), None
@@ -335,9 +345,9 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
         job.prompt, job.step_arrays, job.media = read.text, read.step_arrays, read.media
         job.prompt_token_ids, job.params = self._inputs.prepare(read.prompt, params)
 
-    def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
+    def _new_job(self, token_ids: list[int], params: SamplingParams) -> _Job:
         self._num_requests += 1
-        return _Job(str(self._num_requests - 1), None, token_ids, params, pooling)
+        return _Job(str(self._num_requests - 1), None, token_ids, params)
 
     def _decode(self, jobs: Sequence[Decode]) -> list[Decoded]:
         asked = []
@@ -346,33 +356,41 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
             asked.append(self._new_job(ids, params))
             asked[-1].media = one.media
         count = len(asked)
-        self._run(asked, [0] * count, [{}] * count, [None] * count, show_progress=False)
+        self._run(asked, [0] * count, [None] * count, show_progress=False)
         return [Decoded.of(job.completions[0]) for job in asked]
 
-    def _pool(self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
-        jobs = [self._new_job(prompt.token_ids, prompt.sampling, prompt.pooling) for prompt in prompts]
-        count = len(jobs)
-        self._run(jobs, [0] * count, [prompt.step_data for prompt in prompts], [lora_request] * count, show_progress=show_progress)
-        return [(job.request_id, self._rows(job.completions[0].pooled, p.pooling)) for job, p in zip(jobs, prompts, strict=True)]
-
-    def _run(
+    def _pool(
         self,
-        jobs: list[_Job],
-        priorities: Sequence[int],
-        step_data: Sequence[StepData],
-        adapters: Sequence[LoRARequest | None],
+        prompts: Iterable[PooledPrompt],
+        count: int,
+        lora_request: LoRARequest | None,
+        convert: Callable[[np.ndarray], Output],
         *,
         show_progress: bool,
-    ) -> None:
-        """Run every job to its end. Those whose media are not prepared yet follow while the others run."""
+    ) -> list[PoolingRequestOutput[Output]]:
+        coming = iter(prompts)
+
+        def fill(job: _Job) -> None:
+            prompt = next(coming)
+            job.prompt_token_ids, job.params, job.pooling = prompt.token_ids, prompt.sampling, prompt.pooling
+            job.step_data, job.convert = prompt.step_data, partial(self._converted, prompt.pooling, convert)
+
+        jobs = [self._new_job([], SamplingParams()) for _ in range(count)]
+        for job in jobs:
+            job.fill = fill
+        self._run(jobs, [0] * count, [lora_request] * count, show_progress=show_progress)
+        return [PoolingRequestOutput(job.request_id, job.prompt_token_ids, job.result) for job in jobs]
+
+    def _run(self, jobs: list[_Job], priorities: Sequence[int], adapters: Sequence[LoRARequest | None], *, show_progress: bool) -> None:
+        """Run every job to its end. Those that are not prepared yet follow while the others run."""
         engine_ids: list[str] = []
-        waiting = deque(zip(jobs, priorities, step_data, adapters, strict=True))
+        waiting = deque(zip(jobs, priorities, adapters, strict=True))
         tokens_ahead, added = self.engine.tokens_ahead, 0
         with Progress(len(jobs), show_progress) as progress:
             try:
                 while waiting or len(self._outputs):
                     while waiting and (waiting[0][0].is_ready or not len(self._outputs)):
-                        job, priority, data, lora = waiting.popleft()
+                        job, priority, lora = waiting.popleft()
                         self._finish(job)
                         sink = self._start(job, progress)
                         request = self._outputs.add(
@@ -381,7 +399,7 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
                             job.params,
                             sink,
                             priority=priority,
-                            step_data=data,
+                            step_data=job.step_data,
                             lora=lora,
                             pooling=job.pooling,
                         )
@@ -424,6 +442,8 @@ class LLM(PoolingMethods, TranscriptionMethods, ActionMethods):
             if delta.finish_reason is not None:
                 job.unfinished -= 1
                 if job.unfinished == 0:
+                    if job.convert is not None and completion.pooled is not None:
+                        job.result = job.convert(completion.pooled)
                     progress.request_done()
 
         return sink

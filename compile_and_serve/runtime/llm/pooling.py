@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from compile_and_serve.runtime.pooling.results import TOKEN_TASKS, check_task, prepare, rows_of, similarity, with_roles, with_rows
-from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
     import torch
 
+    from compile_and_serve.runtime.engine.client import SyncEngine
+    from compile_and_serve.runtime.engine.sync_replicas import SyncReplicas
     from compile_and_serve.runtime.lora.request import LoRARequest
     from compile_and_serve.runtime.messages import StepData
     from compile_and_serve.runtime.sampling_params import SamplingParams
     from compile_and_serve.runtime.text.input_processor import InputProcessor
+
+
+PREPARED = 64  # prompts prepared at once while a device computes others
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +76,19 @@ class PoolingMethods(ABC):
     """The part of `LLM` for models that pool."""
 
     _inputs: InputProcessor
+    engine: SyncEngine | SyncReplicas
 
     @abstractmethod
-    def _pool(self, prompts: list[PooledPrompt], lora_request: Any, *, show_progress: bool) -> list[tuple[str, np.ndarray]]:
-        """(request id, float32 [N, D]) of each prompt."""
+    def _pool(
+        self,
+        prompts: Iterable[PooledPrompt],
+        count: int,
+        lora_request: Any,
+        convert: Callable[[np.ndarray], Output],
+        *,
+        show_progress: bool,
+    ) -> list[PoolingRequestOutput[Output]]:
+        """Of each of `count` prompts, what `convert` makes of its rows, float32 [N, D]."""
 
     def embed(
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True, lora_request: LoRARequest | None = None
@@ -82,10 +96,9 @@ class PoolingMethods(ABC):
         """An embedding of every prompt, normalized unless the parameters say otherwise.
 
         prompts: as in `generate`. Raises `UnsupportedTaskError` if the model was not loaded for embeddings, and the other errors of
-        `generate`.
+        `generate`, those of a wrong prompt perhaps only when other prompts have run.
         """
-        found = self._run_pooling(prompts, "embed", pooling_params, lora_request, use_tqdm)
-        return [PoolingRequestOutput(i, ids, EmbeddingOutput(rows[0].tolist())) for i, ids, rows in found]
+        return self._run_pooling(prompts, "embed", pooling_params, lora_request, use_tqdm, lambda rows: EmbeddingOutput(rows[0].tolist()))
 
     def encode(
         self,
@@ -99,19 +112,18 @@ class PoolingMethods(ABC):
         """What the model pools of every prompt, as tensors: by default an embedding of each token."""
         import torch
 
-        found = self._run_pooling(prompts, pooling_task, pooling_params, lora_request, use_tqdm)
-        outputs = []
-        for request_id, ids, rows in found:
-            data = torch.from_numpy(rows.copy() if pooling_task in TOKEN_TASKS else rows[0].copy())
-            outputs.append(PoolingRequestOutput(request_id, ids, PoolingOutput(data)))
-        return outputs
+        def convert(rows: np.ndarray) -> PoolingOutput:
+            return PoolingOutput(torch.from_numpy(rows.copy() if pooling_task in TOKEN_TASKS else rows[0].copy()))
+
+        return self._run_pooling(prompts, pooling_task, pooling_params, lora_request, use_tqdm, convert)
 
     def classify(
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True, lora_request: LoRARequest | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The scores of a classifier's classes."""
-        found = self._run_pooling(prompts, "classify", pooling_params, lora_request, use_tqdm)
-        return [PoolingRequestOutput(i, ids, ClassificationOutput(rows[0].tolist())) for i, ids, rows in found]
+        return self._run_pooling(
+            prompts, "classify", pooling_params, lora_request, use_tqdm, lambda rows: ClassificationOutput(rows[0].tolist())
+        )
 
     def reward(
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True, lora_request: LoRARequest | None = None
@@ -139,22 +151,24 @@ class PoolingMethods(ABC):
         pooling, params = check_task("score", self._inputs.info), pooling_params or PoolingParams()
         pairs = with_roles(pairs_of(data_1, data_2), pooling)
         if pooling.kind == "classify":
-            prompts = self._pooled_prompts([first for first, _ in pairs], params, [second for _, second in pairs])
-            found = self._pool(prompts, lora_request, show_progress=use_tqdm)
-            return [
-                PoolingRequestOutput(request_id, prompt.token_ids, ScoringOutput(float(rows[0, 0])))
-                for prompt, (request_id, rows) in zip(prompts, found, strict=True)
-            ]
+            prompts = self._prepared([first for first, _ in pairs], params, [second for _, second in pairs])
+            return self._pool(prompts, len(pairs), lora_request, lambda rows: ScoringOutput(float(rows[0, 0])), show_progress=use_tqdm)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        prompts = self._pooled_prompts(texts, params)
-        found = self._pool(prompts, lora_request, show_progress=use_tqdm)
-        by_text = {text: (rows, prompt) for text, prompt, (_, rows) in zip(texts, prompts, found, strict=True)}
+        found = self._pool(self._prepared(texts, params), len(texts), lora_request, lambda rows: rows, show_progress=use_tqdm)
+        by_text = dict(zip(texts, found, strict=True))
         outputs = []
         for number, (first, second) in enumerate(pairs):
-            (first_ND, one), (second_ND, other) = by_text[first], by_text[second]
-            ids = [*one.token_ids, *other.token_ids]
-            outputs.append(PoolingRequestOutput(str(number), ids, ScoringOutput(similarity(first_ND, second_ND, pooling))))
+            one, other = by_text[first], by_text[second]
+            ids = [*one.prompt_token_ids, *other.prompt_token_ids]
+            outputs.append(PoolingRequestOutput(str(number), ids, ScoringOutput(similarity(one.outputs, other.outputs, pooling))))
         return outputs
+
+    def _prepared(self, prompts: Sequence[Any], params: PoolingParams, pairs: Sequence[str] | None = None) -> Iterator[PooledPrompt]:
+        """Prompts for the engine, some of which the device computes while the next ones are prepared. pairs: the second text of each."""
+        size = PREPARED if self.engine.tokens_ahead else max(1, len(prompts))
+        for begin in range(0, len(prompts), size):
+            part = slice(begin, begin + size)
+            yield from self._pooled_prompts(prompts[part], params, None if pairs is None else pairs[part])
 
     def _pooled_prompts(
         self, prompts: Sequence[Any], params: PoolingParams, pairs: Sequence[str | None] | None = None
@@ -166,19 +180,24 @@ class PoolingMethods(ABC):
         return [PooledPrompt(text, one.token_ids, one.sampling, one.step_data, params) for text, one in zip(texts, ready, strict=True)]
 
     def _run_pooling(
-        self, prompts: Any, task: PoolingTask, params: PoolingParams | None, lora_request: Any, show_progress: bool
-    ) -> list[tuple[str, list[int], np.ndarray]]:
+        self,
+        prompts: Any,
+        task: PoolingTask,
+        params: PoolingParams | None,
+        lora_request: Any,
+        show_progress: bool,
+        convert: Callable[[np.ndarray], Output],
+    ) -> list[PoolingRequestOutput[Output]]:
+        """convert: rows of a prompt, float32 [N, D] → its output."""
         check_task(task, self._inputs.info)
         params = with_rows(params or PoolingParams(), task)
         many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        prepared = self._pooled_prompts(many, params)
-        found = self._pool(prepared, lora_request, show_progress=show_progress)
-        return [(i, prompt.token_ids, rows) for prompt, (i, rows) in zip(prepared, found, strict=True)]
+        return self._pool(self._prepared(many, params), len(many), lora_request, convert, show_progress=show_progress)
 
-    def _rows(self, pooled: Any, params: PoolingParams) -> np.ndarray:
+    def _converted(self, params: PoolingParams, convert: Callable[[np.ndarray], Output], pooled: Pooled) -> Output:
         info = self._inputs.info.pooling
         assert info is not None
-        return rows_of(pooled, params, info)
+        return convert(rows_of(pooled, params, info))
 
 
 def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:

@@ -33,6 +33,19 @@ def resized(height: int, width: int, block: int, min_pixels: int, max_pixels: in
     return new_height, new_width
 
 
+def padded(height: int, width: int, patch: int, merge: int, max_patches: int, max_side: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The size of an image that is made smaller if it must be, and never larger; and that size filled up to whole blocks.
+
+    max_patches: whole patches before it is filled up. max_side: patches of a side.
+    """
+    whole_patches = max(1, height // patch) * max(1, width // patch)
+    longest = max_side * patch
+    scale = min(1.0, math.sqrt(max_patches / whole_patches), longest / height, longest / width)
+    new_height, new_width = (min(longest, max(1, int(side * scale))) for side in (height, width))
+    block = merge * patch
+    return (new_height, new_width), (-(-new_height // block) * block, -(-new_width // block) * block)
+
+
 def blocks_of(frames_NHWC: np.ndarray, patch: int, merge: int) -> np.ndarray:
     """The blocks of a patch's frames, row by row: uint8 [blocks, merge², C · N · patch²]."""
     frames, height, width, channels = frames_NHWC.shape

@@ -14,6 +14,7 @@ from compile_and_serve.runtime.media.audio import AudioLimits
 from compile_and_serve.runtime.media.by_transformers import TransformersProcessor
 from compile_and_serve.runtime.media.images import Image
 from compile_and_serve.runtime.media.info import MediaInfo
+from compile_and_serve.runtime.media.kimi_k25 import KimiK25Processor
 from compile_and_serve.runtime.media.llava import LlavaProcessor
 from compile_and_serve.runtime.media.mllama import MllamaProcessor
 from compile_and_serve.runtime.media.openvla import OpenVLAProcessor
@@ -80,6 +81,8 @@ class MediaProcessor(Protocol):
 
 Encode = Callable[[str], list[int]]
 PROCESSORS: dict[str, Callable[[Mapping[str, Any], Encode | None], MediaProcessor]] = {
+    "KimiK25ForConditionalGeneration": KimiK25Processor,
+    "Kimi_K25ForConditionalGeneration": KimiK25Processor,
     "LlavaForConditionalGeneration": LlavaProcessor,
     "OpenVLAForActionPrediction": OpenVLAProcessor,
     "Qwen2_5_VLForConditionalGeneration": partial(QwenVLProcessor, has_windows=True),

@@ -130,6 +130,8 @@ def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: i
     """
     tokens, seqs = largest_step_size(runner)
     many = min(tokens, 2 * token_range(seqs))  # more than decodes' kernels are for; libraries' products do run
+    if runner.spec.pooling is not None:
+        many = tokens  # Inductor chooses a kernel's tiles at its first call: they must suit steps of many texts
 
     def steps() -> None:
         with tuning_off():

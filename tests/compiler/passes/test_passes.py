@@ -16,7 +16,8 @@ from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
 from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.graph_pass import NORM_ADDS, PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.models.registry import build_model
 from tests.support.rewriting import KERNELS, check_unchanged, result_of, rewrite
 from tests.support.tiny_models import tiny_spec
 
@@ -236,6 +237,26 @@ def test_a_residual_of_another_dtype_is_added_after_the_linear() -> None:
     assert len(with_residual) == 2 * LAYERS - 1
     assert wide not in [node.args[7] for node in fused]
     assert list(wide.users) == [add]
+
+
+BERT = {
+    "architectures": ["BertModel"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(("kernels", "in_linears"), [(ALL_KERNELS, 4), (ALL_KERNELS | {NORM_ADDS}, 0)])
+def test_a_layer_norm_takes_the_residual_where_that_is_faster(kernels: frozenset[str], in_linears: int) -> None:
+    captured, _, records = rewrite(build_model(BERT, dtype=torch.bfloat16), kernels=kernels, verify=False)
+    fused = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.fused_linear.default)
+    assert len(fused) == result_of(records, "fuse_linears").matched == 2 * 4  # queries, keys and values are one
+    assert sum(node.args[7] is not None for node in fused) == in_linears
+    norms = captured.gm.graph.find_nodes(op="call_function", target=F.layer_norm)[1:]  # behind the embeddings'
+    assert [norm.args[0].target is torch.add for norm in norms] == [in_linears == 0] * 4
 
 
 def test_a_pass_that_others_need_cannot_be_disabled() -> None:

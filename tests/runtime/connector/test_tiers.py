@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from compile_and_serve.custom_ops.platform import register_platform
+from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers
 from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
 from compile_and_serve.runtime.connector.tiers.host_pages import HostPages
@@ -23,6 +25,7 @@ from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.scheduler.event_recorder import EventRecorder
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.platforms import OwnMemory
 from tests.support.processes import wait_until
 from tests.support.recurrent_models import write_recurrent
 
@@ -92,6 +95,30 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back(start: Callable[..., En
     assert stats["host_loaded_bytes"] > 0
     assert stats["host_failures"] == 0
     assert 0 < stats["host_usage"] <= 1
+    pool = core._scheduler.manager.pool
+    assert pool.num_free == pool.num_blocks
+
+
+@pytest.fixture
+def own_memory() -> Iterator[None]:
+    """Engines run on a device with memory of its own, as a GPU's."""
+    pytest.importorskip("triton")
+    register_platform("cpu", OwnMemory)
+    yield
+    register_platform("cpu", CpuPlatform)
+
+
+@pytest.mark.slow
+def test_a_device_with_memory_of_its_own(own_memory: None, start: Callable[..., EngineCore]) -> None:
+    """Its copies are enqueued after steps."""
+    expected = tokens_of(run_requests(start(), mixed_requests()))  # by its own kernels
+    core = start(kv_offloading_size=0.01, num_kv_blocks=40, max_model_len=120)
+    for _ in range(2):
+        assert tokens_of(run_requests(core, mixed_requests())) == expected
+    stats = core.stats().kv_tiers
+    assert stats["host_loaded_bytes"] > 0
+    assert stats["host_failures"] == 0
+    assert not copies_of(core)._running
     pool = core._scheduler.manager.pool
     assert pool.num_free == pool.num_blocks
 

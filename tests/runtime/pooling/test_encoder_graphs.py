@@ -103,9 +103,9 @@ def test_texts_replay_graphs_from_the_first_one_on(gpu: None, tmp_path: Path) ->
 
 
 def test_the_device_computes_while_requests_are_added(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second full step is launched once two have been added, and no earlier."""
+    """The second full step is launched once two have been added, and no earlier. Results are read while the next step runs."""
     events: list[str] = []
-    add_request, step = SyncEngine.add_request, SyncEngine.step
+    add_request, step, converted = SyncEngine.add_request, SyncEngine.step, LLM._converted
 
     def noted_add(engine: SyncEngine, request: EngineRequest) -> None:
         events.append("add")
@@ -115,13 +115,18 @@ def test_the_device_computes_while_requests_are_added(gpu: None, tmp_path: Path,
         events.append("step")
         return step(engine)
 
+    def noted_conversion(llm: LLM, *args: Any) -> Any:
+        events.append("convert")
+        return converted(llm, *args)
+
     monkeypatch.setattr(SyncEngine, "add_request", noted_add)
     monkeypatch.setattr(SyncEngine, "step", noted_step)
+    monkeypatch.setattr(LLM, "_converted", noted_conversion)
     prompts = [{"prompt_token_ids": [5 + i] * 128} for i in range(20)]
     folder = write_encoder(tmp_path / "model", "BertModel", num_hidden_layers=1)
     with LLM(str(folder), max_num_batched_tokens=512, max_model_len=512, enforce_eager=True, **OPTIONS) as llm:
         together = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
-        assert "".join(event[0] for event in events) == "a" * 8 + "s" + "aaaas" * 3 + "s"
+        assert "".join(event[0] for event in events) == "a" * 8 + ("scccc" + "aaaa") * 3 + "scccc" * 2
         for prompt, embedding in zip(prompts, together, strict=True):
             (alone,) = llm.embed([prompt], use_tqdm=False)
             np.testing.assert_allclose(alone.outputs.embedding, embedding, atol=1e-5)
