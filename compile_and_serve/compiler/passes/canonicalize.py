@@ -129,8 +129,8 @@ def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:
 
 
 def function_of_method(name: str) -> Callable[..., Any]:
-    """`add` → torch.add, `view` → torch.Tensor.view."""
-    function = getattr(torch, name, None)
+    """`add` → torch.add, `view` → torch.Tensor.view, `__eq__` → operator.eq."""
+    function = getattr(operator if name.startswith("__") else torch, name, None)
     return function if callable(function) else getattr(torch.Tensor, name)
 
 
