@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 
-FRACTION = 0.2
-MAX_SAVED, MAX_OWED = 8.0, 8.0  # of an account, in steps of decodes
+FRACTION = 0.5  # so decodes keep two thirds of their speed beside prompts of one other key, which get a third of the time
+MAX_SAVED, MAX_OWED = 32.0, 8.0  # of an account, in steps of decodes
 MAX_LONGER = 2.5  # steps of decodes by which one step should get longer
 PROBE_STEPS, FIRST_PROBE_STEPS = 64, 8  # after so many without a step of decodes alone, prompts wait for one
 _NEW_PART = 0.1  # of an average

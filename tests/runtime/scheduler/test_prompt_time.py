@@ -94,7 +94,7 @@ def test_prompts_of_one_key_take_little_from_decodes_of_another(attack: Load, de
     engine.longest.clear()
     engine.run(2.0)
     alone = 4 / DECODES * 2.0
-    assert engine.tokens["b"] > 0.75 * alone
+    assert engine.tokens["b"] > 0.62 * alone
     assert engine.num_started["a"] > 10, "and it is served"
     assert engine.longest["b"] < 4 * DECODES + PROMPTS
 
