@@ -22,7 +22,8 @@ from compile_and_serve.runtime.runner import item_encoder
 from tests.support.engines import run_requests, tiny_config
 from tests.support.kimi_k25_models import with_experts_in_4_bits
 from tests.support.media_reference import check_generated
-from tests.support.seeing_models import CLASSES, TINY, processor_of, reference, seeing_request, video_request, write_seeing
+from tests.support.seeing_classes import CLASSES, TINY
+from tests.support.seeing_models import processor_of, reference, seeing_request, video_request, write_seeing
 from tests.support.vision_models import FIRST, PROMPTS, QWEN, SECOND, TEXT, Parts, picture
 
 QUICK = ("llava_next", "qwen2_vl", "gemma3")

@@ -20,7 +20,7 @@ from compile_and_serve.runtime.media.speech import SpeechProcessor
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
 from tests.support.engines import request
-from tests.support.seeing_models import TINY
+from tests.support.seeing_classes import TINY
 
 RATE = 16_000
 SECONDS = 2  # of the longest audio, or of a window

@@ -15,7 +15,7 @@ from compile_and_serve.runtime.media.kimi_k25 import KimiK25Processor
 from compile_and_serve.runtime.media.patches import padded
 from compile_and_serve.runtime.media.prepared import MediaError
 from tests.support.kimi_k25_models import INT4, MERGE, PATCH, SETTINGS, text_config, their_resize, vision_config, with_published_config
-from tests.support.seeing_models import TINY
+from tests.support.seeing_classes import TINY
 
 
 def config_of_class() -> dict[str, Any]:
