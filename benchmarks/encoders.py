@@ -140,6 +140,7 @@ def server(args: argparse.Namespace) -> Iterator[tuple[int, float]]:
     """A server of the model: (its port, seconds until it was ready)."""
     command = [sys.executable, "-m", "compile_and_serve.serve.cli", "serve", str(args.model), "--port", "0", "--device", args.device]
     command += ["--dtype", args.dtype, "--num-threads", str(args.threads), "--max-model-len", "512"]
+    command += ["--no-access-log", "--throughput-log", "0"]  # nobody reads what it prints later
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=with_root())
