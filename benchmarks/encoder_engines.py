@@ -71,7 +71,7 @@ def fastembed(job: dict[str, Any]) -> tuple[Embed, str]:
 
 
 def llama_cpp(job: dict[str, Any]) -> tuple[Embed, str]:
-    """llama.cpp on a GGUF file that `--gguf` names, in batches of 512 tokens: with 2048 and 8192 it was slower."""
+    """llama.cpp on a GGUF file that `--gguf` names, in batches of 512 tokens."""
     import llama_cpp
 
     model = llama_cpp.Llama(

@@ -27,6 +27,7 @@ from compile_and_serve.models.vision.decoder import VisionLanguageForCausalLM, w
 from compile_and_serve.models.vision.patch_config import PaddedPatchConfig, vision_config
 from compile_and_serve.models.vision.patches import (
     PatchEmbedding,
+    PatchRope,
     flatten_inputs,
     normalization,
     patch_frequencies,
@@ -106,15 +107,8 @@ class PlacedPatches(PatchEmbedding):
         return x_TMD + self.pos_emb(grid_T4).to(x_TMD.dtype)
 
 
-class PlaneRope(nn.Module):
+class PlaneRope(PatchRope):
     """cos and sin of patches: pairs of a head's dimensions turn with x and with y by turns."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, head_dim: int, merge: int) -> None:
-        super().__init__()
-        self.merge = merge
-        self.register_buffer("inv_freq", patch_frequencies(head_dim), persistent=False)
 
     def forward(self, grid_T4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """→ float32 [T, M, 1, E / 2]"""

@@ -1,9 +1,8 @@
 """Whether drafting pays, from measured step times and acceptance.
 
 Two decisions, both from what was measured on this device with these requests:
-- Per batch size (in powers of two): is a step with drafting on worth more tokens per second than one with it off, by a margin that grows
-  with the batch? With drafting on, a step may have to wait for the tokens of the one before. The other mode is tried from time to time,
-  and less often each time it loses.
+- Per batch size (in powers of two): is a step with drafting on worth more tokens per second than one with it off? With drafting on, a
+  step may have to wait for the tokens of the one before. The other mode is tried from time to time, and less often each time it loses.
 - Per step: the number of draft tokens with the most expected tokens per second. Draft token j of a sequence that accepts each token with
   probability a is worth a^j tokens. Step times are measured by the number of draft tokens (in powers of two) and interpolated. They are
   no straight line: a step that is padded to a CUDA graph takes as long with one draft token as with all. So the time of a step with
@@ -22,9 +21,6 @@ _TRIAL_STEPS = 8
 _FIRST_TRIAL, _LAST_TRIAL = 64, 8192  # steps between two trials of the other mode
 _SETTLING_STEPS = 2  # at a change of mode, which belong to neither
 _HYSTERESIS = 1.02
-# With drafts, some sequences of a batch that begin together end later than others, and the last steps have few: what drafting must gain to
-# make up for it, for each doubling of the batch.
-_SPREAD = 0.02
 _SAMPLES = 2  # measurements that make a time known
 _STALE_STEPS = 64  # after which a time is measured again; twice as many each time, up to _LAST_TRIAL
 _PRIOR = 0.7  # acceptance that is assumed of a new request
@@ -95,9 +91,8 @@ class _StepTime:
 
 @dataclass(slots=True)
 class _BatchSizeStats:
-    """Measurements and the current mode of one range of batch sizes. least_gain: tokens per second by which drafting must be ahead."""
+    """Measurements and the current mode of one range of batch sizes."""
 
-    least_gain: float = 1.0
     is_on: bool = True
     until_trial: int = _FIRST_TRIAL
     trial_gap: int = _FIRST_TRIAL
@@ -147,8 +142,7 @@ class _BatchSizeStats:
 
     def _end_trial(self) -> None:
         self.unsettled = _SETTLING_STEPS
-        worth = {True: self.rates[True].value, False: self.least_gain * self.rates[False].value}
-        if worth[not self.is_on] > _HYSTERESIS * worth[self.is_on]:
+        if self.rates[not self.is_on].value > _HYSTERESIS * self.rates[self.is_on].value:
             self.is_on = not self.is_on
             self.trial_gap = _FIRST_TRIAL
             self.unsettled = 0
@@ -203,10 +197,7 @@ class Payoff:
             stats.record_time(num_drafts, seconds)
 
     def _stats_of(self, num_seqs: int) -> _BatchSizeStats:
-        size = num_seqs.bit_length()
-        if size not in self._stats:
-            self._stats[size] = _BatchSizeStats(least_gain=1 + _SPREAD * (size - 1))
-        return self._stats[size]
+        return self._stats.setdefault(num_seqs.bit_length(), _BatchSizeStats())
 
 
 def _range_of(num_drafts: int) -> int:

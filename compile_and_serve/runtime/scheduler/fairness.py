@@ -190,7 +190,7 @@ class Fairness:
     def _held_back(self, step: StepInFlight) -> set[Account]:
         """Keys whose prompts have made the steps of other keys' decodes so much longer that they wait."""
         found: set[Account] = set()
-        if not self.prompt_time.has_overdrawn:
+        if not self.prompt_time.may_have_overdrawn:
             return found
         for account in self._queue.accounts.values():
             if self.prompt_time.is_overdrawn(account.tenant.name):

@@ -32,7 +32,7 @@ class PromptTime:
         self._num_longer = 0  # steps since the last of decodes alone
 
     @property
-    def has_overdrawn(self) -> bool:
+    def may_have_overdrawn(self) -> bool:
         """Whether a key may be overdrawn."""
         return bool(self._saved)
 

@@ -58,20 +58,6 @@ def test_bad_drafts_cost_almost_nothing() -> None:
     assert rate > 0.98 * without
 
 
-def test_a_small_gain_is_worth_it_for_one_sequence_and_not_for_many() -> None:
-    """Drafts give 5 % more tokens per second. Many sequences would end at different times, and the last steps would have few."""
-    for num_seqs, gains in ((1, True), (64, False)):
-        payoff, modes = Payoff(), []
-        for _ in range(800):
-            modes.append(is_on := payoff.is_on(num_seqs))
-            if is_on:
-                payoff.record(num_seqs, 4 * num_seqs, 2 * num_seqs, 0.020 / 1.05, was_on=True)
-            else:
-                payoff.record(num_seqs, 0, num_seqs, 0.010, was_on=False)
-        assert (modes[400:].count(True) > 350) == gains
-        assert (modes[400:].count(False) > 350) != gains
-
-
 def test_drafting_comes_back_when_drafts_become_good() -> None:
     payoff = Payoff()
     simulate(payoff, num_seqs=4, acceptance=0.0, plain=0.010, per_token=0.001, waiting=0.002, steps=2000)
