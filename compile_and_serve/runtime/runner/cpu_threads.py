@@ -6,7 +6,8 @@ the others, several milliseconds at a time: fewer threads that are not interrupt
     cores = idle time of the cores that this process may use + CPU time of this process, per second
 
 is measured, and the next steps use that many threads, rounded, at most `num_threads`. Fewer threads get fewer cores, so this ends with
-what others leave, or with half of what all threads would get, if that is more. Attention's results have the same bits with any number,
+what others leave, or with half of what all threads would get, if that is more. After a pause steps begin with all threads: what others did
+while the engine had nothing to do says little. Attention's results have the same bits with any number,
 because it is always split for `num_threads`; torch's own kernels may round differently.
 """
 
@@ -16,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -57,22 +58,30 @@ class CpuThreads:
         self._idle, self._used, self._now = idle, used, now
         self.num_threads = self.current = num_threads
         self._said, self._fewest = False, 1
-        self._since = self._sampled_at = now()
+        self._since = self._sampled_at = self._ended_at = now()
         sample = idle() if num_threads > 1 else None
         self._follows = sample is not None
         self._sample = used() + (sample or 0.0)
 
-    def step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def step(self) -> Iterator[None]:
         """In the block, CPU kernels use as many threads as they get cores for."""
         if self._follows and self._now() - self._sampled_at >= _PERIOD:
             self._choose()
-        return nullcontext() if self.current == self.num_threads else self._fewer()
+        try:
+            with nullcontext() if self.current == self.num_threads else self._fewer():
+                yield
+        finally:
+            self._ended_at = self._now()
 
     def _choose(self) -> None:
         now, idle = self._now(), self._idle()
         sample = self._used() + (idle or 0.0)
         cores = (sample - self._sample) / (now - self._sampled_at)
         self._sample, self._sampled_at = sample, now
+        if now - self._ended_at >= _PERIOD:
+            self._since, self.current = now, self.num_threads
+            return
         if self.current < self.num_threads and now - self._since >= _TRY_ALL_AFTER:
             self._since, self.current = now, self.num_threads
             return

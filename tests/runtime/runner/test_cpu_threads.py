@@ -74,6 +74,18 @@ def test_a_machine_without_load_loses_no_step_to_it() -> None:
 
 
 @pytest.mark.usefixtures("four_threads")
+def test_what_others_did_during_a_pause_does_not_count() -> None:
+    machine = Machine(cores=4, num_threads=4)
+    machine.run(1.0)
+    machine.now += 60  # no requests, and others use all cores until the next one comes
+    assert machine.run(0.01) == 4
+    machine.loops = 4
+    assert machine.run(0.5) < 4
+    machine.now += 60
+    assert machine.run(0.01) == 4
+
+
+@pytest.mark.usefixtures("four_threads")
 def test_all_threads_are_tried_again_where_others_yield() -> None:
     """Processes of a lower priority use every core that is free, and leave it to whoever wants it."""
     machine = Machine(cores=4, num_threads=4)
@@ -96,8 +108,8 @@ def test_where_the_system_says_nothing_all_threads_run(monkeypatch: pytest.Monke
     now = iter(range(100))
     threads = CpuThreads(2, idle=lambda: None, used=lambda: 0.0, now=lambda: float(next(now)))
     for _ in range(3):
-        threads.step()
-        assert threads.current == 2
+        with threads.step():
+            assert threads.current == 2
 
 
 @pytest.mark.skipif(cpu_kernel_library() is None, reason="needs the C++ kernels")
