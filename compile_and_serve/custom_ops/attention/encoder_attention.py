@@ -15,6 +15,7 @@ from itertools import groupby, pairwise
 import torch
 import torch.nn.functional as F
 
+from compile_and_serve.custom_ops.attention.flash_attention3 import flash_attention3, flash_attention3_runs
 from compile_and_serve.custom_ops.compat import packed_attention
 from compile_and_serve.custom_ops.jit.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.library import ROWS, OpKind, Sharding, define
@@ -46,6 +47,10 @@ def _encoder_attention(
     platform = platform_of(q.device)
     if columns_F is None and q.dtype in _PACKED_DTYPES and platform.runs_cuda_kernels:
         starts, longest = _starts_on_device(ends_T, q.shape[0], max_segment, rows)
+        if not window and flash_attention3_runs(q.device, q.dtype, q.shape[-1]):
+            out_NHE = torch.empty(q_NHE.shape, dtype=q.dtype, device=q.device)
+            flash_attention3(q_NHE, k_NKE, v_NKE, starts, starts, (longest, longest), scale, out_NHE, is_causal=False)
+            return out_NHE.view(q.shape)
         return packed_attention(q_NHE, k_NKE, v_NKE, starts, longest, scale, window).view(q.shape)
     query_bias_NHR = None if key_places_RHE is None else _products(q_NHE, key_places_RHE, scale)
     key_bias_NHR = None if query_places_RHE is None else _products(k_NKE, query_places_RHE, scale)

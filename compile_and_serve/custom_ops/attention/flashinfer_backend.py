@@ -1,4 +1,4 @@
-"""Attention backend `flashinfer`: FlashInfer for prompts, our one-kernel decode for sequences with one query token.
+"""Attention backend `flashinfer`: libraries' kernels for prompts, our one-kernel decode for sequences with one query token.
 
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block,
 M block-table columns.
@@ -9,6 +9,8 @@ dtype. If that would take more than EXPANDED_BYTES in a step, Triton's kernel ru
 Windows and soft caps have modules of their own; sinks, ALiBi and chunks are left to the backend `triton`.
 On Hopper, FA3 runs long prompts and large steps of prompts, and Triton's kernel the others (it was faster than FA2, but FA2's time
 included its launches). On other GPUs FA2 runs all prompts.
+FA3 is there from the first prompt on if the package `fa3-fwd` is installed (`flash_attention3.py`). It has no pages: the context of prompts
+that continue is expanded, for any cache, within EXPANDED_BYTES. FlashInfer's module runs what it does not have.
 Decode needs no plan, so a CUDA graph of it serves any length. Prompts are planned on the host once per step, at the first layer, when the
 numbers of heads are known; all layers share the plan. Until the module that a step needs is built, which happens in the background,
 Triton's kernel runs the step.
@@ -16,25 +18,29 @@ Triton's kernel runs the step.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
+from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts, flash_attention3_runs
 from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape, FlashInferPrefill
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.state.kind import AttentionFeature
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
+
+Prefill = FlashInferPrefill | FlashAttention3Prompts
 
 WORKSPACE_BYTES = 256 << 20
 EXPANDED_BYTES = 512 << 20  # e.g. 131072 tokens of 8 heads of 128 values
@@ -60,12 +66,12 @@ class StepPlan:
     seq_lens: np.ndarray  # of the prompts
     num_keys: int  # the sum of seq_lens
     is_fresh: bool  # no prompt has a cached prefix
-    prefills: dict[AttentionShape, FlashInferPrefill | None]  # None: Triton's kernels run them
+    prefills: dict[AttentionShape, Prefill | None]  # None: Triton's kernels run them
     pages_3J: torch.Tensor | None = None  # of the prompts, where they are expanded: see `expand_pages`
 
 
 class FlashInferAttention(TritonAttention):
-    """FlashInfer for some prompts, Triton's kernels for everything else. Each state group has an instance; all share a workspace."""
+    """Libraries' kernels for some prompts, Triton's for everything else. Each state group has an instance; all share a workspace."""
 
     name = "flashinfer"
 
@@ -78,9 +84,9 @@ class FlashInferAttention(TritonAttention):
         self._uses_modules = True
         self._workspace: torch.Tensor | None = None
         self.planned_step: StepPlan | None = None
-        self._announced: set[tuple[Variant, bool]] = set()
+        self._announced: set[str] = set()
         self._announced_large = False
-        self._expands = False  # a step had an 8-bit cache
+        self._expands = False  # a step had pages that are expanded, or will have them
 
     def unsupported_reason(
         self,
@@ -99,7 +105,7 @@ class FlashInferAttention(TritonAttention):
             return reason
         if dtype not in (torch.bfloat16, torch.float16):
             return f"FlashInfer computes in bfloat16 or float16, not {dtype}"
-        if head_dim not in _HEAD_DIMS:
+        if head_dim not in _HEAD_DIMS and not flash_attention3_runs(device, dtype, head_dim):
             return f"FlashInfer's kernels are used for head sizes {_HEAD_DIMS}, not {head_dim}"
         if missing := features - _FEATURES:
             return f"FlashInfer's prefill kernels have no {', '.join(sorted(missing))}"
@@ -190,6 +196,8 @@ class FlashInferAttention(TritonAttention):
             num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, kv_cache.dtype, scale, metadata.window, scores.soft_cap
         )
         prefill = self.planned_prefill(shape, q_THE.device, metadata)
+        if self._expands and metadata.max_query_len > 1 and is_compiling_ahead():  # steps of these sizes may not expand pages
+            expand_pages(kv_cache, torch.zeros(3, 1, dtype=torch.int64, device=q_THE.device), 1, q_THE.dtype)
         if prefill is None:
             return super()._run(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata, scores
@@ -251,8 +259,8 @@ class FlashInferAttention(TritonAttention):
         prefill.run(rotated_THE[ours], keys, values, out_THE[ours])
         return out_THE
 
-    def planned_prefill(self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata) -> FlashInferPrefill | None:
-        """FlashInfer's kernels, planned for this step and shape; None where Triton's run the step."""
+    def planned_prefill(self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata) -> Prefill | None:
+        """A library's kernels, planned for this step and shape; None where Triton's run the step."""
         if metadata.max_query_len == 1 or metadata.row_seq_lens is not None:
             return None
         if self.planned_step is None or self.planned_step.metadata is not metadata:
@@ -288,25 +296,30 @@ class FlashInferAttention(TritonAttention):
             return None
         return wanted
 
-    def _plan_prefill(self, shape: AttentionShape, device: torch.device, step: StepPlan) -> FlashInferPrefill | None:
+    def _plan_prefill(self, shape: AttentionShape, device: torch.device, step: StepPlan) -> Prefill | None:
         features: set[AttentionFeature] = set()
         if shape.window is not None:
             features.add("window")
         if shape.soft_cap > 0:
             features.add("soft_cap")
         modules = self.modules(shape.dtype, shape.head_dim, device, frozenset(features))
+        has_built = shape.window is None and flash_attention3_runs(device, shape.dtype, shape.head_dim)
+        self._expands |= has_built
         variant = self._choose(shape, step, modules.variants)
         if variant is None:
             return None
-        module = modules.load(variant)
-        if module is None and self._build:
-            modules.build_in_background()
-        if (variant, module is not None) not in self._announced:
-            self._announced.add((variant, module is not None))
-            used = "Triton" if module is None else f"FlashInfer {variant}"
-            logger.info("long prompts use %s; modules: %s", used, modules.status())
+        if has_built and (step.is_fresh or _expanded_bytes(shape, step) <= EXPANDED_BYTES):
+            self._announce("long prompts use FlashAttention-3 (fa3-fwd)")
+            prompts = FlashAttention3Prompts(device, shape.scale, shape.soft_cap)
+            self._plan(prompts, prompts.plan, shape, step)
+            return prompts
+        module = modules.load(variant) if shape.head_dim in _HEAD_DIMS else None
         if module is None:
+            if self._build and shape.head_dim in _HEAD_DIMS:
+                modules.build_in_background()
+            self._announce(f"long prompts use Triton; modules: {modules.status()}")
             return None
+        self._announce(f"long prompts use FlashInfer {variant}; modules: {modules.status()}")
         if self._workspace is None:
             self._workspace = _workspaces.get(device)
         if self._workspace is None:
@@ -317,12 +330,19 @@ class FlashInferAttention(TritonAttention):
             self._prefills[is_ragged] = FlashInferPrefill(variant, self._workspace, is_ragged=is_ragged)
         prefill = self._prefills[is_ragged]
         assert prefill not in step.prefills.values(), "layers with different heads share one FlashInfer plan"
-        self._plan(prefill, module, shape, step)
+        self._plan(prefill, functools.partial(prefill.plan, module, shape), shape, step)
         return prefill
 
-    def _plan(self, prefill: FlashInferPrefill, module: Any, shape: AttentionShape, step: StepPlan) -> None:
+    def _announce(self, what: str) -> None:
+        """Once for what kernels run, whatever the modules' states are."""
+        kernels = what.partition(";")[0]
+        if kernels not in self._announced:
+            self._announced.add(kernels)
+            logger.info("%s", what)
+
+    def _plan(self, prefill: Prefill, plan: Callable[..., None], shape: AttentionShape, step: StepPlan) -> None:
         if prefill.is_ragged and step.is_fresh:
-            prefill.plan(module, shape, step.query_start_loc, step.seq_lens, step.query_start_loc)
+            plan(step.query_start_loc, step.seq_lens, step.query_start_loc)
             return
         blocks = -(-step.seq_lens // shape.block_size)
         first_pages = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int32)
@@ -340,11 +360,11 @@ class FlashInferAttention(TritonAttention):
             pages = torch.from_numpy(np.stack([places, np.repeat(starts[:-1], blocks) + first_tokens, counts]))
             step.pages_3J = pages.to(table.device, non_blocking=True)
             step.pages_3J[0] = flat_table[step.pages_3J[0]]
-            prefill.plan(module, shape, step.query_start_loc, step.seq_lens, starts.astype(np.int32))
+            plan(step.query_start_loc, step.seq_lens, starts.astype(np.int32))
             return
         blocks_J = flat_table[torch.from_numpy(places).to(table.device, non_blocking=True)]
         last_page_lens = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
-        prefill.plan(module, shape, step.query_start_loc, step.seq_lens, first_pages, pages=(blocks_J, last_page_lens))
+        plan(step.query_start_loc, step.seq_lens, first_pages, pages=(blocks_J, last_page_lens))
 
 
 def _expanded_bytes(shape: AttentionShape, step: StepPlan) -> int:

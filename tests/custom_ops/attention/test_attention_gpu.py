@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 
 from compile_and_serve.custom_ops.attention import flashinfer_backend as attention_flashinfer
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention
-from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
+from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts, flash_attention3_unavailable_reason
+from compile_and_serve.custom_ops.attention.flashinfer_backend import FA3_MIN_QUERY_LEN, FlashInferAttention
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
@@ -65,6 +66,7 @@ def test_prompts_run_in_flashinfer(
     case: str, built: tuple[FlashInferAttention, int | None, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
+    monkeypatch.setattr(attention_flashinfer, "flash_attention3_runs", lambda *_: False)
     backend, window, soft_cap = built
     batch, (H, K, E) = cases.BATCHES[case], (32, 8, 128)
     metadata, num_blocks = cases.make_metadata(batch, backend, window=window)
@@ -302,3 +304,26 @@ def decode_steps(use_graph: bool) -> list[torch.Tensor]:
 def test_decode_steps_replayed_from_one_graph() -> None:
     for plain, replayed in zip(decode_steps(False), decode_steps(True), strict=True):
         assert torch.equal(plain, replayed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("cached", [0, 100])
+def test_prompts_run_in_flash_attention3(head_dim: int, cached: int) -> None:
+    if reason := flash_attention3_unavailable_reason(CUDA):
+        pytest.skip(reason)
+    backend, (H, K, E) = FlashInferAttention(build=False), (8, 2, head_dim)
+    lengths = (FA3_MIN_QUERY_LEN, 40, 700)
+    batch = cases.Batch(query_lens=lengths, seq_lens=tuple(cached + length for length in lengths))
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    to_cuda(metadata)
+    q, k, v = random(metadata.num_tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
+    cache = random_cache(num_blocks, 2, K, batch.block_size, E, torch.bfloat16)
+    outs = []
+    for one in (backend, TorchAttention()):
+        metadata.backend = one
+        one.plan(metadata)
+        outs.append(one.forward(q, k, v, cache.clone(), E**-0.5, metadata, Scores()))
+    assert backend.planned_step is not None
+    [prefill] = backend.planned_step.prefills.values()
+    assert isinstance(prefill, FlashAttention3Prompts)
+    assert relative_error(outs[0], outs[1].double()) < LIMIT
