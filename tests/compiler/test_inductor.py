@@ -204,6 +204,25 @@ def test_where_kernels_are_tritons_reads_of_symbolic_length_count(tmp_path: Path
         torch.testing.assert_close(compiled.run([count, x, y, weight, bias])[0], F.layer_norm(x + y, (64,), weight, bias))
 
 
+class Patches(nn.Module):
+    def forward(self, tokens: int, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.linear(torch.tanh(x), weight),)
+
+
+def test_a_linear_of_several_rows_a_token_is_compiled(tmp_path: Path) -> None:
+    """torch 2.11 cannot trace it as it is."""
+    mode, symbols = fake_mode_with_symbols(["tokens"], {"tokens": 1 << 16})
+    gm = symbolic_trace(Patches())
+    with mode:
+        values = [symbols["tokens"], torch.empty((symbols["tokens"], 4, 16), device="meta"), torch.empty(8, 16, device="meta")]
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
+        node.meta["example_value"] = value
+    compiled = start_piece(gm, CPU, tmp_path).result()
+    for count in (1, 7):
+        x, weight = torch.randn(count, 4, 16), torch.randn(8, 16)
+        torch.testing.assert_close(compiled.run([count, x, weight])[0], F.linear(torch.tanh(x), weight))
+
+
 @pytest.fixture
 def two_compile_threads() -> Iterator[None]:
     """With one core, no processes would be started."""
