@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def cpu_name() -> str:
     flags = fields.get("flags", "").split()
     sets = [name for name in INSTRUCTION_SETS if name in flags]
     return f"{fields.get('model name', 'unknown CPU')} ({' '.join(sets)})"
+
+
+def error_head(error: BaseException) -> str:
+    """What an error says first, and which of our lines raised it: the rest of a CUDA error is pages of C++ frames."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(ROOT)]
+    where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[:-6:-1])
+    said = " ".join(line.strip() for line in str(error).splitlines()[:3])
+    return f"{type(error).__name__}: {said[:300]} ({where})"
 
 
 def environment() -> dict[str, str]:

@@ -28,10 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import environment
+from benchmarks.common import environment, error_head
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.runtime.media.images import decode_image
+from compile_and_serve.runtime.media.prepared import PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
 
@@ -47,6 +48,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     given = parser.parse_args()
+    try:
+        _measure(given)
+    except Exception as error:  # an interpreter that ends with a CUDA error prints pages behind it
+        print(json.dumps({"model": given.config.name, "error": error_head(error), **environment()}), flush=True)
+        raise
+
+
+def _measure(given: argparse.Namespace) -> None:
     device = resolve_device(given.device, None)
     platform = platform_of(device)
     config = read_folder_config(given.config)
@@ -75,7 +84,7 @@ def main() -> None:
         "max_encoder_tokens": given.images * max(tokens, most // processor.patches.block_pixels**2),
     }
     with LLM(str(given.config), **options, **media) as llm:
-        encoder_ms = _encoder(llm, given.images, tokens, platform.synchronize)
+        encoder_ms = _encoder(llm, processor.image(image, b""), given.images, platform.synchronize)
         flops = given.images * _flops(config["vision_config"], processor, tokens)
         rate = _gemm_rate(device, platform.synchronize)
         show(
@@ -136,11 +145,12 @@ def _median_ms(work: Callable[[], object], rounds: int) -> float:
     return round(1e3 * statistics.median(times), 3)
 
 
-def _encoder(llm: LLM, images: int, tokens: int, wait: Callable[[], object]) -> float:
+def _encoder(llm: LLM, image: PreparedMedia, images: int, wait: Callable[[], object]) -> float:
     """Milliseconds of a step of so many images."""
     engine: Any = llm.engine
     encoder = engine.core.executor.worker.runner.encoder
-    step = encoder._step([tokens] * images, [{}] * images)
+    (item,) = image.items
+    step = encoder._step([item.length] * images, [{name: [array] for name, array in item.arrays.items()}] * images)
 
     def run() -> None:
         encoder._steps.run(step)

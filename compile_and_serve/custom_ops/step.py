@@ -123,6 +123,8 @@ class StepInput:
     were sampled last; "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it
     at each step. optional: where it is 0 for all tokens (`fill` may then give None), the step may run without it: without the pass that
     added it, or, of a model's own input, without that argument of `forward`. All decodes of a sequence have the same value.
+    ends_segments: the first values are where segments of the step end, in tokens, ascending; the others are 0 or repeat the last one. The
+    step's metadata then says how many segments there are (`StepLengths.num_segments`). Of one input at most.
     Raises `ValueError` for an input of the host without `fill` and `write`, or with both, and for one of the device with `fill`, or which
     is optional.
     """
@@ -135,6 +137,7 @@ class StepInput:
     source: InputSource = "host"
     advance: Advance | None = None
     optional: bool = False
+    ends_segments: bool = False
     arrays: tuple[ArrayInfo, ...] = ()
 
     def __post_init__(self) -> None:

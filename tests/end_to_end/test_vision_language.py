@@ -10,6 +10,8 @@ import torch
 
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.pipeline import compile_model
+from compile_and_serve.custom_ops.attention.encoder_attention import _starts_on_device
+from compile_and_serve.custom_ops.step import SEQUENCES, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
@@ -26,11 +28,14 @@ from tests.support.vision_models import (
     Parts,
     engine_request,
     generated,
+    picture,
     video_request,
     write_qwen,
 )
 
 pytest.importorskip("PIL")
+
+import PIL.Image
 
 
 class Checkpoint:
@@ -92,6 +97,28 @@ def test_a_video_gives_what_transformers_gives(checkpoint: Checkpoint) -> None:
     tokens, logprobs = generated(checkpoint.model, checkpoint.name, one, [], inputs)
     assert tokens_of({"video": steps})["video"] == tokens
     assert [entry.logprobs[0] for step in steps for entry in step.new_logprobs or ()] == pytest.approx(logprobs, abs=1e-3)
+    core.shutdown()
+
+
+def test_windows_of_a_step_are_counted(tmp_path: Path) -> None:
+    """A kernel runs programs for each segment: entries beyond the last window end none."""
+    write_qwen("qwen2_5", tmp_path)
+    core: Any = EngineCore(tiny_config(tmp_path, load_format="dummy", skip_tokenizer_init=True, max_encoder_tokens=3 * MAX_TOKENS))
+    encoder = core.executor.worker.runner.encoder
+    processor = QwenVLProcessor(read_folder_config(tmp_path), has_windows=True)
+    [item] = processor.image(PIL.Image.fromarray(picture(1, 56, 40)), b"").items  # 7 × 5 blocks, in windows of 2 × 2
+    arrays = {name: [array] for name, array in item.arrays.items()}
+    for given, windows in (([arrays, arrays], 2 * 4 * 3), ([arrays, {}], 4 * 3 + 9), ([{}], 9)):
+        step = encoder._step([35] * len(given), given)
+        assert step.metadata[SEQUENCES].num_segments == windows
+        ends = step.inputs["window_ends"][:windows].tolist()
+        assert ends == sorted({*ends})
+        assert ends[-1] == step.num_tokens
+        with running(step.metadata):
+            starts, longest = _starts_on_device(step.inputs["window_ends"], step.padded_tokens, 4, 4)
+        assert (starts.tolist(), longest) == ([0, *(4 * end for end in ends)], 16)
+        assert sorted(step.inputs["block_order"].tolist()) == list(range(step.num_tokens))
+        assert encoder._steps.run(step).outputs["rows"].isfinite().all()
     core.shutdown()
 
 

@@ -51,7 +51,7 @@ _THIRD_VISION = {"depth": 4, "num_position_embeddings": 36, "deepstack_visual_in
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Name → prefix of transformers' classes, and what its configs add.
 QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2_5": ("Qwen2_5_VL", _SECOND, {"depth": 3, "window_size": 16, "fullatt_block_indexes": [1]}),
+    "qwen2_5": ("Qwen2_5_VL", _SECOND, {"depth": 3, "window_size": 16, "fullatt_block_indexes": [1], "intermediate_size": 44}),
     "qwen3": ("Qwen3VL", _THIRD, _THIRD_VISION),
     "qwen3_moe": ("Qwen3VLMoe", _THIRD | _EXPERTS, _THIRD_VISION),
 }

@@ -3,8 +3,9 @@
     F.linear(x, a), F.linear(x, b)  →  F.linear(x, cat(a, b)).split(…)
 
 One kernel reads x once, instead of two or three kernels; for small batches, one large product is faster than several small ones. The
-weights are concatenated once, while they are loaded. Weights in different group-quantized formats are not merged, nor are linears of
-different modules: where attention and MLP read the same input, the MLP's part would cross the split at attention as a strided view.
+weights are concatenated once, while they are loaded. Where some of the linears have a bias and some have none (Whisper's keys), the others
+get zeros. Weights in different group-quantized formats are not merged, nor are linears of different modules: where attention and MLP read
+the same input, the MLP's part would cross the split at attention as a strided view.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     weight_of,
 )
 from compile_and_serve.custom_ops.stored_weight import GroupedParts
+from compile_and_serve.custom_ops.weight_functions import weight_function
+
+
+@weight_function("cat_biases")
+def _cat_biases(*parts: torch.Tensor | int) -> torch.Tensor:
+    """parts: biases, and of linears without one the number of their outputs, which get zeros."""
+    like = next(part for part in parts if isinstance(part, torch.Tensor))
+    return torch.cat([like.new_zeros(part) if isinstance(part, int) else part for part in parts])
 
 
 class MergeLinears(BasePass):
@@ -73,20 +82,16 @@ def _why_not(group: list[Node]) -> str | None:
         return "a weight of the group is computed, not a parameter"
     if len({tensor_of(node.args[1]).dtype for node in group}) > 1:
         return "the weights have different dtypes"
-    biases = [_bias(node) for node in group]
-    if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
-        return "some linears of the group have a bias and some have none"
+    if any(bias is not None and weight_of(bias) is None for bias in map(_bias, group)):
+        return "a bias of the group is computed, not a parameter"
     return None
 
 
 def _merge(gm: GraphModule, group: list[Node], ctx: PassContext) -> None:
     weights = [arguments(node)[1] for node in group]
     weight = ctx.derived_weight(gm, _merged_name(weights), "cat", *weights)
-    biases = [_bias(node) for node in group]
-    bias = None
-    if biases[0] is not None:
-        bias = ctx.derived_weight(gm, _merged_name(biases), "cat", *biases)
     sizes = [tensor_of(node.args[1]).shape[0] for node in group]
+    bias = _merged_bias(gm, [_bias(node) for node in group], sizes, _merged_name(weights), ctx)
     with gm.graph.inserting_before(group[0]):
         linear = ctx.call(gm, F.linear, group[0].args[0], weight, bias, origin=group[0])
         parts = ctx.call(gm, torch.split, linear, sizes, -1, origin=group[0])
@@ -95,6 +100,18 @@ def _merge(gm: GraphModule, group: list[Node], ctx: PassContext) -> None:
             node.replace_all_uses_with(part)
     for node in group:
         gm.graph.erase_node(node)
+
+
+def _merged_bias(gm: GraphModule, biases: list[Any], sizes: list[int], weight: str, ctx: PassContext) -> Node | None:
+    """weight: the merged weight's name."""
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return None
+    if len(given) == len(biases):
+        return ctx.derived_weight(gm, _merged_name(biases), "cat", *biases)
+    parts = [size if bias is None else ctx.weights[bias.meta["weight"]].expression for bias, size in zip(biases, sizes, strict=True)]
+    name = f"{weight.rpartition('.')[0]}.bias"
+    return ctx.defined_weight(gm, name, ("cat_biases", *parts), near=given[0])
 
 
 def _merged_name(weights: list[Any]) -> str:

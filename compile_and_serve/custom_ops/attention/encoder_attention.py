@@ -92,11 +92,13 @@ def _products(x_NHE: torch.Tensor, places_RHE: torch.Tensor, scale: float) -> to
 
 def _starts_on_device(ends_T: torch.Tensor | None, num_tokens: int, max_segment: int, rows: int) -> tuple[torch.Tensor, int]:
     """Where segments begin, and the last one's end, and the longest one's length, in rows."""
+    lengths: StepLengths = current_metadata(SEQUENCES)
     if ends_T is None:
-        lengths: StepLengths = current_metadata(SEQUENCES)
         starts, longest = lengths.query_start_loc[: lengths.num_seqs + 1], lengths.max_query_len
     else:
-        starts, longest = F.pad(_ends(ends_T, num_tokens).to(torch.int32), (1, 0)), max_segment
+        # A kernel runs programs for each segment. An image of 1369 tokens has 100 windows, and 1269 entries that end none.
+        ends_S = _ends(ends_T, num_tokens)[: lengths.num_segments]
+        starts, longest = F.pad(ends_S.to(torch.int32), (1, 0)), max_segment
     return (starts if rows == 1 else starts * rows), longest * rows
 
 

@@ -32,6 +32,8 @@ class StepLengths:
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]
+    # Of an input that says where segments end (`StepInput.ends_segments`). None: as many as tokens at most.
+    num_segments: int | None = None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -172,7 +172,7 @@ def _encoder_inputs(config: OpenVLAConfig) -> tuple[StepInput, ...]:
     )
     if all(tower.leading == leading for tower in config.towers):
         return common
-    return (*common, StepInput(name="patch_ends", dtype=torch.int32, dims=(TOKENS,), fill=patch_ends))
+    return (*common, StepInput(name="patch_ends", dtype=torch.int32, dims=(TOKENS,), fill=patch_ends, ends_segments=True))
 
 
 def _unused(tower: TimmTower) -> list[str]:

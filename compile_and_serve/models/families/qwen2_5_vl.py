@@ -6,6 +6,7 @@ Shape legend: T tokens of the step (blocks of M patches, in the encoder), D widt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import nn
 
 from compile_and_serve.custom_ops.step import TOKENS, StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_data import ArrayInfo
+from compile_and_serve.custom_ops.stored_weight import ArrangedWeight, StoredTensor, StoredWeight
+from compile_and_serve.custom_ops.weight_functions import weight_function
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
 from compile_and_serve.models.decoder_spec import decoder_spec
 from compile_and_serve.models.families import register_model
@@ -88,9 +91,7 @@ class Qwen25VisionEncoder(nn.Module):
         self.max_window = window_blocks(config, patches) ** 2
         self.patch_embed = PatchEmbedding(patches, width, bias=False)
         self.rotary_pos_emb = PatchRope(width // heads, patches.merge)
-        self.blocks = nn.ModuleList(
-            VisionBlock(width, heads, positive_int(config, "intermediate_size")) for _ in range(positive_int(config, "depth"))
-        )
+        self.blocks = nn.ModuleList(VisionBlock(width, heads, inner_size(config)) for _ in range(positive_int(config, "depth")))
         self.merger = PatchMerger(width, patches.merge**2, positive_int(config, "out_hidden_size"))
 
     def forward(self, patches: torch.Tensor, grid: torch.Tensor, window_ends: torch.Tensor, block_order: torch.Tensor) -> torch.Tensor:
@@ -102,8 +103,9 @@ class Qwen25VisionEncoder(nn.Module):
         return self.merger(x_TMD)[block_order]
 
 
-def _fill_window_ends(batch: TokenBatch) -> np.ndarray:
-    ends_T = batch.positions + 1  # without windows, each token is one
+def _fill_window_ends(max_window: int, batch: TokenBatch) -> np.ndarray:
+    lengths_T = np.diff(batch.query_start_loc)[batch.sequence_of_token]
+    ends_T = np.minimum((batch.positions // max_window + 1) * max_window, lengths_T)  # of synthetic items
     for tokens, rows in batch.rows_of(WINDOW_END):
         ends_T[tokens] = rows
     distinct = np.unique(ends_T + np.repeat(batch.query_start_loc[:-1], np.diff(batch.query_start_loc)))
@@ -117,12 +119,43 @@ def _fill_block_order(batch: TokenBatch) -> np.ndarray:
     return order_T
 
 
-def _encoder_inputs(patches: PatchConfig) -> tuple[StepInput, ...]:
+def _encoder_inputs(vision: Mapping[str, Any], patches: PatchConfig) -> tuple[StepInput, ...]:
+    fill_ends = partial(_fill_window_ends, window_blocks(vision, patches) ** 2)
     return (
         *patch_inputs(patches),
-        StepInput(name="window_ends", dtype=torch.int32, dims=(TOKENS,), fill=_fill_window_ends, arrays=(ArrayInfo(name=WINDOW_END),)),
+        StepInput(
+            name="window_ends", dtype=torch.int32, dims=(TOKENS,), fill=fill_ends, ends_segments=True, arrays=(ArrayInfo(name=WINDOW_END),)
+        ),
         StepInput(name=BLOCK_ORDER, dtype=torch.int64, dims=(TOKENS,), fill=_fill_block_order, arrays=(ArrayInfo(name=BLOCK_ORDER),)),
     )
+
+
+def inner_size(vision: Mapping[str, Any]) -> int:
+    """Features inside of an MLP: those of the config, and up to 7 that are zero, so that rows begin at multiples of 16 bytes."""
+    return -(-positive_int(vision, "intermediate_size") // 8) * 8
+
+
+@weight_function("fill_up_with_zeros")
+def _fill_up_with_zeros(weight: torch.Tensor, *shape: int) -> torch.Tensor:
+    filled = weight.new_zeros(shape)
+    filled[tuple(slice(size) for size in weight.shape)] = weight
+    return filled
+
+
+def _stored_mlps(vision: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StoredWeight]:
+    """How checkpoints hold the MLPs' parameters: without features that `inner_size` adds."""
+    width, inner, stored_inner = positive_int(vision, "hidden_size"), inner_size(vision), positive_int(vision, "intermediate_size")
+    if inner == stored_inner:
+        return {}
+    shapes = {f"{name}_proj.{kind}": ("inner", "width")[:dims] for name in ("gate", "up") for kind, dims in (("weight", 2), ("bias", 1))}
+    shapes["down_proj.weight"] = ("width", "inner")
+    stored: dict[str, StoredWeight] = {}
+    for layer in range(positive_int(vision, "depth")):
+        for name, dims in shapes.items():
+            full, shape = ([size if dim == "inner" else width for dim in dims] for size in (inner, stored_inner))
+            tensor = StoredTensor(name=f"blocks.{layer}.mlp.{name}", shape=tuple(shape), dtype=dtype)
+            stored[tensor.name] = ArrangedWeight(value=("fill_up_with_zeros", tensor.name, *full), tensors=(tensor,))
+    return stored
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
@@ -147,9 +180,9 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
         config,
         dtype,
         lambda: Qwen25VisionEncoder(vision, patches),
-        inputs=_encoder_inputs(patches),
+        inputs=_encoder_inputs(vision, patches),
         buffers={**buffers, "rotary_pos_emb.inv_freq": patch_frequencies(width // positive_int(vision, "num_heads"))},
-        stored=stored_embedding("patch_embed.proj.weight", patches, width, dtype),
+        stored={**stored_embedding("patch_embed.proj.weight", patches, width, dtype), **_stored_mlps(vision, dtype)},
         max_item_tokens=patches.max_tokens,
     )
 

@@ -158,6 +158,7 @@ class StepBuffers(StagedArrays):
             max_seq_len=max_seq_len,
             query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
             seq_lens_cpu=host["seq_lens"][:seqs],
+            num_segments=self._num_segments(tokens, rows),
         )
         pages = {name: table.pages(seqs) for name, table in tables.items()}
         for name in self._token_groups:
@@ -177,6 +178,13 @@ class StepBuffers(StagedArrays):
             padded_tokens=tokens,
             uses_optional=uses_optional,
         )
+
+    def _num_segments(self, tokens: int, rows: int) -> int | None:
+        """Of the input that was filled with their ends; None: there is none."""
+        for one in self._host_inputs:
+            if one.ends_segments:
+                return int(np.argmax(self.host_input(one, tokens, rows))) + 1  # the first of the largest values
+        return None
 
     def update(self, step: Step, max_seq_len: int) -> None:
         """Reuse an earlier step of the same sequences: set their lengths, and the host's arrays that are filled now."""

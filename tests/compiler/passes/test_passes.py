@@ -18,7 +18,7 @@ from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
 from compile_and_serve.compiler.rewrite.graph_pass import NORM_ADDS, PassContext, PassError, PassResult, SkipReason
 from compile_and_serve.models.registry import build_model
-from tests.support.rewriting import KERNELS, check_unchanged, result_of, rewrite
+from tests.support.rewriting import KERNELS, check_unchanged, check_verified, result_of, rewrite
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3
@@ -66,6 +66,38 @@ def test_biases_are_merged_too() -> None:
     _, ctx, records = run(model={"attention_bias": True})
     assert records["merge_linears"].result == PassResult(matched=5 * LAYERS)
     assert ctx.weights["model.layers.0.self_attn.q_proj+k_proj+v_proj.bias"].spec.shape == (64 + 2 * 32,)
+
+
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "vocab_size": 32,
+    "num_mel_bins": 8,
+    "d_model": 32,
+    **{
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 64))
+    },
+    "max_source_positions": 12,
+    "max_target_positions": 16,
+    "decoder_start_token_id": 1,
+}
+
+
+def test_a_linear_without_a_bias_gets_zeros_beside_others_with_one() -> None:
+    """Whisper's keys have no bias. The verifier compares the results."""
+    spec = build_model(WHISPER, dtype=torch.float32).encoder
+    assert spec is not None
+    captured, ctx, records = rewrite(spec, dtype=torch.float32, kernels=ALL_KERNELS)
+    check_verified(records, "merge_linears")
+    assert records["merge_linears"].result == PassResult(matched=2 * 3 + 2 * 2)  # of two layers, and for two layers of the decoder
+    assert targets(captured).count(torch.ops.cas.fused_linear.default) == 2 * (1 + 3) + 2 + 3  # and the convolutions
+    prefix = "encoder.layers.1.self_attn"
+    bias = ctx.weights[f"{prefix}.q_proj+k_proj+v_proj.bias"]
+    q, v = torch.randn(32), torch.randn(32)
+    assert bias.sources == (f"{prefix}.q_proj.bias", f"{prefix}.v_proj.bias")
+    assert bias.fn(q, v).equal(torch.cat([q, torch.zeros(32), v]))
+    assert ctx.weights["cross.0.k_proj+v_proj.bias"].fn(v).equal(torch.cat([torch.zeros(32), v]))
 
 
 def test_rows_are_selected_before_the_last_mlp() -> None:
