@@ -96,10 +96,7 @@ def _linear_attention(
         from compile_and_serve.custom_ops.recurrent import triton_linear_attention
 
         state = list(zip(tensors[::2], tensors[1::2], strict=True))
-        out_THV = torch.zeros_like(v_THV, memory_format=torch.contiguous_format)
-        operands = Operands(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV)
-        triton_linear_attention.linear_attention(operands)
-        return out_THV
+        return triton_linear_attention.linear_attention(Operands(q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata))
     reason = cpu_unsupported_reason(q_TGK.dtype, tensors[0].dtype, q_TGK.shape[2], v_THV.shape[2])
     if platform.runs_cpp_kernels and reason is None and load_cpu_kernels():
         return torch.ops.cas.cpu_linear_attention.default(q_TGK, k_TGK, v_THV, log_decay, beta_TH, *tensors, *metadata.cpu_arguments)

@@ -59,9 +59,7 @@ def _short_convolution(x_TD: torch.Tensor, weight_DW: torch.Tensor, bias_D: torc
     if platform_of(x_TD.device).runs_triton_kernels:
         from compile_and_serve.custom_ops.recurrent import triton_short_convolution
 
-        out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-        triton_short_convolution.short_convolution(x_TD, weight_DW, bias_D, (inputs, columns), metadata, out_TD)
-        return out_TD
+        return triton_short_convolution.short_convolution(x_TD, weight_DW, bias_D, (inputs, columns), metadata)
     reason = cpu_unsupported_reason(x_TD.dtype, inputs.shape[3])
     if platform_of(x_TD.device).runs_cpp_kernels and reason is None and inputs.dtype == x_TD.dtype and load_cpu_kernels():
         return torch.ops.cas.cpu_short_convolution.default(x_TD, weight_DW, bias_D, inputs, columns, *metadata.cpu_arguments)

@@ -8,7 +8,7 @@ is one small product. The state at the next checkpoint's position is stored when
 
 Programs of the same head read each other's entries of earlier tokens while they write those of new ones: a ring is long enough for both if
 a step has few tokens (`layer_state.py`). The checkpoint's position is stored in each column of the values, so that each program has its
-own. Steps of more tokens take two launches: up to the next checkpoint, whose tokens leave no entries, and from there.
+own. Steps of more tokens are computed in two parts: up to the next checkpoint, whose tokens leave no entries, and from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.jit.triton_launch import launch
 from compile_and_serve.custom_ops.recurrent import fla_prompts
-from compile_and_serve.custom_ops.recurrent.fla_prompts import Operands
+from compile_and_serve.custom_ops.recurrent.fla_prompts import Operands, States
 from compile_and_serve.custom_ops.recurrent.layer_state import CHECKPOINT_TOKENS, ROLLBACK_TOKENS
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
@@ -40,9 +40,9 @@ def unit_offset(columns_ptr, pages_ptr, unit, page_stride, UNITS: tl.constexpr, 
     return page * page_stride + (unit % UNITS) * SIZE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_seq"])
 def _linear_attention_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, initial_ptr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, states_ptr, states_stride, first_seq,
     checkpoint_ptr, checkpoint_columns_ptr, keys_ptr, keys_columns_ptr, values_ptr, values_columns_ptr, decays_ptr, decays_columns_ptr,
     start_loc_ptr, seq_lens_ptr, read_ptr, write_ptr,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
@@ -54,6 +54,7 @@ def _linear_attention_kernel(
 ):  # fmt: skip
     block, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     D: tl.constexpr = K if PER_CHANNEL else 1
+    HAS_STATES: tl.constexpr = PART == FROM_CHECKPOINT and states_ptr is not None
     length = tl.load(seq_lens_ptr + seq)
     start = tl.load(start_loc_ptr + seq)
     computed = length - (tl.load(start_loc_ptr + seq + 1) - start)
@@ -79,8 +80,11 @@ def _linear_attention_kernel(
         source = unit_offset(checkpoint_columns_ptr, read, head, checkpoint_stride, CHECKPOINT_UNITS, K * V)
         target = unit_offset(checkpoint_columns_ptr, write, head, checkpoint_stride, CHECKPOINT_UNITS, K * V)
         moves = source != target
+        # Of `states`, which the step's sequences from `first_seq` on have.
+        states = (seq - first_seq).to(tl.int64) * states_stride + head * K * V
         begin = end * 0
-        if PART == FROM_CHECKPOINT and end > computed:  # another launch made it
+        is_passed = end > computed
+        if PART == FROM_CHECKPOINT and end > computed:  # what made it is done
             start += end - computed
             computed, begin, source, moves = end, end, target, end < 0
         elif computed > 0:
@@ -89,7 +93,13 @@ def _linear_attention_kernel(
             stored = tl.load(old_values + RING * V + block * BLOCK_C).to(tl.int32) // BLOCK * BLOCK
             begin = tl.minimum(tl.maximum(stored, earliest), latest)
         state = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
-        if begin > 0:
+        is_stored = begin > 0
+        if HAS_STATES:
+            is_stored = is_stored & (is_passed == 0)
+            if is_passed:
+                state = tl.load(states_ptr + states + state_KC, mask=ok_KC, other=0.0)
+                tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
+        if is_stored:
             state = tl.load(checkpoint_ptr + source + state_KC, mask=ok_KC, other=0.0).to(tl.float32)
             if moves and begin == end:
                 tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
@@ -131,7 +141,7 @@ def _linear_attention_kernel(
             last = end
         if PART == TO_BEGIN:
             last = computed
-            tl.store(initial_ptr + (seq * NUM_HEADS + head).to(tl.int64) * K * V + state_KC, state, mask=ok_KC)
+            tl.store(states_ptr + states + state_KC, state, mask=ok_KC)
         for position in range(computed, last):
             if position == end and position > computed:
                 tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
@@ -288,31 +298,40 @@ def _linear_attention_decode_kernel(
         tl.store(new_values + RING * V + cols_C, tl.zeros((BLOCK_C,), tl.float32) + end.to(tl.float32), mask=ok_C)
 
 
-def linear_attention(operands: Operands) -> None:
-    """`cas::linear_attention`. Tokens of padding are not written."""
-    if operands.metadata.max_query_len == 1:
-        _decode(operands)
-    elif operands.metadata.max_query_len <= ROLLBACK_TOKENS + 1:
-        _launch(ALL, operands)
+def linear_attention(operands: Operands) -> torch.Tensor:
+    """`cas::linear_attention`. Padding is 0."""
+    metadata = operands.metadata
+    if metadata.max_query_len <= ROLLBACK_TOKENS + 1:
+        out_THV = metadata.new_output(operands.v_THV, may_be_captured=True)
+        if metadata.max_query_len == 1:
+            _decode(operands, out_THV)
+        else:
+            _launch(ALL, operands, out_THV)
+        return out_THV
+    found = fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands, None))
+    if found is None:
+        out_THV, states = metadata.new_output(operands.v_THV), None
+        _launch(TO_CHECKPOINT, operands, out_THV)
     else:
-        if not fla_prompts.linear_attention(operands, partial(_launch, TO_BEGIN, operands)):
-            _launch(TO_CHECKPOINT, operands)
-        _launch(FROM_CHECKPOINT, operands)
+        out_THV, states = found
+    _launch(FROM_CHECKPOINT, operands, out_THV, states)
+    return out_THV
 
 
-def _decode(operands: Operands) -> None:
+def _decode(operands: Operands, out_THV: torch.Tensor) -> None:
     value_dim = operands.v_THV.shape[2]
     block = min(DECODE_COLUMNS, max(16, next_power_of_2(value_dim)))
-    _launch_kernel(_linear_attention_decode_kernel, operands, (), block, num_warps=DECODE_WARPS)
+    _launch_kernel(_linear_attention_decode_kernel, operands, (out_THV,), block, num_warps=DECODE_WARPS)
 
 
-def _launch(part: tl.constexpr, operands: Operands, initial_SHKV: torch.Tensor | None = None) -> None:
+def _launch(part: tl.constexpr, operands: Operands, out_THV: torch.Tensor | None, states: States | None = None) -> None:
     block = min(32, max(16, next_power_of_2(operands.v_THV.shape[2])))
-    _launch_kernel(_linear_attention_kernel, operands, (initial_SHKV,), block, PART=part.value, num_warps=4)
+    given = (None, 0, 0) if states is None else (states.states_RHKV, states.states_RHKV.stride(0), states.first_seq)
+    _launch_kernel(_linear_attention_kernel, operands, (out_THV, *given), block, PART=part.value, num_warps=4)
 
 
-def _launch_kernel(kernel: Any, operands: Operands, outputs: Sequence[torch.Tensor | None], block: int, **options: Any) -> None:
-    q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata, out_THV = operands
+def _launch_kernel(kernel: Any, operands: Operands, outputs: Sequence[torch.Tensor | int | None], block: int, **options: Any) -> None:
+    q_TGK, k_TGK, v_THV, log_decay, beta_TH, state, metadata = operands
     num_heads, value_dim = v_THV.shape[1:]
     num_key_heads, key_dim = k_TGK.shape[1:]
     checkpoint, keys, values, decays = (tensor for tensor, _ in state)
@@ -324,7 +343,6 @@ def _launch_kernel(kernel: Any, operands: Operands, outputs: Sequence[torch.Tens
         v_THV,
         log_decay,
         beta_TH,
-        out_THV,
         *outputs,
         *(tensor for pair in state for tensor in pair),
         metadata.query_start_loc,

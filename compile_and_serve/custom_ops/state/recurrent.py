@@ -58,6 +58,22 @@ class SlotMetadata(StepLengths):
         """int32 [S]: tokens of each sequence before this step."""
         return self.seq_lens - self.query_start_loc.diff()
 
+    def new_output(self, like: torch.Tensor, *, may_be_captured: bool = False) -> torch.Tensor:
+        """A contiguous tensor in the shape and dtype of `like` [T, …], for kernels that write every token of the step. Padding is 0.
+
+        may_be_captured: a CUDA graph may hold the step, whose replays have more padding or less: all of it is 0.
+        """
+        if may_be_captured:
+            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.clear_padding(out)
+        return out
+
+    def clear_padding(self, out: torch.Tensor) -> None:
+        """Make the rows of padding 0. out: [T, …]."""
+        if len(out) > self.num_tokens:
+            out[self.num_tokens :].zero_()
+
     @property
     def cpu_arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """The last arguments of every C++ kernel of these ops."""

@@ -21,11 +21,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def triton_linear_attention(*args: Any) -> torch.Tensor:
     from compile_and_serve.custom_ops.recurrent import triton_linear_attention as kernels
 
-    inputs, tensors = args[:5], args[5:]
-    out = torch.zeros_like(inputs[2])
+    q, k, v, decay, beta, *tensors = args
     state = list(zip(tensors[::2], tensors[1::2], strict=True))
-    kernels.linear_attention(Operands(*inputs, state, current_metadata(RECURRENT_STATES), out))
-    return out
+    return kernels.linear_attention(Operands(q, k, v, decay, beta, state, current_metadata(RECURRENT_STATES)))
 
 
 KINDS = pytest.mark.parametrize(("delta", "per_channel"), [(True, False), (True, True), (False, False)], ids=["delta rule", "KDA", "SSD"])
@@ -59,9 +57,7 @@ def test_short_convolution(dtype: torch.dtype) -> None:
         x_TD = torch.cat([x_STD[s, begin:end] for s, (begin, end) in spans.items()])
 
         def run(x_TD: torch.Tensor = x_TD) -> torch.Tensor:
-            out_TD = torch.zeros_like(x_TD)
-            kernels.short_convolution(x_TD, weight_DW, bias_D, ours.parts[0], current_metadata(RECURRENT_STATES), out_TD)
-            return out_TD
+            return kernels.short_convolution(x_TD, weight_DW, bias_D, ours.parts[0], current_metadata(RECURRENT_STATES))
 
         out_TD = ours.step(spans, run, moving)
         want_TD = theirs.step(

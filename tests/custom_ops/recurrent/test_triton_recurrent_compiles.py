@@ -20,7 +20,7 @@ from compile_and_serve.custom_ops.recurrent.triton_short_convolution import _rin
 from tests.support.hopper import compiled
 
 INT32 = {"start_loc_ptr", "seq_lens_ptr", "read_ptr", "write_ptr"}
-FLOATS = {"decay_ptr", "beta_ptr", "initial_ptr", "checkpoint_ptr", "values_ptr", "decays_ptr"}
+FLOATS = {"decay_ptr", "beta_ptr", "checkpoint_ptr", "values_ptr", "decays_ptr"}
 FLOATS |= {"a_ptr", "local_ptr", "total_ptr", "states_ptr", "positions_ptr"}
 
 def type_of(name):
@@ -35,15 +35,15 @@ for name, sizes in {
     "kda": {"NUM_HEADS": 32, "GROUP": 1, "K": 128, "V": 128, "PER_CHANNEL": True, "HAS_BETA": True},
     "ssd": {"NUM_HEADS": 128, "GROUP": 16, "K": 128, "V": 80, "PER_CHANNEL": False, "HAS_BETA": False},
 }.items():
-    for part in range(4):
+    for part, has_states in ((0, False), (1, False), (2, False), (2, True), (3, True)):
         constants = UNITS | sizes | {"RING": 48, "BLOCK_K": 128, "BLOCK_C": 32, "PART": part}
-        constants |= {} if part == 3 else {"initial_ptr": None}
+        constants |= {} if has_states else {"states_ptr": None}
         constants |= {} if sizes["HAS_BETA"] else {"beta_ptr": None}
         kernel = compiled(_linear_attention_kernel, constants, type_of, 4)
-        found[f"{name} {part}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
+        found[f"{name} {part} {has_states}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
 sizes = {"D": 8192, "RING": 18, "UNITS": 8, "CHANNELS": 128, "BLOCK_C": 256}
-for tokens in (1, 32):
-    kernel = compiled(_sums_kernel, sizes | {"W": 4, "HAS_BIAS": True, "TOKENS": tokens}, type_of, 4)
+for tokens, strides in ((1, {"STRIDE_C": 4, "STRIDE_W": 1}), (16, {"STRIDE_C": 1, "STRIDE_W": 8192})):
+    kernel = compiled(_sums_kernel, sizes | strides | {"W": 4, "HAS_BIAS": True, "TOKENS": tokens}, type_of, 4)
     found[f"sums {tokens}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
 kernel = compiled(_ring_kernel, sizes | {"BLOCK_R": 32}, type_of, 4)
 found["ring"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
@@ -61,7 +61,7 @@ print(json.dumps(found))
 
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     found = run_script(SCRIPT, tmp_path)
-    assert len(found) == 20
+    assert len(found) == 23
     for name, facts in found.items():
         assert facts["shared"] <= LARGEST_SHARED, name
         assert not facts["spills"], name
