@@ -18,6 +18,7 @@ load (not by default): the requests of `mixed`, three times from the moment that
     hand. `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens. `decodes`: the steps of decodes alone, by batch size.
+    Rows with prompts say whose attention kernels ran them, `prompt_steps`: kernels → steps since the row before.
     `bubble`: with `--pp`, the share of the time in which the last stage waits for the one before.
 long (not by default): 16 prompts of 24000 tokens at once, or those of `--long`, then 128 tokens of each; with `--max-model-len 32768`.
     `prompt_tok_s` is of all prompts with one token each; `step_ms` and `tok_s` are of the time that 128 further tokens take; the rest is of
@@ -77,6 +78,7 @@ class Bench:
         def on_stage(stage: str, seconds: float, detail: str) -> None:
             stages[stage] = round(stages.get(stage, 0.0) + seconds, 3)
 
+        self.prompt_steps_before: dict[str, int] = {}
         self.llm = LLM(
             str(args.model),
             load_format="dummy",
@@ -131,10 +133,18 @@ class Bench:
             "label": self.args.label,
             **({"state_each_step": True} if self.args.state_each_step else {}),
             **row,
+            **self.prompt_steps(),
             **environment(),
         }
         self.rows.append(row)
         print(json.dumps(row), flush=True)
+
+    def prompt_steps(self) -> dict[str, Any]:
+        """Since the row before: whose attention ran prompts."""
+        total = self.llm.core.stats().prompt_steps
+        new = {kernels: count - self.prompt_steps_before.get(kernels, 0) for kernels, count in total.items()}
+        self.prompt_steps_before = total
+        return {"prompt_steps": {kernels: count for kernels, count in new.items() if count}}
 
     def prompts(self, count: int, shortest: int, longest: int | None = None) -> list[Any]:
         rng = self.rng

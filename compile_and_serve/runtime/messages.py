@@ -208,6 +208,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     padded_tokens: int = 0
     steps_on_device: int = 0
     graph_replays: dict[str, int] = {}  # mode → count
+    prompt_steps: dict[str, int] = {}  # whose attention ran the prompts → steps, where the backend has several kernels
     # What the engine has still to do beside serving: "captures" of CUDA graphs, "choices" of kernels, "builds" → count; none where 0.
     pending_work: dict[str, int] = {}
     host_gap_seconds: float = 0.0

@@ -10,6 +10,7 @@ which blocks are kept. What is done to the scores is an argument of the op.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,6 +66,11 @@ class AttentionBackend(Protocol):
     def pending_workspace_bytes(self) -> int:
         """Bytes of device memory that later steps will take beside their tensors, for all instances together."""
         return 0
+
+    @property
+    def prompt_steps(self) -> Mapping[str, int]:
+        """Which kernels ran the prompts, where the backend has several: name → steps, since the start."""
+        return {}
 
     def without_modules(self) -> AbstractContextManager[None]:
         """Inside, no kernel module is loaded or used that is built at first use."""

@@ -93,6 +93,7 @@ class FlashAttention3Prompts:
     """The prompts of a step, which all layers run alike. Its keys lie packed, without pages."""
 
     variant = "fa3"
+    kernels = "fa3-fwd"
     is_ragged = True
 
     def __init__(self, device: torch.device, scale: float, soft_cap: float) -> None:

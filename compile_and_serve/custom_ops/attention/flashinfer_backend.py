@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ class FlashInferAttention(TritonAttention):
         self._workspace: torch.Tensor | None = None
         self.planned_step: StepPlan | None = None
         self._announced: set[str] = set()
+        self._prompt_steps = Counter[str]()
         self._announced_large = False
         self._expands = False  # a step had pages that are expanded, or will have them
 
@@ -124,6 +126,11 @@ class FlashInferAttention(TritonAttention):
     def pending_workspace_bytes(self) -> int:
         """Bytes of device memory that long prompts will take beside a step's other tensors, for all instances."""
         return (WORKSPACE_BYTES if self._workspace is None else 0) + (EXPANDED_BYTES if self._expands else 0)
+
+    @property
+    def prompt_steps(self) -> Mapping[str, int]:
+        """As `AttentionBackend.prompt_steps`; of the layers of one kind."""
+        return self._prompt_steps
 
     @contextmanager
     def without_modules(self) -> Iterator[None]:
@@ -268,7 +275,9 @@ class FlashInferAttention(TritonAttention):
         step = self.planned_step
         assert step is not None
         if shape not in step.prefills:
-            step.prefills[shape] = self._plan_prefill(shape, device, step)
+            prefill = step.prefills[shape] = self._plan_prefill(shape, device, step)
+            if len(step.prefills) == 1 and self._uses_modules and not is_compiling_ahead():
+                self._prompt_steps["triton" if prefill is None else prefill.kernels] += 1
         return step.prefills[shape]
 
     def _choose(self, shape: AttentionShape, step: StepPlan, variants: tuple[Variant, ...]) -> Variant | None:

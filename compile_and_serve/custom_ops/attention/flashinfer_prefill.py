@@ -46,6 +46,7 @@ class FlashInferPrefill:
     def __init__(self, variant: Variant, workspace: torch.Tensor, *, is_ragged: bool) -> None:
         """workspace: uint8, on the device, for partial results; instances may share it. is_ragged: without pages."""
         self.variant = variant
+        self.kernels = f"flashinfer {variant}"
         self.is_ragged = is_ragged
         self._platform = platform_of(workspace.device)
         self._overlaps_launches = self._platform.compute_capability >= (9, 0)

@@ -369,7 +369,7 @@ class EngineCore:
         """State after the last step, with `step_tokens` 0."""
         stats, worker = self._scheduler.stats(), self.executor.stats()
         stats.padded_tokens, stats.steps_on_device = worker.padded_tokens, worker.steps_on_device
-        stats.graph_replays = worker.graph_replays
+        stats.graph_replays, stats.prompt_steps = worker.graph_replays, worker.prompt_steps
         stats.pending_work = worker.pending_work
         stats.host_gap_seconds = self._host_gap
         stats.stage_wait_seconds = worker.stage_wait_seconds

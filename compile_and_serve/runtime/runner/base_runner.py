@@ -159,7 +159,13 @@ class BaseRunner(ABC):
 
     def stats(self) -> WorkerStats:
         """Counters since the start."""
-        return WorkerStats(padded_tokens=self.padded_tokens)
+        return WorkerStats(padded_tokens=self.padded_tokens, prompt_steps=self._prompt_steps())
+
+    def _prompt_steps(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for backend in self.backends.values():  # groups count the same steps
+            found = max(found, dict(backend.prompt_steps), key=lambda steps: sum(steps.values()))
+        return found
 
     def take_encoding(self) -> tuple[TimedEvent, TimedEvent] | None:
         """Before and after the media that the step that was launched last encoded; None: it encoded none."""

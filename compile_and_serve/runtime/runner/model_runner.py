@@ -317,6 +317,7 @@ class ModelRunner(BaseRunner):
             captures_due=self.captures_due,
             steps_on_device=self.steps_on_device,
             stage_wait_seconds=0.0 if self.stages is None else self.stages.wait_seconds(),
+            prompt_steps=self._prompt_steps(),
         )
 
     def drafter_work(self, size: int) -> Iterator[Work]:

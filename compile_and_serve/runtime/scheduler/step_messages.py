@@ -320,11 +320,12 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Counters since the start. captures_due: steps after which the capture of a CUDA graph was due.
-    steps_on_device: steps that found their inputs on the device. pending_work, stage_wait_seconds: see `EngineStats`."""
+    steps_on_device: steps that found their inputs on the device. prompt_steps, pending_work, stage_wait_seconds: see `EngineStats`."""
 
     padded_tokens: int = 0
     captures_due: int = 0
     steps_on_device: int = 0
     stage_wait_seconds: float = 0.0
     graph_replays: dict[str, int] = {}
+    prompt_steps: dict[str, int] = {}
     pending_work: dict[str, int] = {}

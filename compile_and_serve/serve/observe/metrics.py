@@ -126,6 +126,8 @@ class Metrics:
             name: Gauge(f"{PREFIX}tenant_num_requests_{name}", text, [_LABEL, "tenant"], registry=self.registry)
             for name, text in _TENANT_GAUGES.items()
         }
+        text = "Steps with prompts by whose attention kernels ran them."
+        self._prompt_steps = Counter(PREFIX + "prompt_steps", text, [_LABEL, "kernels"], registry=self.registry)
         self._replays = Counter(PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry)
         self._tiers: dict[str, Gauge] = {}  # by name, as the engine tells them
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
@@ -285,6 +287,8 @@ class Metrics:
         self._stage_wait.inc(max(0.0, stats.stage_wait_seconds - before.stage_wait_seconds))
         for mode, total in stats.graph_replays.items():
             self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
+        for kernels, total in stats.prompt_steps.items():
+            self._prompt_steps.labels(self._model, kernels).inc(max(0, total - before.prompt_steps.get(kernels, 0)))
         if stats.misses != before.misses:
             for name, total in stats.misses.items():
                 self._misses.labels(self._model, *name.split(".")).inc(max(0, total - before.misses.get(name, 0)))

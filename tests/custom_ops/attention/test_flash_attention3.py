@@ -20,6 +20,8 @@ from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionS
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
 from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
+from compile_and_serve.custom_ops.state.metadata import StepLengths
+from compile_and_serve.custom_ops.step import SEQUENCES, running
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
@@ -142,6 +144,7 @@ def test_it_takes_what_it_has_kernels_for(shape: AttentionShape, cached: int, ta
     prefill = used.planned_prefill(shape, CPU, cases.make_metadata(batch, used)[0])
     assert isinstance(prefill, FlashAttention3Prompts) is takes
     assert takes or prefill is None  # nothing is built
+    assert used.prompt_steps == {"fa3-fwd" if takes else "triton": 1}
     assert used.pending_workspace_bytes >= most or not takes
 
 
@@ -150,8 +153,10 @@ def test_encoders_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "runs_cuda_kernels", True)
     monkeypatch.setattr(encoder, "packed_attention", lambda *_: pytest.fail("took torch's kernel"))
     q, k, v = torch.randn(3, 30, 2, 16).bfloat16()
-    ends = torch.tensor([10, 30, 30], dtype=torch.int32)
-    found = encoder._encoder_attention(q, k, v, 0.25, ends_T=ends, max_segment=20)
+    starts, sizes = torch.tensor([0, 10, 30], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32)
+    lengths = StepLengths(query_start_loc=starts, seq_lens=sizes, num_seqs=2, num_tokens=30, max_query_len=20, max_seq_len=20)
+    with running({SEQUENCES: lengths}):
+        found = encoder._encoder_attention(q, k, v, 0.25)
     for rows in (slice(10), slice(10, 30)):
         weights = torch.einsum("qhe,khe->hqk", q[rows].double(), k[rows].double() * 0.25).softmax(-1)
         expected = torch.einsum("hqk,khe->qhe", weights, v[rows].double())

@@ -23,7 +23,7 @@ async def test_every_metric_of_the_dashboard_exists(server: Server) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert (await server.complete()).status_code == 200
     metrics = server.app.state.context.metrics
-    metrics.observe_step(EngineStats(graph_replays={"full": 1}, step_tokens=1))
+    metrics.observe_step(EngineStats(graph_replays={"full": 1}, prompt_steps={"triton": 1}, step_tokens=1))
     families = list(text_string_to_metric_families(metrics.render().decode()))
     samples = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     described = {family.name for family in families}
