@@ -9,9 +9,12 @@
 MODEL needs only a config.json for all but `kills`, which starts servers: weights and prompts are random. Two engines run on devices 0 and 1
 (`--device cpu`: both on the CPU), without HTTP. All requests are greedy and run to their full length.
 
-`one`: a request at a time. `prompt_ms`: until the first engine has answered. `second_ms`: from then on until the other engine gave the
-second token. `decode_ms`: of a later token. `handover_ms`: second_ms - decode_ms, what the handover adds beyond the prompt's own time.
-`transfer_ms`: of it, from the order to fetch blocks until they were there. `limit_ms`: of handover_ms on GPUs.
+`one`: a request at a time, once the engines have captured and measured what they do while they serve, or after `--settle` seconds: until
+then a request waits for such work. `prompt_ms`: until the first engine has answered. `second_ms`: from then on until the other engine gave
+the second token. `decode_ms`: of a later token. `handover_ms`: second_ms - decode_ms, what the handover adds beyond the prompt's own time.
+Parts of second_ms: `first_ms`: until the other engine sent the first token back, so had taken the request in. `load_ms`: from the order to
+fetch blocks until the request could go on. `queue_ms`: that it waited else. `step_ms`: the step of the second token. `limit_ms`: of
+handover_ms on GPUs. `to_come`: what the other engine had still to capture. `replays`: its graphs.
 `load`: `pair` against `mixed`, two replicas that do both. Arrivals are a Poisson process. `gap_ms`: between two tokens of a request.
 `gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
@@ -26,33 +29,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import msgspec
 
 from benchmarks.common import environment
+from benchmarks.handover_kills import kills
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
+from compile_and_serve.runtime.ledger.records import RequestLedger
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, RequestOutput
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
 GIVE = {"do_remote_decode": True, "do_remote_prefill": False}
 LIMIT_MS = 15.0
-_PATIENCE = 60.0  # seconds after which a request is stuck
-_START_SECONDS = 240.0
 
 Client = AsyncEngineClient | DataParallelClient
 
@@ -67,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=4000, help="tokens")
     parser.add_argument("--new", type=int, default=200, help="tokens")
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait, at most, for what engines capture while they serve")
     parser.add_argument("--rate", type=float, default=7.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load")
     parser.add_argument("--ratios", default="4000:200,1000:200,1000:1000")
@@ -77,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=8)
     arguments, flags = parser.parse_known_args(argv)
     if arguments.what == "kills":
-        raise SystemExit(not _kills(arguments, flags))
+        row = kills(arguments, flags)
+        _say(arguments, row)
+        raise SystemExit(not row["is_well"])
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     asyncio.run(_measure(arguments))
@@ -116,10 +116,11 @@ def _say(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
 
 @dataclass(slots=True)
 class _Seen:
-    """What a request's client saw: the times of its tokens, its last output."""
+    """What a request's client saw: the times of its tokens, its last output, how the engine spent its time."""
 
     times: list[float] = field(default_factory=list)
     last: RequestOutput | None = None
+    ledger: RequestLedger | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -146,7 +147,7 @@ class _Engine:
                 if seen is None:
                     continue
                 seen.times += [now] * len(output.new_token_ids)
-                seen.last = output
+                seen.last, seen.ledger = output, output.ledger or seen.ledger
                 if output.finish_reason is not None:
                     seen.ended.set()
 
@@ -161,6 +162,18 @@ class _Engine:
             raise RuntimeError(f"Request {request.request_id} failed: {seen.last.error}")
         return seen
 
+    async def settle(self, seconds: float) -> None:
+        """Wait until nothing is left that it captures or measures while it serves. It must have run a request."""
+        end = time.perf_counter() + seconds
+        while self._has_pending_work and time.perf_counter() < end:
+            await asyncio.sleep(0.1)
+
+    @property
+    def _has_pending_work(self) -> bool:
+        if isinstance(self.client, DataParallelClient):
+            return any(replica.stats.pending_work for replica in self.client.replicas)
+        return self.stats is not None and bool(self.stats.pending_work)
+
     async def stop(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
@@ -172,6 +185,7 @@ class _Pair:
 
     def __init__(self, giver: _Engine, taker: _Engine) -> None:
         self.giver, self.taker, self.vocab_size = giver, taker, 0
+        self.engines = giver, taker
 
     async def run(self, request: EngineRequest) -> tuple[_Seen, float]:
         """What the other engine gave, and when the first one had answered."""
@@ -186,6 +200,7 @@ class _Mixed:
 
     def __init__(self, engine: _Engine) -> None:
         self.engine, self.vocab_size = engine, 0
+        self.engines = (engine,)
 
     async def run(self, request: EngineRequest) -> tuple[_Seen, float]:
         return await self.engine.run(request), time.perf_counter()
@@ -246,27 +261,39 @@ async def _one(pair: _Pair, arguments: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, float]] = []
     for number in range(arguments.runs + 2):  # two to warm up
         request = _request(rng, f"one {number}", pair.vocab_size, arguments.prompt, 32)
+        if number == 1:
+            await _settle(pair, arguments)
         began = time.perf_counter()
         seen, answered = await pair.run(request)
         gaps = sorted(after - before for before, after in pairwise(seen.times[8:]))
         decode = gaps[len(gaps) // 2]
         second = seen.times[1] - answered
-        rows.append({"prompt_ms": answered - began, "second_ms": second, "decode_ms": decode, "handover_ms": second - decode})
+        row = {"prompt_ms": answered - began, "second_ms": second, "decode_ms": decode, "handover_ms": second - decode}
+        row["first_ms"] = seen.times[0] - answered
+        if (ledger := seen.ledger) is not None:
+            queued = sum(ledger.queue.values())
+            row |= {"load_ms": ledger.preparing.get("kv_load", 0.0), "queue_ms": queued, "step_ms": ledger.prefill}
+        rows.append(row)
     kept = rows[2:]
-    row: dict[str, Any] = {"what": "one", "prompt": arguments.prompt, "runs": len(kept)}
+    found: dict[str, Any] = {"what": "one", "prompt": arguments.prompt, "runs": len(kept)}
     for name in rows[0]:
         values = sorted(one[name] * 1e3 for one in kept)
-        row[name] = {"p50": round(values[len(values) // 2], 2), "max": round(values[-1], 2)}
+        found[name] = {"p50": round(values[len(values) // 2], 2), "max": round(values[-1], 2)}
     stats = pair.taker.stats
     if stats is not None:
-        row["transfer_ms"] = round(stats.kv_tiers.get("handover_seconds_p50", 0.0) * 1e3, 2)
-        row["failures"] = stats.kv_tiers.get("handover_failures")
-    return row | {"limit_ms": LIMIT_MS}
+        found["failures"] = stats.kv_tiers.get("handover_failures")
+        found |= {"to_come": stats.pending_work, "replays": stats.graph_replays}
+    return found | {"limit_ms": LIMIT_MS}
+
+
+async def _settle(engines: _Pair | _Mixed, arguments: argparse.Namespace) -> None:
+    await asyncio.gather(*(engine.settle(arguments.settle) for engine in engines.engines))
 
 
 async def _load(engines: _Pair | _Mixed, arguments: argparse.Namespace, rate: float, prompt: int, new: int) -> dict[str, Any]:
     rng = random.Random(1)
     await asyncio.gather(*(engines.run(_request(rng, f"warm {number}", engines.vocab_size, prompt, 16)) for number in range(4)))
+    await _settle(engines, arguments)
     began = time.perf_counter()
     running: list[asyncio.Task[tuple[_Seen, float, float]]] = []
     at = 0.0
@@ -319,157 +346,6 @@ async def _highest_rate(engines: _Pair | _Mixed, arguments: argparse.Namespace, 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {name: round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 3) for name, share in (("p50", 0.5), ("p99", 0.99))}
-
-
-class _Server:
-    """A server or a router as a user starts it, on a port that stays the same when it is started again."""
-
-    def __init__(self, port: int, *arguments: str) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "compile_and_serve.serve.cli", *arguments, "--port", str(port)]
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
-
-    def wait(self) -> None:
-        """Until it answers."""
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with suppress(httpx.HTTPError):
-                if httpx.get(self.url + "/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(0.05)
-        raise RuntimeError(f"{' '.join(self._command)} did not start")
-
-    def kill(self) -> None:
-        """-9, with its engine."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(self.url + "/metrics", timeout=30).text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"cas:{name}"))
-
-
-def _kills(arguments: argparse.Namespace, flags: Sequence[str]) -> bool:
-    transfer = {"kv_connector": "socket", "kv_connector_extra_config": {"lease_seconds": 3, "load_seconds": 2}}
-    options = ["serve", arguments.model, "--served-model-name", "m", "--device", "cpu" if arguments.device == "cpu" else "auto", *flags]
-    options += ["--kv-transfer-config", json.dumps(transfer), *(["--enforce-eager"] if arguments.eager else [])]
-    first, second, third = _free_ports(3)
-    giver, taker = _Server(first, *options), _Server(second, *options)
-    servers = [giver, taker]
-    try:
-        for one in servers:
-            one.wait()
-        route = _Server(third, "route", "--prefill", giver.url, "--decode", taker.url)
-        servers.append(route)
-        route.wait()
-        bodies = [_body(number) for number in range(arguments.streams)]
-        expected = asyncio.run(_answers(taker.url, bodies))
-        began = time.monotonic()
-        asyncio.run(_answers(route.url, bodies))
-        duration = time.monotonic() - began
-        rng, rows = random.Random(0), []
-        for number in range(arguments.kills):
-            which = number % 2 if arguments.victims == "both" else arguments.victims == "takers"
-            victim, other = (taker, giver) if which else (giver, taker)
-            ends = asyncio.run(_with_kill(route.url, bodies, expected, victim, rng.random() * duration))
-            victim.start()
-            victim.wait()
-            _wait_until_up(route.url)
-            row = {"kill": number, "victim": "taker" if which else "giver", **ends, "is_free": _is_free(other) and _is_free(victim)}
-            row["is_well"] = row["is_free"] and not ends.get("stuck") and not ends.get("wrong")
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    finally:
-        for one in servers:
-            one.kill()
-    total: Counter[str] = Counter()
-    for row in rows:
-        total.update({name: row.get(name, 0) for name in ("as_expected", "errors", "wrong", "stuck")})
-    is_well = all(row["is_well"] for row in rows)
-    _say(arguments, {"what": "kills", "victims": arguments.victims, "kills": len(rows), "is_well": is_well, **total})
-    return is_well
-
-
-def _body(number: int) -> dict[str, Any]:
-    text = f"{number} " + "once upon a time " * (1 + number * 3 % 11)
-    return {"prompt": text, "max_tokens": 96, "temperature": 0.0, "ignore_eos": True, "stream": number % 2 == 1}
-
-
-async def _answers(url: str, bodies: Sequence[dict[str, Any]]) -> list[str]:
-    """The texts; "stuck", or "error: " and why."""
-    async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE) as http:
-        return list(await asyncio.gather(*(_answer(http, body) for body in bodies)))
-
-
-async def _answer(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    try:
-        if not body["stream"]:
-            answer = await http.post("/v1/completions", json=body)
-            found = answer.json()
-            return str(found["choices"][0]["text"]) if answer.status_code == 200 else f"error: {found['error']['message']}"
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
-            content = await answer.aread()
-    except httpx.TimeoutException:
-        return "stuck"
-    except httpx.HTTPError as error:
-        return f"stuck: the router itself failed: {error}"
-    texts, has_ended = [], False
-    for line in content.split(b"\n"):
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if "error" in event:
-                return f"error: {event['error']['message']}"
-            texts.append(event["choices"][0]["text"] if event.get("choices") else "")
-        has_ended |= line == b"data: [DONE]"
-    if answer.status_code != 200:
-        return f"error: {content[:200]!r}"
-    return "".join(texts) if has_ended else "wrong: the stream has no end"
-
-
-async def _with_kill(url: str, bodies: Sequence[dict[str, Any]], expected: Sequence[str], victim: _Server, after: float) -> dict[str, int]:
-    answering = asyncio.create_task(_answers(url, bodies))
-    await asyncio.sleep(after)
-    victim.kill()
-    ends: Counter[str] = Counter()
-    for found, wanted in zip(await answering, expected, strict=True):
-        kind = "as_expected" if found == wanted else "errors" if found.startswith("error: ") else "wrong"
-        ends["stuck" if found.startswith("stuck") else kind] += 1
-    return dict(ends)
-
-
-def _is_free(server: _Server) -> bool:
-    """Whether no request and no lease holds blocks, soon."""
-    deadline = time.monotonic() + 15
-    while time.monotonic() < deadline:
-        if server.metric("kv_cache_usage_perc") == 0 and server.metric("kv_handover_leases{") == 0:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _wait_until_up(route: str) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        found = httpx.get(route + "/health", timeout=10).json()
-        if all(is_up for kind in found.values() for is_up in kind.values()):
-            return
-        time.sleep(0.05)
-
-
-def _free_ports(count: int) -> list[int]:
-    import socket
-
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 SLEEP_TAGS = ("weights", "kv_cache")
 UtilityValue = dict[str, int | float | str | bool | None]
-PREPARING_SECONDS = 0.002  # for a grammar, an adapter or blocks, while no step can run: new requests may arrive meanwhile
+PREPARING_SECONDS = 0.002  # for a grammar or an adapter, while no step can run: new requests may arrive meanwhile
+TRANSFER_SECONDS = 0.0005  # for blocks: a request from another engine waits for nothing else
 NOT_PREPARED = "The engine failed on this request's structured_outputs or adapter; its log has the details."
 
 
@@ -302,7 +303,7 @@ class EngineCore:
             outputs = self.canaries.without_own(outputs)
         if not scheduler.has_work():
             self._idle_since = self._step_began = None
-        elif not scheduled.num_scheduled_tokens and not outputs and result.transfers is None:
+        elif not (in_flight or scheduled.num_scheduled_tokens or outputs or scheduled.transfers or result.transfers):
             self._wait_for_others()
         self._publish_events()
         stats = self.stats()
@@ -327,7 +328,7 @@ class EngineCore:
         if awaited:
             wait(awaited, PREPARING_SECONDS, FIRST_COMPLETED)
         else:
-            time.sleep(PREPARING_SECONDS)
+            time.sleep(TRANSFER_SECONDS)
 
     def poll_adapters(self) -> None:
         """End the futures of adapters that every rank has read. `step` does it too."""

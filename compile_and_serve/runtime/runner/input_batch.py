@@ -43,10 +43,12 @@ class InputBatch(BaseBatch):
         max_drafts: int = 0,
         max_drafted_rows: int = 0,
         max_padded_drafts: int = 0,
+        resumes: bool = True,
         **options: Any,
     ) -> None:
         """max_drafts: of a decode. max_drafted_rows: of a step with drafts. max_padded_drafts: steps of up to so many decodes are padded to
-        `max_drafts` each. options: and the others, of `BaseBatch`.
+        `max_drafts` each. resumes: a sequence of which all but the last known token is computed decodes at once, where there are no drafts.
+        options: and the others, of `BaseBatch`.
         """
         super().__init__(
             inputs,
@@ -61,10 +63,12 @@ class InputBatch(BaseBatch):
         )
         self._max_len = max_model_len
         self._max_padded_drafts = max_padded_drafts
+        self._resumes = resumes and not max_drafts  # with drafts the host says what a decode's tokens are, and drafters follow prompts
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_new_tokens = torch.zeros_like(self.last_tokens)
         # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
-        shares_memory = platform_of(device).shares_host_memory
+        self._platform = platform_of(device)
+        shares_memory = self._platform.shares_host_memory
         self.host_last_tokens = self.last_tokens.numpy() if shares_memory else np.zeros(num_slots + 1, dtype=np.int64)
         self._numbers = np.arange(num_slots)
         # A step of decodes only copies what it needs, not arrays as long as the token budget.
@@ -109,6 +113,8 @@ class InputBatch(BaseBatch):
         slots_S = np.array([request.slot for request in rows], dtype=np.int64)
         counts_S = np.fromiter(num_scheduled.values(), dtype=np.int64, count=len(rows))
         computed_S = self._computed[slots_S]
+        if self._resumes:
+            self._resume(rows, slots_S, counts_S, computed_S)
         is_decode_S = computed_S >= self._known[slots_S]
         num_decodes = int(is_decode_S.sum())
         order = np.argsort(np.where(is_decode_S, -computed_S, 1), kind="stable")
@@ -141,6 +147,22 @@ class InputBatch(BaseBatch):
             return layout, self.decode_buffers, self._lay_drafted(layout, self.decode_buffers, is_ahead=is_ahead)
         assert not is_ahead, "a step that runs ahead is no padded step of decodes"
         return layout, self._mixed_buffers, self._lay_mixed(layout, rows, counts_S)
+
+    def _resume(self, rows: list[HeldRequest], slots_S: np.ndarray, counts_S: np.ndarray, computed_S: np.ndarray) -> None:
+        """Let sequences be decodes of which all but the last known token is computed, as behind a prefix from another engine: a step of
+        decodes alone has a graph.
+        """
+        resumed = np.flatnonzero((computed_S > 0) & (computed_S == self._known[slots_S] - 1) & (counts_S == 1))
+        if not len(resumed):
+            return
+        slots = slots_S[resumed]
+        tokens = np.array([rows[row].token_ids[-1] for row in resumed], dtype=np.int64)
+        self._known[slots] -= 1
+        if self._platform.shares_host_memory:
+            self.host_last_tokens[slots] = tokens
+        else:
+            upload = self._platform.upload
+            self.last_tokens.index_copy_(0, upload(slots, through_pinned=True), upload(tokens, through_pinned=True))
 
     def draft_ends(self, request_id: str) -> frozenset[int]:
         """Tokens at which drafts of a request that is held end."""

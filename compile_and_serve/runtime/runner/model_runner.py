@@ -100,6 +100,7 @@ class ModelRunner(BaseRunner):
             max_drafts=self._drafted_len - 1,
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=self._max_drafted_seqs,
+            resumes=config.mesh.pipe == 1,  # with stages, a token of the slot's last sequence may still be on its way
             **options,
         )
         self.captures_due = self.steps_on_device = 0

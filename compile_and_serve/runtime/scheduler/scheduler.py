@@ -313,7 +313,7 @@ class Scheduler:
         """A step of transfers; None if there is nothing to transfer, steps in flight will tell, or decodes are paused beyond `now`."""
         transfers, has_requests = self._transfers, bool(self._running or self._queue.first_ready())
         is_busy = transfers is not None and (transfers.is_busy or (has_requests and transfers.has_leases))
-        if self._in_flight or not (is_busy or has_requests):
+        if not (is_busy or has_requests) or (self._in_flight and not (transfers is not None and transfers.has_orders)):
             return None
         if not is_busy and not any(request.paused_until > now for request in self._running):
             if transfers is not None and transfers.release_all():

@@ -85,9 +85,15 @@ class Transfers:
     @property
     def is_busy(self) -> bool:
         """Whether a transfer is in flight whose end somebody waits for, or one is to begin or to be cancelled."""
-        new = self._new
         is_moving = len(self._in_flight) > self._num_overdue + len(self._leases)
-        return is_moving or bool(new.loads or new.stores or new.cancelled) or self._lease_is_due
+        return is_moving or self.has_orders or self._lease_is_due
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a transfer is to begin or to be cancelled. That need not wait for steps in flight: another engine may ask for what is
+        lent to it at once.
+        """
+        return bool(self._new.loads or self._new.stores or self._new.cancelled)
 
     @property
     def has_leases(self) -> bool:
@@ -257,10 +263,9 @@ class Transfers:
 
     def take(self) -> StepTransfers | None:
         """What the step that is being scheduled begins; None for nothing."""
-        new = self._new
-        if not (new.loads or new.stores or new.cancelled):
+        if not self.has_orders:
             return None
-        self._new = StepTransfers()
+        new, self._new = self._new, StepTransfers()
         return new
 
     def end_overdue(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +151,24 @@ def test_what_does_not_come_is_computed(
     assert taker.stats().kv_tiers["handover_failures"] == 1
     assert taker._scheduler.misses["prefix.not_loaded"] == 1
     check_nothing_is_held(taker, *([giver] if failure in ("expired", "another salt") else []))
+
+
+def test_blocks_may_be_asked_for_before_the_ranks_know_that_they_are_lent(
+    start: Callable[..., EngineCore], expected: dict[str, list[int]]
+) -> None:
+    giver, taker = start(), start()
+    one = mixed_requests()[4]
+    giver.add_request(msgspec.structs.replace(one, kv_transfer=dict(GIVE)))
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = giver.step().outputs
+    assert outputs[0].kv_transfer is not None
+    later = threading.Timer(0.2, giver.step)
+    later.start()
+    assert tokens_of({"r4": taken_by(taker, one, outputs[0].kv_transfer)})["r4"] == expected["r4"]
+    later.join()
+    assert taker.stats().kv_tiers["handover_failures"] == 0
+    check_nothing_is_held(giver, taker)
 
 
 def test_a_request_that_is_given_up_ends_its_lease(start: Callable[..., EngineCore]) -> None:

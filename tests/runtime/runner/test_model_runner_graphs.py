@@ -146,6 +146,31 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
         assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 7)
 
 
+def test_a_sequence_that_lacks_its_last_token_alone_begins_in_a_graph() -> None:
+    """As behind blocks from another engine. Chunks that lack more, and prompts of one token, are no decodes."""
+    pytest.importorskip("triton")
+    graphs = graphs_of(PagedModel(in_graph=True), sizes=(2, 4))
+    runner = make_runner(graphs)
+    graphs.bind(runner.decode_step)
+    graphs.capture()
+    prompt = list(range(1, 10))
+    first = [new_request("first", prompt, [0, 1, 2, 3, 4])]
+    results = [runner.launch(step(0, {"first": 9}, new_requests=first)).result()]
+    late = new_request("late", prompt, [0, 1, 10, 11])  # its first 8 tokens lie in the other's blocks
+    late.num_computed_tokens = 8
+    results += [runner.launch(step(1, {"first": 1, "late": 1}, new_requests=[late])).result()]
+    results += [runner.launch(step(number, {"first": 1, "late": 1})).result() for number in (2, 3)]
+    assert (graphs.stats.replays["full"], runner.steps_on_device) == (3, 2)
+    more = [new_request("one", [6], [6]), new_request("more", prompt, [0, 12])]
+    more[1].num_computed_tokens = 4
+    results.append(runner.launch(step(4, {"first": 1, "late": 1, "one": 1, "more": 1}, new_requests=more)).result())
+    results.append(runner.launch(step(5, {"more": 4, "one": 1}, finished_request_ids=["first", "late"])).result())
+    assert graphs.stats.replays["full"] == 3
+    found = {name: [token for result in results for token in result.sampled_token_ids.get(name, ())] for name in ("first", "late", "more")}
+    wanted = expected_tokens(prompt, 5)
+    assert found == {"first": wanted, "late": wanted[:4], "more": wanted[:1]}
+
+
 def drawn_tokens(runner: ModelRunner) -> dict[str, list[int]]:
     """Seven steps of two random requests, one with a penalty, which is why tokens are drawn outside of the graph; then a third comes."""
     runner.sampler._has_triton = True  # which draws as a GPU does, in Triton's interpreter

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compile_and_serve.runtime.messages import Sibling
+from compile_and_serve.runtime.config import KVTransferConfig
+from compile_and_serve.runtime.connector.handover.index import HandoverIndex
+from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams
+from compile_and_serve.runtime.messages import RequestOutput, Sibling
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
-from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, StateGroupInfo
 from tests.support.fake_connector import Active, FakeStore, TransferDriver
 from tests.support.scheduler_harness import Driver, assert_as_alone, make_request, make_scheduler
 from tests.support.scheduler_workloads import TOKENS, WORKLOADS, check_workload, slots
@@ -130,6 +133,34 @@ def test_what_a_request_leaves_is_loaded_when_the_device_has_lost_it(groups: lis
     sleep(driver)
     assert run(driver, "c", PROMPT) == 28
     assert driver.transfers.num_ended["load finished"] >= len(groups)
+
+
+def test_blocks_are_lent_while_the_next_step_runs() -> None:
+    """The other engine may ask for them as soon as the request's last output is there."""
+    giver = HandoverIndex(KVTransferConfig(engine_id="giver"), 0, 1)
+    scheduler = make_scheduler(num_blocks=200, groups=[FULL], budget=16, connector=giver)
+    give = {"do_remote_decode": True, OWN: msgspec.to_builtins(OwnParams(fingerprint="", prompt=""))}
+    for name, count in (("first", 12), ("second", 20)):
+        request = make_request(name, PROMPT[:count] if name == "first" else PROMPT[9 : 9 + count])
+        scheduler.add_request(msgspec.structs.replace(request, kv_transfer=give))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert [step and step.num_scheduled_tokens for step in steps] == [{"first": 12, "second": 4}, {"second": 16}]
+    assert scheduler.schedule() is None
+    [output] = finish(scheduler, steps[0], {"first": [1]})
+    assert output.kv_transfer is not None
+    orders = scheduler.schedule()
+    assert orders is not None
+    assert orders.transfers is not None
+    assert (orders.num_scheduled_tokens, [len(one.keys) for one in orders.transfers.stores]) == ({}, [3])
+    assert scheduler.schedule() is None
+    finish(scheduler, steps[1], {"second": [1]})
+    finish(scheduler, orders, {})
+    giver.close()
+
+
+def finish(scheduler: Scheduler, step: SchedulerOutput | None, tokens: dict[str, list[int]]) -> list[RequestOutput]:
+    assert step is not None
+    return scheduler.update(step, ModelRunnerOutput(step=step.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={}))
 
 
 def test_only_what_the_device_lacks_is_loaded() -> None:

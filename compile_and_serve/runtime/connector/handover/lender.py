@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from compile_and_serve.runtime.connector.handover.listener import Listener
 from compile_and_serve.runtime.connector.handover.pages import PageBytes, rows_of_chunk
 from compile_and_serve.runtime.connector.handover.wire import Channel, Done, Granted, Message, Pull, TransferError
 from compile_and_serve.runtime.connector.messages import BlockTransfer
+
+_LEND_SECONDS = 1.0  # after the engine has told another one of a lease, until its ranks know of it
+_KEPT_NAMES = 1000  # of leases that have ended
 
 
 @dataclass(eq=False, slots=True)
@@ -28,8 +32,9 @@ class Lender:
 
     def __init__(self, pages: PageBytes, host: str, seconds: float, direct: Sequence[str] = ()) -> None:
         self._pages, self._direct = pages, direct
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified of what is lent
         self._lent: dict[tuple[str, int], _Lent] = {}
+        self._ended: deque[tuple[str, int]] = deque(maxlen=_KEPT_NAMES)
         self.local = f"cas-kv-{secrets.token_hex(16)}"
         self._listener = Listener(host, 0, self._answer, seconds=seconds, local=self.local)
         self.port = self._listener.port
@@ -40,6 +45,7 @@ class Lender:
         pages = {key: transfer.block_ids[number * size : (number + 1) * size] for number, key in enumerate(transfer.keys)}
         with self._lock:
             self._lent[lease, transfer.group] = _Lent(pages, transfer_ids=[transfer.transfer_id])
+            self._lock.notify_all()
 
     def end(self, transfer_ids: Sequence[int]) -> None:
         """Let nobody else begin to fetch the blocks of these transfers."""
@@ -58,6 +64,7 @@ class Lender:
                 if one.is_ending and not one.num_readers:
                     ended += one.transfer_ids
                     del self._lent[name]
+                    self._ended.append(name)
         return ended
 
     def close(self) -> None:
@@ -73,8 +80,10 @@ class Lender:
     def _answer(self, channel: Channel, message: Message) -> Message | None:
         if not isinstance(message, Pull):
             raise TransferError("A rank takes no such message.")
+        name = message.lease, message.group
         with self._lock:
-            one = self._lent.get((message.lease, message.group))
+            self._lock.wait_for(lambda: name in self._lent or name in self._ended, _LEND_SECONDS)
+            one = self._lent.get(name)
             if one is None or one.is_ending:
                 raise TransferError("The lease has ended.")
             if missing := [key for key in message.keys if key not in one.pages]:
