@@ -161,7 +161,7 @@ def test_a_sequence_that_lacks_its_last_token_alone_begins_in_a_graph() -> None:
     results += [runner.launch(step(1, {"first": 1, "late": 1}, new_requests=[late])).result()]
     results += [runner.launch(step(number, {"first": 1, "late": 1})).result() for number in (2, 3)]
     assert (graphs.stats.replays["full"], runner.steps_on_device) == (3, 2)
-    more = [new_request("one", [6], [6]), new_request("more", prompt, [0, 12])]
+    more = [new_request("one", [6], [6]), new_request("more", prompt, [0, 12, 13])]
     more[1].num_computed_tokens = 4
     results.append(runner.launch(step(4, {"first": 1, "late": 1, "one": 1, "more": 1}, new_requests=more)).result())
     results.append(runner.launch(step(5, {"more": 4, "one": 1}, finished_request_ids=["first", "late"])).result())

@@ -13,7 +13,7 @@ from compile_and_serve.runtime.connector.handover.pages import PageBytes, rows_o
 from compile_and_serve.runtime.connector.handover.wire import Channel, Done, Granted, Message, Pull, TransferError
 from compile_and_serve.runtime.connector.messages import BlockTransfer
 
-_LEND_SECONDS = 1.0  # after the engine has told another one of a lease, until its ranks know of it
+_LEND_SECONDS = 1.0  # at most, after the engine has told another one of a lease, until its ranks know of it
 _KEPT_NAMES = 1000  # of leases that have ended
 
 
@@ -33,6 +33,7 @@ class Lender:
     def __init__(self, pages: PageBytes, host: str, seconds: float, direct: Sequence[str] = ()) -> None:
         self._pages, self._direct = pages, direct
         self._lock = threading.Condition()  # notified of what is lent
+        self._lend_seconds = min(_LEND_SECONDS, seconds / 2)
         self._lent: dict[tuple[str, int], _Lent] = {}
         self._ended: deque[tuple[str, int]] = deque(maxlen=_KEPT_NAMES)
         self.local = f"cas-kv-{secrets.token_hex(16)}"
@@ -82,7 +83,7 @@ class Lender:
             raise TransferError("A rank takes no such message.")
         name = message.lease, message.group
         with self._lock:
-            self._lock.wait_for(lambda: name in self._lent or name in self._ended, _LEND_SECONDS)
+            self._lock.wait_for(lambda: name in self._lent or name in self._ended, self._lend_seconds)
             one = self._lent.get(name)
             if one is None or one.is_ending:
                 raise TransferError("The lease has ended.")
