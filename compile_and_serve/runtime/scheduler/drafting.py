@@ -31,7 +31,8 @@ class Drafting:
         left_out: frozenset[int] = frozenset(),
     ) -> dict[str, list[int]] | None:
         """Drafts of the decodes, as many as the step has room for. None: the step must wait for the tokens of the steps in flight.
-        A step that runs ahead admits no request, so it must not be one in which a request may start. left_out: of `MicroBatches`.
+        A step that runs ahead admits no request, so it must not be one in which a request may start. left_out: those that the step
+        leaves out, by `id`.
 
         Sets `step.was_drafting` and `step.is_ahead`.
         """
@@ -39,7 +40,7 @@ class Drafting:
         if self._in_stages:
             running, in_flight = [request for request in running if id(request) not in left_out], ()
         before = in_flight[-1] if in_flight else None
-        decodes = [request for request in running if request.num_computed_tokens >= request.prefill_end]
+        decodes = [one for one in running if one.num_computed_tokens >= one.prefill_end and id(one) not in left_out]
         if before is not None and before.drafts:  # how many of them were accepted is not known
             step.is_ahead = self._can_run_ahead(running, decodes, before) and not admission.may_admit(len(running))
             if not step.is_ahead:

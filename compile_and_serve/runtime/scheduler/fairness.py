@@ -6,8 +6,8 @@ share as long as no key wants what is left of its own:
 - While several keys have prompts to compute, each gets its share of the step for them. A short prompt that waits gets a
   `SHORT_FRACTION`th of its key's part although longer prompts of the key are under way.
 - Beside decodes of other keys, prompts of one key make a step longer by a few times what decodes take, or are an `AHEAD_FRACTION`th of a
-  step if that is more, and wait while they have made steps much longer (prompt_time.py). Before times are known, those of a key that is
-  ahead get what costs as much as the decodes of the keys that are behind.
+  step if that is more. They wait, and decodes that want more than a token sit out, while they have made steps much longer (step_time.py).
+  Before times are known, prompts of a key that is ahead get what costs as much as the decodes of the keys that are behind.
 - A sequence whose mask of structured output takes long sits out some steps.
 - A key that has its share of the slots starts no more requests while a key with fewer could start one.
 
@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from compile_and_serve.runtime.scheduler.fair_queue import FairQueue, can_start
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
-from compile_and_serve.runtime.scheduler.prompt_time import PromptTime
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.shares import Account
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
+from compile_and_serve.runtime.scheduler.step_time import StepTime
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 
 AHEAD_FRACTION = 64
@@ -93,13 +93,14 @@ class Fairness:
     """Counts what keys get, and says who may start, whose prompts go on and who gives way. Call it while `queue.is_contended`."""
 
     def __init__(self, queue: FairQueue, manager: KVCacheManager, *, max_num_seqs: int, token_budget: int) -> None:
-        self.cost, self.prompt_time = TokenCost(), PromptTime()
+        self.cost, self.step_time = TokenCost(), StepTime()
         self._queue = queue
         self._manager = manager
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._slack = token_budget / 2  # by which a key may be behind; a step may add as much again
         self._num_decodes = 0  # of the last step that had any
+        self._is_probing = False  # costly decodes sit out so that it is known what steps take without them
         self._num_withheld = 0  # steps in which prompts of a key that is ahead left room
         queue.may_start = self._may_start
 
@@ -138,8 +139,8 @@ class Fairness:
         self.cost.observe(len(step.decodes), num_prompt_tokens, seconds, step.num_prompt_rows)
         accounts = self._queue.accounts
         weights = {name: account.tenant.weight for name, account in accounts.items()}
-        # What prompts made the step longer costs as much as decodes in that time, unless their tokens cost more.
-        for name, longer in self.prompt_time.observe(step, following, seconds, weights).items():
+        # What makes the step longer costs as much as decodes in that time, unless prompt tokens cost more.
+        for name, longer in self.step_time.observe(step, following, seconds, weights).items():
             if name in accounts:
                 cost = longer * len(step.decodes) * self.cost.decode - num_prompt_tokens
                 accounts[name].served += max(0.0, cost) / weights[name]
@@ -155,6 +156,31 @@ class Fairness:
             for number, request in enumerate(requests, start=1):
                 request.paused_until = now + pause * number / len(requests)
                 request.fast_until = 0
+
+    def left_out(self, running: Sequence[Request], left_out: frozenset[int], now: float) -> frozenset[int]:
+        """The decodes that the next step leaves out, by `id`: those of `left_out`, and costly ones of keys that have made steps much
+        longer, or of one key of which it is not known by how much. None of the latter where no other key would decode.
+        """
+        self._is_probing = False
+        step_time = self.step_time
+        if not step_time.may_hold:
+            return left_out
+        decodes, costly = Counter[Account](), dict[Account, set[int]]()
+        for request in running:
+            num_computed = request.num_computed_tokens
+            if request.prefill_end <= num_computed < request.decode_end and request.paused_until <= now and id(request) not in left_out:
+                decodes[request.share.account] += 1
+                if request.costs_extra:
+                    costly.setdefault(request.share.account, set()).add(id(request))
+        for account in sorted(costly, key=lambda account: step_time.saved(account.tenant.name)):
+            name = account.tenant.name
+            is_probe = not step_time.is_overdrawn(name)
+            if decodes.total() == decodes[account] or (is_probe and (self._is_probing or not step_time.needs_step_without(name))):
+                continue
+            self._is_probing |= is_probe
+            left_out |= costly[account]
+            decodes[account] -= len(costly[account])
+        return left_out
 
     def divide(self, prefilling: Sequence[Request], budget: int, step: StepInFlight) -> tuple[list[Request], dict[Account, Part], int]:
         """Divide what a step's decodes leave of its budget among prompts. → the prefills under way, those of the least served key first;
@@ -190,10 +216,10 @@ class Fairness:
     def _held_back(self, step: StepInFlight) -> set[Account]:
         """Keys whose prompts have made the steps of other keys' decodes so much longer that they wait."""
         found: set[Account] = set()
-        if not self.prompt_time.may_have_overdrawn:
+        if not self.step_time.may_hold:
             return found
         for account in self._queue.accounts.values():
-            if self.prompt_time.is_overdrawn(account.tenant.name):
+            if self.step_time.is_overdrawn(account.tenant.name):
                 others = [one.share.account.served for one in step.decodes if one.share.account is not account]
                 if others:
                     found.add(account)
@@ -207,15 +233,14 @@ class Fairness:
         others = [other for one in step.decodes if (other := one.share.account) not in wanting or len(wanting) > 1]
         if not wanting or not others:
             return 0
-        prompt_time = self.prompt_time
-        if prompt_time.needs_plain_step(several=len(wanting) > 1):
+        if self._is_probing or self.step_time.needs_plain_step(several=len(wanting) > 1):
             return budget
         if len(wanting) > 1:
             return 0
         [account] = wanting
         least = max(1, self._token_budget // AHEAD_FRACTION)
-        if prompt_time.plain:
-            most = prompt_time.max_tokens(self.cost.prompt_seconds)
+        if self.step_time.without(account.tenant.name):
+            most = self.step_time.max_tokens(account.tenant.name, self.cost.prompt_seconds)
             return max(0, budget - max(least, int(min(budget, most))))
         behind = [other for other in others if account.served - other.served > self._slack]
         if not behind:
@@ -256,7 +281,7 @@ class Fairness:
         # One that computes again what it lost makes some progress first.
         candidates = [one for one in running if one.num_computed_tokens > one.num_charged_tokens]
         for account in sorted(self._queue.accounts.values(), key=lambda account: account.served):
-            if not account.num_waiting or self.prompt_time.is_overdrawn(account.tenant.name):
+            if not account.num_waiting or self.step_time.is_overdrawn(account.tenant.name):
                 continue
             limit = account.tenant.max_running
             for request in self._starting(account):

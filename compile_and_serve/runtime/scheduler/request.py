@@ -86,7 +86,7 @@ class Request:
     can_draft: whether the request takes part in speculative decoding. draft_ends: tokens at which its drafts end, themselves excluded.
     end_len: from so many tokens on, any token may be the last.
     repetition: the repetition that ends it, of its sampling parameters; None: none does.
-    changes_logits: of its sampling parameters.
+    changes_logits: of its sampling parameters. costs_extra: whether its decodes may take longer than those of other requests.
     adapter: the number of its LoRA adapter.
     kv_transfer: what goes to another engine with the request, or came from one. num_given_tokens: behind the prompt, that another engine
         sampled.
@@ -99,8 +99,8 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "clock", "cuts", "decode_end", "draft_ends",
-        "encode_seconds", "end_ids", "end_len", "fast_until", "finish_reason", "first_scheduled_time", "held_seconds", "key",
+        "adapter", "arrival_time", "block_ids", "can_draft", "changes_logits", "clock", "costs_extra", "cuts", "decode_end",
+        "draft_ends", "encode_seconds", "end_ids", "end_len", "fast_until", "finish_reason", "first_scheduled_time", "held_seconds", "key",
         "keys", "kv_transfer", "loaded_tokens", "max_total_tokens", "may_load", "min_total_tokens", "misses", "next_cache_len",
         "num_beside_tokens", "num_cached_blocks", "num_cached_tokens", "num_charged_tokens", "num_chunks",
         "num_computed_tokens", "num_freed_blocks", "num_given_tokens", "num_held_tokens", "num_pending_steps",
@@ -143,6 +143,8 @@ class Request:
         # Where a grammar begins only the runner knows, so no draft goes beyond the end of a marker.
         self.draft_ends = frozenset() if structured is None else structured.draft_ends
         self.changes_logits = params.changes_logits
+        has_extras = self.changes_logits or params.logprobs is not None or self.repetition is not None
+        self.costs_extra = has_extras or request.lora is not None
         self.can_draft = params.speculate and (structured is None or structured.thinking_token_budget is None)
 
         self.status = RequestStatus.WAITING

@@ -224,6 +224,7 @@ class Scheduler:
         order, now = (self._make_room(), time.monotonic()) if is_contended else (self._running, math.inf)
         decodes, drafts = step.decodes, dict[str, list[int]]()
         left_out = self._micro_batches.left_out(self._running, self._in_flight)
+        left_out = self._admission.fairness.left_out(self._running, left_out, now) if is_contended else left_out
         if self._drafting is not None:
             if (proposed := self._drafting.drafts(step, self._running, self._in_flight, self._admission, left_out)) is None:
                 return None
@@ -273,11 +274,10 @@ class Scheduler:
             prefilling, parts, withheld = self._admission.fairness.divide(prefilling, budget, step)
         budget = add_chunks(prefilling, budget - withheld, step, scheduled, grown, self.manager, parts)
         new_requests: list[NewRequestData] = []
-        admission = self._admission
         if not self._queue:
-            admission.free_slots.was_full = False
+            self._admission.free_slots.was_full = False
         elif not step.is_ahead:
-            budget = admission.admit(self._running, budget, step, scheduled, new_requests, parts)
+            budget = self._admission.admit(self._running, budget, step, scheduled, new_requests, parts)
         if is_contended:
             if parts is not None:  # and what nobody could use
                 add_chunks(prefilling, budget, step, scheduled, grown, self.manager)

@@ -1,0 +1,198 @@
+"""How much longer a key's prompts and its costly decodes make the steps of other keys, and when they wait because of it.
+
+A step with prompts takes longer than one of decodes alone, however few tokens they have: it is not one CUDA graph, and the host lays it out
+anew. So does a step with decodes that want more than a token: log-probabilities, penalties, masks, adapters (`Request.costs_extra`). A key
+whose requests are of such kinds would do that to every step. So each key has an account of time. Steps earn a `FRACTION` of the time of a
+step without its prompts and costly decodes, and what those of other keys make steps longer; what its own make them longer is taken from it.
+While it is overdrawn, and other keys decode, its prompts wait and its costly decodes sit out: they keep what they have, and the step is one
+without them. Keys that do the same to each other never wait.
+
+All times are measured: those of steps of decodes alone by the keys that have costly decodes in them. Where a step without a key's is not
+known, or has not been seen for long, they sit out until one was.
+
+With steps in flight, the host prepares a step while the one before runs, and takes its results while the one after does, so the steps
+around one with prompts or costly decodes may take longer, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from compile_and_serve.runtime.scheduler.request import Request
+from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
+
+FRACTION = 0.5  # so decodes keep two thirds of their speed beside prompts of one other key, which get a third of the time
+MAX_SAVED, MAX_OWED = 32.0, 24.0  # of an account, in steps of decodes
+MAX_LONGER = 2.5  # steps of decodes by which one step should get longer
+PROBE_STEPS, FIRST_PROBE_STEPS = 64, 8  # after so many without a step of decodes alone, prompts wait for one
+PROBE_ROWS = 2  # times as many without one that lacks a key's costly decodes: then they sit out
+MAX_SETS = 64  # of keys whose times are remembered
+_NEW_PART = 0.1  # of an average
+_SLOPE_PART = 0.02
+
+Keys = frozenset[str]
+
+
+class StepTime:
+    """The accounts of all keys."""
+
+    def __init__(self) -> None:
+        # Seconds of steps of decodes alone, by the keys that have costly ones in them; the least recently seen first.
+        self._times: OrderedDict[Keys, float] = OrderedDict()
+        self._row = _Slope()
+        self._saved: dict[str, float] = {}  # seconds, of keys that have not saved all they may
+        self._prompts_before: dict[str, int] = {}  # keys with prompts in the step before
+        self._costly_before: dict[str, int] = {}  # and those with costly decodes; how many
+        self._costly: dict[str, int] = {}  # the same of the last step, and of those around it
+        self._num_longer = 0  # steps since the last of decodes alone
+        self._num_with: dict[str, int] = {}  # of each of these keys, steps since the last without
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether a key may be overdrawn, or have costly decodes that should sit out."""
+        return bool(self._saved or self._num_with)
+
+    def is_overdrawn(self, key: str) -> bool:
+        """Whether a key's prompts must wait, and its costly decodes sit out."""
+        return self._saved.get(key, 0.0) < 0.0
+
+    def saved(self, key: str) -> float:
+        """Seconds that a key has saved; negative: owes. Infinite where it has all it may."""
+        return self._saved.get(key, float("inf"))
+
+    def without(self, key: str) -> float:
+        """Seconds of a step of decodes alone, with what is costly now, but none of that of the key. 0.0 as long as it is unknown."""
+        return self._time(frozenset(self._costly) - {key})
+
+    def needs_plain_step(self, *, several: bool) -> bool:
+        """Whether it is not known what a step of decodes takes now. several: keys have prompts, which should wait less often."""
+        return self._num_longer >= (PROBE_STEPS if self._times else FIRST_PROBE_STEPS) * (2 if several else 1)
+
+    def needs_step_without(self, key: str) -> bool:
+        """Whether it is not known what a step takes now that has none of the key's costly decodes."""
+        num_steps = self._num_with.get(key, 0)
+        return num_steps >= FIRST_PROBE_STEPS and (num_steps >= PROBE_ROWS * PROBE_STEPS or not self.without(key))
+
+    def max_tokens(self, key: str, prompt_seconds: float) -> float:
+        """Prompt tokens of a key, of prompt_seconds each, that make a step longer by `MAX_LONGER`; no limit before times are known."""
+        seconds = self.without(key)
+        return MAX_LONGER * seconds / prompt_seconds if seconds and prompt_seconds else float("inf")
+
+    def observe(self, step: StepInFlight, following: StepInFlight | None, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
+        """Learn from a step's duration. → by how much what each key has in it made it longer, in steps of decodes
+
+        following: the step that was launched before this one was over. weights: of the keys that have requests.
+        """
+        prompts = _count(chunk.request for chunk in step.chunks)
+        costly = _count(request for request in step.decodes if request.costs_extra)
+        prompts_before, self._prompts_before = self._prompts_before, prompts
+        costly_before, self._costly_before = self._costly_before, costly
+        if seconds <= 0.0 or not step.decodes:
+            return {}
+        if following is not None:
+            prompts = prompts or _count(chunk.request for chunk in following.chunks) or prompts_before
+            costly = costly_before | _count(request for request in following.decodes if request.costs_extra) | costly
+        self._costly = costly
+        self._note(step, seconds, has_prompts=bool(prompts))
+        parts = self._parts(step, seconds, prompts)
+        if not parts and not self._saved:
+            return {}
+        longer = sum(parts.values())
+        lasts = {key: self.without(key) or seconds for key in self._saved.keys() | parts.keys()}
+        for key, plain in lasts.items():
+            other = max((weight for name, weight in weights.items() if name != key), default=1.0)
+            part = parts.get(key, 0.0)
+            earned = FRACTION * plain * weights.get(key, 1.0) / other + longer - part
+            most = MAX_SAVED * plain
+            saved = max(-MAX_OWED * plain, self._saved.get(key, most) + earned - part)
+            if saved < most:
+                self._saved[key] = saved
+            else:
+                self._saved.pop(key, None)
+        return {key: part / lasts[key] for key, part in parts.items()}
+
+    def _note(self, step: StepInFlight, seconds: float, *, has_prompts: bool) -> None:
+        """Learn what a step of decodes alone takes."""
+        costly = frozenset(self._costly)
+        keys = costly | self._num_with.keys() if has_prompts else costly  # without a key's, but with prompts, says nothing
+        self._num_with = {key: self._num_with.get(key, 0) + 1 for key in keys}
+        if has_prompts:
+            self._num_longer += 1
+            return
+        self._num_longer = 0
+        before, num_decodes = self._times.get(costly), len(step.decodes)
+        if before is None:
+            self._times[costly] = seconds
+            if len(self._times) > MAX_SETS:
+                self._times.popitem(last=False)
+            return
+        # One long pause is no reason to believe that steps take longer now; one short step says that they can be short.
+        part = _NEW_PART if seconds > before else 3 * _NEW_PART
+        seconds = min(seconds, 4 * before)
+        self._times[costly] = before + part * (seconds - before)
+        self._times.move_to_end(costly)
+        if not costly:
+            self._row.observe(num_decodes, seconds)
+
+    def _parts(self, step: StepInFlight, seconds: float, prompts: Mapping[str, int]) -> dict[str, float]:
+        """By how many seconds what each key has in a step made it longer."""
+        parts: dict[str, float] = {}
+        base = self._time(frozenset(self._costly))
+        if prompts and base:
+            longer, num_prompts = _between(seconds - base, MAX_OWED * base), sum(prompts.values())
+            parts = {key: longer * count / num_prompts for key, count in prompts.items()}
+        keys = _count(step.decodes).keys()
+        for key, count in self._costly.items():
+            plain = self.without(key)
+            if plain and keys - {key}:
+                # As decodes that cost nothing extra they would make the step longer, too.
+                plain_with = plain + count * self._row.seconds
+                longer = _between((base if prompts else seconds) - plain_with, MAX_OWED * plain)
+                parts[key] = parts.get(key, 0.0) + longer
+        return parts
+
+    def _time(self, costly: Keys) -> float:
+        """Seconds of a step of decodes alone where these keys have costly ones; where that is unknown, the most of them for which it is
+        known; 0.0 if there is none.
+        """
+        if (found := self._times.get(costly)) is not None:
+            return found
+        known = [keys for keys in self._times if keys < costly]
+        return self._times[max(known, key=len)] if known else 0.0
+
+
+class _Slope:
+    """By how many seconds one decode more makes a step longer: of the last steps, as far as their number of decodes changed."""
+
+    def __init__(self) -> None:
+        self._num = self._seconds = self._variance = self._covariance = 0.0
+
+    def observe(self, num_decodes: int, seconds: float) -> None:
+        """Learn from a step of decodes alone, none of them costly."""
+        if not self._num:
+            self._num, self._seconds = float(num_decodes), seconds
+        more, longer = num_decodes - self._num, seconds - self._seconds
+        self._num += _SLOPE_PART * more
+        self._seconds += _SLOPE_PART * longer
+        self._variance += _SLOPE_PART * (more * more - self._variance)
+        self._covariance += _SLOPE_PART * (more * longer - self._covariance)
+
+    @property
+    def seconds(self) -> float:
+        """Of a decode; 0.0 as long as steps have about as many."""
+        return _between(self._covariance / self._variance, self._seconds / self._num) if self._variance > 0.05 else 0.0
+
+
+def _between(value: float, most: float) -> float:
+    """The value, where it is between 0 and `most`."""
+    return min(max(0.0, value), most)
+
+
+def _count(requests: Iterable[Request]) -> dict[str, int]:
+    """How many requests of each key there are."""
+    found: dict[str, int] = {}
+    for request in requests:
+        name = request.share.account.tenant.name
+        found[name] = found.get(name, 0) + 1
+    return found
