@@ -22,8 +22,9 @@ from collections.abc import Iterable, Mapping
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
 
-FRACTION = 0.5  # so decodes keep two thirds of their speed beside prompts of one other key, which get a third of the time
-MAX_SAVED, MAX_OWED = 32.0, 24.0  # of an account, in steps of decodes
+FRACTION = 0.4  # so decodes keep five sevenths of their speed beside one other key's, which get two sevenths of the time
+MAX_SAVED, MAX_OWED = 32.0, 72.0  # of an account, in steps of decodes
+MAX_CHARGED = 24.0  # for one step: one long pause does not keep a key waiting for long
 MAX_LONGER = 2.5  # steps of decodes by which one step should get longer
 PROBE_STEPS, FIRST_PROBE_STEPS = 64, 8  # after so many without a step of decodes alone, prompts wait for one
 PROBE_ROWS = 2  # times as many without one that lacks a key's costly decodes: then they sit out
@@ -94,8 +95,9 @@ class StepTime:
             prompts = prompts or _count(chunk.request for chunk in following.chunks) or prompts_before
             costly = costly_before | _count(request for request in following.decodes if request.costs_extra) | costly
         self._costly = costly
-        self._note(step, seconds, has_prompts=bool(prompts))
-        parts = self._parts(step, seconds, prompts)
+        own = frozenset(self._costly_before)
+        self._note(own, len(step.decodes), seconds, has_prompts=bool(prompts))
+        parts = self._parts(step, own, seconds, prompts)
         if not parts and not self._saved:
             return {}
         longer = sum(parts.values())
@@ -112,35 +114,36 @@ class StepTime:
                 self._saved.pop(key, None)
         return {key: part / lasts[key] for key, part in parts.items()}
 
-    def _note(self, step: StepInFlight, seconds: float, *, has_prompts: bool) -> None:
-        """Learn what a step of decodes alone takes."""
-        costly = frozenset(self._costly)
-        keys = costly | self._num_with.keys() if has_prompts else costly  # without a key's, but with prompts, says nothing
+    def _note(self, own: Keys, num_decodes: int, seconds: float, *, has_prompts: bool) -> None:
+        """Learn what a step of decodes alone takes. own: keys with costly decodes in it."""
+        keys = self._costly.keys() | self._num_with.keys() if has_prompts else self._costly.keys()  # which says nothing of the others
         self._num_with = {key: self._num_with.get(key, 0) + 1 for key in keys}
         if has_prompts:
             self._num_longer += 1
             return
         self._num_longer = 0
-        before, num_decodes = self._times.get(costly), len(step.decodes)
+        if own < self._costly.keys():  # it may be longer because of the steps around it
+            return
+        before = self._times.get(own)
         if before is None:
-            self._times[costly] = seconds
+            self._times[own] = seconds
             if len(self._times) > MAX_SETS:
                 self._times.popitem(last=False)
             return
         # One long pause is no reason to believe that steps take longer now; one short step says that they can be short.
         part = _NEW_PART if seconds > before else 3 * _NEW_PART
         seconds = min(seconds, 4 * before)
-        self._times[costly] = before + part * (seconds - before)
-        self._times.move_to_end(costly)
-        if not costly:
+        self._times[own] = before + part * (seconds - before)
+        self._times.move_to_end(own)
+        if not own:
             self._row.observe(num_decodes, seconds)
 
-    def _parts(self, step: StepInFlight, seconds: float, prompts: Mapping[str, int]) -> dict[str, float]:
+    def _parts(self, step: StepInFlight, own: Keys, seconds: float, prompts: Mapping[str, int]) -> dict[str, float]:
         """By how many seconds what each key has in a step made it longer."""
         parts: dict[str, float] = {}
-        base = self._time(frozenset(self._costly))
+        base = self._time(own)
         if prompts and base:
-            longer, num_prompts = _between(seconds - base, MAX_OWED * base), sum(prompts.values())
+            longer, num_prompts = _between(seconds - base, MAX_CHARGED * base), sum(prompts.values())
             parts = {key: longer * count / num_prompts for key, count in prompts.items()}
         keys = _count(step.decodes).keys()
         for key, count in self._costly.items():
@@ -148,7 +151,7 @@ class StepTime:
             if plain and keys - {key}:
                 # As decodes that cost nothing extra they would make the step longer, too.
                 plain_with = plain + count * self._row.seconds
-                longer = _between((base if prompts else seconds) - plain_with, MAX_OWED * plain)
+                longer = _between((base if prompts else seconds) - plain_with, MAX_CHARGED * plain)
                 parts[key] = parts.get(key, 0.0) + longer
         return parts
 
