@@ -36,7 +36,6 @@ import msgspec
 
 from compile_and_serve.runtime.beam_search import BeamSearch
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -52,7 +51,7 @@ from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 
-SLOTS, MAX_LEN, NUM_ADAPTERS = 8, 8192, 6
+SLOTS, MAX_LEN = 8, 8192
 PARTS = ("receive", "schedule", "launch", "result", "update", "send")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -108,20 +107,10 @@ class Clock:
 class Bench:
     """An engine core, and two keys' requests."""
 
-    def __init__(self, folder: Path, vocab_size: int, *, has_adapters: bool = False) -> None:
+    def __init__(self, folder: Path, vocab_size: int) -> None:
         (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab_size}))
         self.vocab_size = vocab_size
-        options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "device": "cpu", "num_threads": 1}
-        self.adapters: list[LoRARequest] = []
-        if has_adapters:
-            from benchmarks.tenants import write_adapter
-
-            options |= {"enable_lora": True, "max_loras": 2}
-            for number in range(1, 1 + NUM_ADAPTERS):
-                path = folder / f"adapter-{number}"
-                if not path.exists():
-                    write_adapter(path, str(folder))
-                self.adapters.append(LoRARequest(path.name, number, str(path)))
+        options = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "device": "cpu", "num_threads": 1}
         self.core = EngineCore(make_engine_config(str(folder), max_num_seqs=SLOTS, num_kv_blocks=8192, block_size=16, **options))
         self.clock = Clock()
         clock, runner = self.clock, self.core.executor.worker.runner  # type: ignore[attr-defined]
@@ -142,22 +131,13 @@ class Bench:
     def send(self, message: ToEngine) -> None:
         self.inbox.append(self.encoder.encode(message))
 
-    def add(
-        self,
-        key: str,
-        prompt: list[int],
-        take: Callable[[RequestOutput], None],
-        *,
-        n: int = 1,
-        lora: LoRARequest | None = None,
-        **params: Any,
-    ) -> str:
+    def add(self, key: str, prompt: list[int], take: Callable[[RequestOutput], None], *, n: int = 1, **params: Any) -> str:
         names = [f"{key}{next(self.numbers)}" for _ in range(n)]
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
         siblings = [Sibling(name) for name in names[1:]]
         self.takes.update(dict.fromkeys(names, take))
         request = EngineRequest(
-            request_id=names[0], prompt_token_ids=prompt, sampling_params=sampling, siblings=siblings, tenant=Tenant(key), lora=lora
+            request_id=names[0], prompt_token_ids=prompt, sampling_params=sampling, siblings=siblings, tenant=Tenant(key)
         )
         self.send(AddRequest(request=request))
         return names[0]
@@ -314,18 +294,6 @@ def _repeat(number: int, length: int, *, n: int = 1, **params: Any) -> Callable[
     return start
 
 
-def _adapters(bench: Bench) -> None:
-    def begin() -> None:
-        def take(output: RequestOutput) -> None:
-            if output.finish_reason is not None:
-                begin()
-
-        bench.add("a", bench.prompt(1), take, lora=bench.random.choice(bench.adapters), max_tokens=32)
-
-    for _ in range(32):
-        begin()
-
-
 def _fair(bench: Bench) -> None:
     for _ in range(SLOTS // 2):
         bench.decode("a")
@@ -342,7 +310,6 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "logprobs": _repeat(32, 1, max_tokens=100, logprobs=20),
     "penalties": _repeat(64, 1, max_tokens=100, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.1),
     "cancels": _cancels,
-    "adapters": _adapters,
 }
 
 
@@ -360,17 +327,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     names = arguments.cases.split(",")
     with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), arguments.vocab_size)
         if arguments.profile:
-            bench = Bench(Path(folder), arguments.vocab_size, has_adapters=arguments.profile == "adapters")
             profile = cProfile.Profile()
             profile.runcall(bench.measure, arguments.profile, arguments.seconds)
             pstats.Stats(profile).sort_stats("tottime").print_stats(45)
             return
-        for has_adapters in (False, True):  # the steps of a server that takes adapters are others
-            if found := [name for name in names if (name == "adapters") == has_adapters]:
-                bench = Bench(Path(folder), arguments.vocab_size, has_adapters=has_adapters)
-                for name in found:
-                    print(json.dumps({"host_work": name, **bench.measure(name, arguments.seconds)}), flush=True)
+        for name in names:
+            print(json.dumps({"host_work": name, **bench.measure(name, arguments.seconds)}), flush=True)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

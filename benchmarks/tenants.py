@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options += ["--enable-lora", "--max-loras", "2"]
             for number in range(NUM_ADAPTERS):
                 path = Path(folder) / f"adapter-{number}"
-                write_adapter(path, arguments.model)
+                _write_adapter(path, arguments.model)
                 options += ["--lora-modules", f"{path.name}={path}"]
             _say("the adapters are written")
         _say("the server starts")
@@ -419,8 +419,7 @@ async def _victim(url: str, streams: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def write_adapter(folder: Path, model: str) -> None:
-    """A folder with a LoRA adapter of the model, of random weights."""
+def _write_adapter(folder: Path, model: str) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -30,7 +30,7 @@ PROBE_STEPS, FIRST_PROBE_STEPS = 64, 8  # after so many without a step of decode
 PROBE_ROWS = 2  # times as many without one that lacks a key's costly decodes: then they sit out
 MAX_SETS = 64  # of keys whose times are remembered
 _NEW_PART = 0.1  # of an average
-_SLOPE_PART = 0.02
+_TOKEN_PART = 0.03
 
 Keys = frozenset[str]
 
@@ -41,7 +41,7 @@ class StepTime:
     def __init__(self) -> None:
         # Seconds of steps of decodes alone, by the keys that have costly ones in them; the least recently seen first.
         self._times: OrderedDict[Keys, float] = OrderedDict()
-        self._row = _Slope()
+        self._token = _TokenTime()
         self._saved: dict[str, float] = {}  # seconds, of keys that have not saved all they may
         self._prompts_before: dict[str, int] = {}  # keys with prompts in the step before
         self._costly_before: dict[str, int] = {}  # and those with costly decodes; how many
@@ -96,7 +96,7 @@ class StepTime:
             costly = costly_before | _count(request for request in following.decodes if request.costs_extra) | costly
         self._costly = costly
         own = frozenset(self._costly_before)
-        self._note(own, len(step.decodes), seconds, has_prompts=bool(prompts))
+        self._note(own, seconds, has_prompts=bool(prompts))
         parts = self._parts(step, own, seconds, prompts)
         if not parts and not self._saved:
             return {}
@@ -114,7 +114,7 @@ class StepTime:
                 self._saved.pop(key, None)
         return {key: part / lasts[key] for key, part in parts.items()}
 
-    def _note(self, own: Keys, num_decodes: int, seconds: float, *, has_prompts: bool) -> None:
+    def _note(self, own: Keys, seconds: float, *, has_prompts: bool) -> None:
         """Learn what a step of decodes alone takes. own: keys with costly decodes in it."""
         keys = self._costly.keys() | self._num_with.keys() if has_prompts else self._costly.keys()  # which says nothing of the others
         self._num_with = {key: self._num_with.get(key, 0) + 1 for key in keys}
@@ -135,8 +135,6 @@ class StepTime:
         seconds = min(seconds, 4 * before)
         self._times[own] = before + part * (seconds - before)
         self._times.move_to_end(own)
-        if not own:
-            self._row.observe(num_decodes, seconds)
 
     def _parts(self, step: StepInFlight, own: Keys, seconds: float, prompts: Mapping[str, int]) -> dict[str, float]:
         """By how many seconds what each key has in a step made it longer."""
@@ -145,13 +143,15 @@ class StepTime:
         if prompts and base:
             longer, num_prompts = _between(seconds - base, MAX_CHARGED * base), sum(prompts.values())
             parts = {key: longer * count / num_prompts for key, count in prompts.items()}
-        keys = _count(step.decodes).keys()
+        if step.chunks and base and not step.num_prompt_rows:
+            self._token.observe(sum(chunk.end - chunk.start for chunk in step.chunks), seconds - base)
+        decodes = _count(step.decodes)
         for key, count in self._costly.items():
             plain = self.without(key)
-            if plain and keys - {key}:
-                # As decodes that cost nothing extra they would make the step longer, too.
-                plain_with = plain + count * self._row.seconds
-                longer = _between((base if prompts else seconds) - plain_with, MAX_CHARGED * plain)
+            if plain and decodes.keys() - {key}:
+                # As decodes that cost nothing extra they would make the step longer, too: each about as much as a prompt token.
+                as_plain = count * min(self._token.seconds, plain / (len(step.decodes) - decodes.get(key, 0)))
+                longer = _between((base if prompts else seconds) - plain - as_plain, MAX_CHARGED * plain)
                 parts[key] = parts.get(key, 0.0) + longer
         return parts
 
@@ -165,26 +165,26 @@ class StepTime:
         return self._times[max(known, key=len)] if known else 0.0
 
 
-class _Slope:
-    """By how many seconds one decode more makes a step longer: of the last steps, as far as their number of decodes changed."""
+class _TokenTime:
+    """By how many seconds one prompt token more makes a step longer: of the last steps with prompts, as far as their tokens differed."""
 
     def __init__(self) -> None:
-        self._num = self._seconds = self._variance = self._covariance = 0.0
+        self._num = self._longer = self._variance = self._covariance = 0.0
 
-    def observe(self, num_decodes: int, seconds: float) -> None:
-        """Learn from a step of decodes alone, none of them costly."""
+    def observe(self, num_tokens: int, longer: float) -> None:
+        """Learn from a step. longer: seconds by which its prompts made it longer."""
         if not self._num:
-            self._num, self._seconds = float(num_decodes), seconds
-        more, longer = num_decodes - self._num, seconds - self._seconds
-        self._num += _SLOPE_PART * more
-        self._seconds += _SLOPE_PART * longer
-        self._variance += _SLOPE_PART * (more * more - self._variance)
-        self._covariance += _SLOPE_PART * (more * longer - self._covariance)
+            self._num, self._longer = float(num_tokens), longer
+        more, longer = num_tokens - self._num, longer - self._longer
+        self._num += _TOKEN_PART * more
+        self._longer += _TOKEN_PART * longer
+        self._variance += _TOKEN_PART * (more * more - self._variance)
+        self._covariance += _TOKEN_PART * (more * longer - self._covariance)
 
     @property
     def seconds(self) -> float:
-        """Of a decode; 0.0 as long as steps have about as many."""
-        return _between(self._covariance / self._variance, self._seconds / self._num) if self._variance > 0.05 else 0.0
+        """Of a token; 0.0 as long as it is unknown."""
+        return max(0.0, self._covariance / self._variance) if self._variance > 0.5 else 0.0
 
 
 def _between(value: float, most: float) -> float:

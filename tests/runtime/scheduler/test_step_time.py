@@ -25,7 +25,7 @@ TOKEN = 0.00001  # of a prompt token
 @dataclass
 class Load:
     """One key's requests, always the same number at once. extra: seconds by which its decodes make a step longer; then they want
-    log-probabilities. of_decode: seconds by which each of them does.
+    log-probabilities. of_decode: seconds by which each of them does, and each prompt token.
     """
 
     num_requests: int
@@ -68,7 +68,8 @@ class Engine:
         new = {request.request_id for request in step.new_requests}
         decodes = Counter(name.split()[0] for name, count in step.num_scheduled_tokens.items() if count == 1 and name not in new)
         extra = sum(self.loads[key].extra + count * self.loads[key].of_decode for key, count in decodes.items())
-        return DECODES + extra + (PROMPTS + TOKEN * num_prompt if num_prompt else 0.0)
+        token = max(TOKEN, *(load.of_decode for load in self.loads.values()))
+        return DECODES + extra + (PROMPTS + token * num_prompt if num_prompt else 0.0)
 
     def run(self, seconds: float) -> None:
         self.tokens.clear()
