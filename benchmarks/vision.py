@@ -32,6 +32,7 @@ from benchmarks.common import environment, error_head
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.runtime.media.images import decode_image
+from compile_and_serve.runtime.media.pixels import pixel_library
 from compile_and_serve.runtime.media.prepared import PreparedMedia
 from compile_and_serve.runtime.media.qwen_vl import QwenVLProcessor
 from compile_and_serve.runtime.weights.folder_config import read_folder_config
@@ -71,6 +72,7 @@ def _measure(given: argparse.Namespace) -> None:
 
     PIL.Image.fromarray(pixels).save(buffer, "JPEG", quality=90)
     image = decode_image(buffer.getvalue())
+    pixel_library(waits=True)
     tokens = len(processor.image(image, b"").tokens)
     show(
         preprocess_ms=_median_ms(lambda: processor.image(image, b""), 20),

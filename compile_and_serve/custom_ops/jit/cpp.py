@@ -1,7 +1,7 @@
 """Builds C++ sources into a shared library at first use and keeps it in the user's cache folder.
 
 The file name contains a hash of everything that the result depends on, so a stale library is never loaded and several versions can
-coexist. A file lock lets concurrent processes share one build.
+coexist. A file lock lets concurrent processes share one build. This file imports no torch at its top, for processes that prepare media.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from compile_and_serve.custom_ops.jit.checked_library import is_intact, publish
 
 log = logging.getLogger(__name__)
 
-_TORCH = Path(torch.__file__).resolve().parent
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-w")
 
 
@@ -62,19 +59,35 @@ def cpu_identity() -> str:
 
 
 def _torch_flags() -> list[str]:
+    import torch
+
+    folder = _torch_folder()
     return [
-        f"-I{_TORCH / 'include'}",
-        f"-I{_TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
+        f"-I{folder / 'include'}",
+        f"-I{folder / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
 
 
 def _link_flags() -> list[str]:
     # Two OpenMP runtimes in a process would have two pools of threads. Linking torch's own by its path makes the loader reuse it.
-    lib = _TORCH / "lib"
+    folder = _torch_folder()
+    lib = folder / "lib"
     bundled = sorted(lib.glob("libgomp*.so*")) or sorted(lib.glob("libiomp5*.so*")) or sorted(lib.glob("libomp*.so*"))
-    bundled = bundled or sorted((_TORCH.parent / "torch.libs").glob("libgomp*.so*"))
+    bundled = bundled or sorted((folder.parent / "torch.libs").glob("libgomp*.so*"))
     return [f"-L{lib}", "-ltorch_cpu", "-lc10", *([str(bundled[0])] if bundled else ["-fopenmp"])]
+
+
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def _torch_folder() -> Path:
+    import torch
+
+    return Path(torch.__file__).resolve().parent
 
 
 def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = None) -> None:
@@ -126,17 +139,19 @@ def end_builds() -> None:
             os.killpg(process.pid, signal.SIGTERM)
 
 
-def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
+def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = (), *, uses_torch: bool = True) -> Path:
     """Compile `sources` into a shared library, unless it is in the cache.
 
-    headers: files that the sources include, for the hash. → path of the library.
+    headers: files that the sources include, for the hash. uses_torch: whether they include torch's headers. → path of the library.
     Raises BuildError if there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    flags = [*_FLAGS, *_torch_flags()]
+    flags, links, made_for = [*_FLAGS], list[str](), list[str]()
+    if uses_torch:
+        flags, links, made_for = [*flags, *_torch_flags()], _link_flags(), [_torch_version(), str(_torch_folder())]
     digest = hashlib.sha256()
-    for part in (version, torch.__version__, cpu_identity(), repr(_FLAGS), str(_TORCH)):
+    for part in (version, cpu_identity(), repr(_FLAGS), *made_for):
         digest.update(part.encode() + b"\0")
     for path in (*sources, *headers):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -151,7 +166,7 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
                 for source, target in zip(sources, objects, strict=True)
             ]
         )
-        run_all([(name, [compiler, "-shared", *map(str, objects), "-o", str(built), *_link_flags()])])
+        run_all([(name, [compiler, "-shared", *map(str, objects), "-o", str(built), *links])])
 
     return build_once(name, library, "less than a minute", make)
 

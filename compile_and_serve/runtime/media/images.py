@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from compile_and_serve.runtime.media.pixels import pixel_library
 from compile_and_serve.runtime.media.prepared import MediaError, content_key
 
 Image = Any  # a PIL.Image.Image; Pillow may not be installed
@@ -75,6 +76,9 @@ def pixels_key(image: Image, settings: str) -> bytes:
 def resize(image: Image, width: int, height: int) -> np.ndarray:
     """uint8 [height, width, 3], by bicubic interpolation."""
     if image.size != (width, height):
+        library = pixel_library()
+        if library is not None and image.mode == "RGB" and library.resizes(image.size, (width, height)):
+            return library.resize(np.asarray(image), width, height)
         image = image.resize((width, height), pillow().Resampling.BICUBIC)
     return np.asarray(image)
 

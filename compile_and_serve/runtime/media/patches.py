@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from compile_and_serve.runtime.media.pixels import pixel_library
 from compile_and_serve.runtime.media.prepared import MediaError
 
 MAX_ASPECT = 200  # of an image that these models were made for
@@ -46,11 +47,13 @@ def padded(height: int, width: int, patch: int, merge: int, max_patches: int, ma
     return (new_height, new_width), (-(-new_height // block) * block, -(-new_width // block) * block)
 
 
-def blocks_of(frames_NHWC: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """The blocks of a patch's frames, row by row: uint8 [blocks, merge², C · N · patch²]."""
+def blocks_of(frames_NHWC: np.ndarray, patch: int, merge: int, order: np.ndarray | None = None) -> np.ndarray:
+    """The blocks of a patch's frames: uint8 [blocks, merge², C · N · patch²]. order: of the blocks; None: row by row."""
     frames, height, width, channels = frames_NHWC.shape
     rows, columns = height // (patch * merge), width // (patch * merge)
     is_repeated = frames_NHWC.strides[0] == 0  # one image stands for all frames
+    if is_repeated and channels == 3 and (library := pixel_library()) is not None:
+        return library.patch_blocks(frames_NHWC[0], patch, merge, frames, order)
     distinct = 1 if is_repeated else frames
     planes_CNHW = np.ascontiguousarray(frames_NHWC[:distinct].transpose(3, 0, 1, 2))
     # A patch's row is one element, so that numpy copies whole rows.
@@ -58,7 +61,8 @@ def blocks_of(frames_NHWC: np.ndarray, patch: int, merge: int) -> np.ndarray:
     lines = planes_CNHW.view(line).reshape(channels, distinct, rows, merge, patch, columns, merge)
     blocks = np.empty((rows, columns, merge, merge, channels, frames, patch), dtype=line)
     blocks[...] = lines.transpose(2, 5, 3, 6, 0, 1, 4)
-    return blocks.view(np.uint8).reshape(rows * columns, merge * merge, channels * frames * patch * patch)
+    in_rows = blocks.view(np.uint8).reshape(rows * columns, merge * merge, channels * frames * patch * patch)
+    return in_rows if order is None else in_rows[order]
 
 
 def grid_of(height: int, width: int, merge: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from compile_and_serve.runtime.media.embedded import embedded_image
 from compile_and_serve.runtime.media.fetch import FetchLimits, fetch
 from compile_and_serve.runtime.media.images import as_image, decode_image, pillow, pixels_key
 from compile_and_serve.runtime.media.info import MediaInfo
+from compile_and_serve.runtime.media.pixels import pixel_library
 from compile_and_serve.runtime.media.prepared import MediaError, PreparedMedia, content_key
 from compile_and_serve.runtime.media.registry import Encode, MediaProcessor, media_processor
 from compile_and_serve.runtime.media.sources import MediaSource, data_of_url
@@ -38,6 +39,8 @@ class MediaPipeline:
         self._limits: dict[str, int] = {**DEFAULT_LIMITS, **info.limits}
         self._fetch_limits = FetchLimits(domains=tuple(info.domains))
         self._observe, self._reads_rows = observe, info.embeds
+        if not self.kinds.isdisjoint(("image", "video")):
+            pixel_library()  # which begins to build it
         self._workers = ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="media")
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="media-download")
 

@@ -119,11 +119,11 @@ class QwenVLProcessor(NoMedia):
         patches = self.patches
         height, width = (size // patches.patch_size for size in frames_NHWC.shape[1:3])
         rows, columns = height // patches.merge, width // patches.merge
-        blocks, grid = blocks_of(frames_NHWC, patches.patch_size, patches.merge), grid_of(height, width, patches.merge)
-        arrays = {}
+        grid, order, arrays = grid_of(height, width, patches.merge), None, dict[str, StepArray]()
         if self._window:
             order, ends = windows_of(rows, columns, self._window)
-            blocks, grid = blocks[order], grid[order]
+            grid = grid[order]
             arrays = {WINDOW_END: StepArray.of(ends), BLOCK_ORDER: StepArray.of(np.argsort(order).astype(np.int32))}
+        blocks = blocks_of(frames_NHWC, patches.patch_size, patches.merge, order)
         arrays |= {PATCHES: StepArray.holding(blocks), GRID: StepArray.of(grid)}
         return PreparedItem(offset=offset, length=rows * columns, arrays=arrays, time=time, height=rows, width=columns, advance=advance)
