@@ -94,6 +94,50 @@ void sum_rows(const uint8_t* const* rows, size_t size, uint8_t* out, const int32
     }
 }
 
+// Bytes of each channel of a line of `count` pixels.
+inline void split_line(const uint8_t* line, int count, uint8_t* const* planes) {
+    for (int x = 0; x < count; ++x) {
+        for (int c = 0; c < kChannels; ++c) {
+            planes[c][x] = line[kChannels * x + c];
+        }
+    }
+}
+
+#ifdef __SSSE3__
+struct Masks {
+    alignas(16) uint8_t bytes[kChannels][kChannels][16];  // of a channel and a part of the line: which byte goes where
+};
+
+constexpr Masks masks = [] {
+    Masks made{};
+    for (int c = 0; c < kChannels; ++c) {
+        for (int i = 0; i < 16; ++i) {
+            for (int part = 0; part < kChannels; ++part) {
+                const int at = kChannels * i + c;
+                made.bytes[c][part][i] = at / 16 == part ? at % 16 : 0x80;
+            }
+        }
+    }
+    return made;
+}();
+
+// The same of 16 pixels.
+inline void split_16(const uint8_t* line, uint8_t* const* planes) {
+    __m128i parts[kChannels];
+    for (int part = 0; part < kChannels; ++part) {
+        parts[part] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 16 * part));
+    }
+    for (int c = 0; c < kChannels; ++c) {
+        __m128i bytes = _mm_setzero_si128();
+        for (int part = 0; part < kChannels; ++part) {
+            const __m128i mask = _mm_load_si128(reinterpret_cast<const __m128i*>(masks.bytes[c][part]));
+            bytes = _mm_or_si128(bytes, _mm_shuffle_epi8(parts[part], mask));
+        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(planes[c]), bytes);
+    }
+}
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -137,22 +181,26 @@ __attribute__((visibility("default"))) void cas_resize(
 // in: [height, width, 3], sides multiples of patch · merge. out: [blocks, merge², 3 · frames · patch²]: block b is block order[b] of the
 // image, row by row. All frames are the same.
 __attribute__((visibility("default"))) void cas_patch_blocks(
-    const uint8_t* in, int width, uint8_t* out, int patch, int merge, int frames, const int64_t* order, int64_t blocks
+    const uint8_t* in, int width, int height, uint8_t* out, int patch, int merge, int frames, const int64_t* order, int64_t blocks
 ) {
     const size_t row = size_t{kChannels} * width, plane = size_t(patch) * patch, frames_size = frames * plane;
     const int64_t columns = width / (patch * merge);
+    [[maybe_unused]] const uint8_t* const end = in + height * row;
     for (int64_t b = 0; b < blocks; ++b) {
         const uint8_t* block = in + order[b] / columns * patch * merge * row + order[b] % columns * patch * merge * kChannels;
         for (int place = 0; place < merge * merge; ++place) {
             const uint8_t* corner = block + place / merge * patch * row + size_t{kChannels} * (place % merge) * patch;
             for (int y = 0; y < patch; ++y) {
                 const uint8_t* line = corner + y * row;
-                uint8_t *red = out + y * patch, *green = red + frames_size, *blue = green + frames_size;
-                for (int x = 0; x < patch; ++x) {
-                    red[x] = line[kChannels * x];
-                    green[x] = line[kChannels * x + 1];
-                    blue[x] = line[kChannels * x + 2];
+                uint8_t* const planes[] = {out + y * patch, out + y * patch + frames_size, out + y * patch + 2 * frames_size};
+#ifdef __SSSE3__
+                // It may read and write behind the line, where other pixels lie, and bytes of the plane that are written later.
+                if (patch <= 16 && y * patch + 16 <= int(plane) && line + 48 <= end) {
+                    split_16(line, planes);
+                    continue;
                 }
+#endif
+                split_line(line, patch, planes);
             }
             for (int c = 0; c < kChannels; ++c) {
                 for (int frame = 1; frame < frames; ++frame) {

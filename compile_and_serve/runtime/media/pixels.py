@@ -37,7 +37,7 @@ class PixelLibrary:
         pointer, integer, side = ctypes.c_void_p, ctypes.c_int, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
         self._resize, self._blocks = library.cas_resize, library.cas_patch_blocks
         self._resize.argtypes = (pointer, integer, integer, pointer, integer, integer, *side, *side)
-        self._blocks.argtypes = (pointer, integer, pointer, integer, integer, integer, pointer, ctypes.c_int64)
+        self._blocks.argtypes = (pointer, integer, integer, pointer, integer, integer, integer, pointer, ctypes.c_int64)
         self._resize.restype = self._blocks.restype = None
 
     def resizes(self, before: tuple[int, int], after: tuple[int, int]) -> bool:
@@ -69,7 +69,7 @@ class PixelLibrary:
         count = height // (patch * merge) * (width // (patch * merge))
         order = np.arange(count) if order is None else np.ascontiguousarray(order, dtype=np.int64)
         out = np.empty((count, merge * merge, 3 * frames * patch * patch), dtype=np.uint8)
-        self._blocks(pixels_HW3.ctypes.data, width, out.ctypes.data, patch, merge, frames, order.ctypes.data, count)
+        self._blocks(pixels_HW3.ctypes.data, width, height, out.ctypes.data, patch, merge, frames, order.ctypes.data, count)
         return out
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ pytest.importorskip("PIL")
 import PIL.Image
 
 from compile_and_serve.custom_ops.jit.cpp import BuildError, find_compiler
+from compile_and_serve.custom_ops.jit.sources import CSRC
 from compile_and_serve.runtime.media import patches, pixels
 from compile_and_serve.runtime.media.images import resize
 from compile_and_serve.runtime.media.pixels import PixelLibrary, pixel_library
@@ -76,6 +80,30 @@ def test_patches_are_those_of_numpy(library: PixelLibrary, patch: int, merge: in
     theirs = [patches.blocks_of(repeated, patch, merge, one) for one in (None, order)]
     assert np.array_equal(ours[0], theirs[0])
     assert np.array_equal(ours[1], theirs[1])
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
+def test_every_instruction_set_gives_the_same_bytes(architecture: str, tmp_path: Path) -> None:
+    """Without SSE4.1, with AVX2, and with what this CPU has."""
+    if platform.machine() != "x86_64" or (architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text()):
+        pytest.skip("for other CPUs")
+    target = tmp_path / "pixels.so"
+    flags = [
+        "-std=c++20",
+        "-O2",
+        f"-march={architecture}",
+        "-fPIC",
+        "-shared",
+        "-fsanitize=undefined",
+        "-fsanitize-undefined-trap-on-error",
+    ]
+    subprocess.run([find_compiler(), *flags, str(CSRC / "media" / "pixels.cpp"), "-o", str(target)], check=True)
+    library = pixels.as_pillow(ctypes.CDLL(str(target)))
+    assert library is not None
+    image = picture(1, 140, 84)
+    expected = patches.blocks_of(np.stack([image, image]), 14, 2)
+    assert np.array_equal(library.patch_blocks(image, 14, 2, 2, None), expected)
 
 
 def test_other_bytes_than_pillows_are_not_used(
