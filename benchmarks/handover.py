@@ -31,7 +31,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -41,6 +41,7 @@ import msgspec
 
 from benchmarks.common import environment
 from benchmarks.handover_kills import kills
+from compile_and_serve.runtime.connector.handover.params import OWN, early_params
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.ledger.records import RequestLedger
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prompt", type=int, default=4000, help="tokens")
     parser.add_argument("--new", type=int, default=200, help="tokens")
+    parser.add_argument("--early", action="store_true", help="fetch blocks of prompts that take several steps while they are computed")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait, at most, for what engines capture while they serve")
     parser.add_argument("--rate", type=float, default=7.0, help="requests per second")
@@ -185,12 +187,21 @@ class _Pair:
 
     def __init__(self, giver: _Engine, taker: _Engine) -> None:
         self.giver, self.taker, self.vocab_size = giver, taker, 0
+        self.is_early = False
+        self._given: dict[str, Any] | None = None  # by the giver, last
         self.engines = giver, taker
 
     async def run(self, request: EngineRequest) -> tuple[_Seen, float]:
         """What the other engine gave, and when the first one had answered."""
-        first = await self.giver.run(msgspec.structs.replace(request, kv_transfer=dict(GIVE)))
+        early = request.request_id + " early" if self.is_early and self._given is not None else ""
+        loads: list[Awaitable[_Seen]] = []
+        if early:
+            params = early_params(self._given or {}, early)
+            loads = [self.taker.run(msgspec.structs.replace(request, request_id=early, kv_transfer=params))]
+        give = msgspec.structs.replace(request, kv_transfer=GIVE | {OWN: {"early": early}})
+        first, *_ = await asyncio.gather(self.giver.run(give), *loads)
         assert first.last is not None
+        self._given = first.last.kv_transfer
         answered = time.perf_counter()
         return await self.taker.run(msgspec.structs.replace(request, kv_transfer=first.last.kv_transfer)), answered
 
@@ -229,6 +240,7 @@ async def _pair(arguments: argparse.Namespace) -> AsyncIterator[_Pair]:
             config = replace(config, parallel=replace(config.parallel, device_index=index))
         engines.append(_Engine(make_client(config)))
     pair = _Pair(*engines)
+    pair.is_early = arguments.early
     try:
         for engine in engines:
             pair.vocab_size = await engine.start()
@@ -275,7 +287,7 @@ async def _one(pair: _Pair, arguments: argparse.Namespace) -> dict[str, Any]:
             row |= {"load_ms": ledger.preparing.get("kv_load", 0.0), "queue_ms": queued, "step_ms": ledger.prefill}
         rows.append(row)
     kept = rows[2:]
-    found: dict[str, Any] = {"what": "one", "prompt": arguments.prompt, "runs": len(kept)}
+    found: dict[str, Any] = {"what": "one", "prompt": arguments.prompt, "early": arguments.early, "runs": len(kept)}
     for name in rows[0]:
         values = sorted(one[name] * 1e3 for one in kept)
         found[name] = {"p50": round(values[len(values) // 2], 2), "max": round(values[-1], 2)}

@@ -252,13 +252,15 @@ class UtilityResult(msgspec.Struct, tag="result", kw_only=True, omit_defaults=Tr
 
 class KVTransferInfo(msgspec.Struct, kw_only=True, frozen=True):
     """How the engine hands requests to others. fingerprint: engines take blocks from each other only where it is equal. hosts: from which
-    it takes blocks; "*" among them: all.
+    it takes blocks; "*" among them: all. offers_early: clients may name leases of what is lent while a prompt is computed: who asks for
+    blocks must know which replica computes them.
     """
 
     role: Literal["kv_producer", "kv_consumer", "kv_both"]
     engine_id: str
     fingerprint: str
     hosts: list[str]
+    offers_early: bool = False
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

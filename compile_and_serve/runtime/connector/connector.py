@@ -102,6 +102,19 @@ class SchedulerConnector(ABC):
         """
         raise NotImplementedError
 
+    def lends_early(self, request_id: str) -> bool:
+        """Whether another engine already fetches the blocks of a request that is being computed for it. Transfers of some will be prepared
+        next.
+        """
+        return False
+
+    def lent_early(self, request_id: str, transfer_ids: list[int]) -> None:
+        """What was just prepared after `lends_early`."""
+        raise NotImplementedError
+
+    def ended(self, request_id: str) -> None:  # noqa: B027 (most connectors need not know)
+        """A request has ended that was to be handed over, and will not be."""
+
     def lent(
         self, request_id: str, params: Mapping[str, Any], transfer_ids: list[int], token_ids: list[int], logprobs: Any
     ) -> dict[str, Any]:

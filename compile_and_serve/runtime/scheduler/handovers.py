@@ -40,6 +40,11 @@ class Handovers:
             return False
         assert self._transfers is not None, "the engine checks it"
         self._transfers.arrived(request, params)
+        if direction_of(params) == "take" and read_taken(params).own.early:
+            self._transfers.load_early(request)
+            self.given.append(RequestOutput(request_id=request.request_id, finish_reason="length"))
+            finish(request, "length")
+            return True
         if direction_of(params) == "give":
             request.max_total_tokens = min(request.max_total_tokens, request.num_prompt_tokens + 1)
             request.decode_end = request.max_total_tokens - 1

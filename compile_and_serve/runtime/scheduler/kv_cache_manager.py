@@ -84,6 +84,7 @@ class KVCacheManager:
         self._by_kind = sorted(self._groups, key=lambda group: kinds.index(type(group)))
         self._windows = [group for group in self._groups if isinstance(group, WindowBlocks)]
         self._slots = [group for group in self._groups if isinstance(group, SlotBlocks)]
+        self.keeps_all_tokens = all(isinstance(group, FullBlocks) for group in self._groups)  # while a request runs
         self._pages = [group for group in self._by_kind if not isinstance(group, SlotBlocks | ItemBlocks)]
         self.items = next((group for group in self._groups if isinstance(group, ItemBlocks)), None)
         # More than one step of a request can need: with as many free blocks, nobody counts.

@@ -343,7 +343,7 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         if self._transfers is not None:
             num_prompt_tokens = scheduled.total_num_scheduled_tokens - len(step.decodes) if step.chunks else 0
-            self._transfers.update(result.transfers, step.step, num_prompt_tokens, seconds)
+            self._transfers.update(result.transfers, step.step, num_prompt_tokens, seconds, () if result.errors else step.chunks)
             if step.is_last_poll and result.transfers is None:
                 self._end_first(outputs)
         sampled, logprobs = result.sampled_token_ids, result.logprobs
@@ -481,10 +481,8 @@ class Scheduler:
         assert request.status is not RequestStatus.FINISHED, request.request_id
         if request.status is RequestStatus.RUNNING:
             self._give_back(request, None if reason == "error" else self._next_step - 1)
-            if self._transfers is not None and reason != "error":
-                self._transfers.store(request)
-        elif self._transfers is not None:
-            self._transfers.release(request)
+        if self._transfers is not None:
+            self._transfers.finish(request, reason)
         if request.adapter is not None:
             self.adapter_slots.num_unfinished[request.adapter] -= 1
         self._queue.leave(request)

@@ -13,24 +13,30 @@ results are known is stored.
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
-from compile_and_serve.runtime.messages import EngineStats, RequestOutput
+from compile_and_serve.runtime.messages import EngineStats, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.block_pool import KVCacheBlock
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.kv_groups import Prefix, group_of_key
 from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
 
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk
+
 logger = logging.getLogger(__name__)
 
 EVICTED_FRACTION = 8  # one block in this many, at most, waits to be stored before it is evicted
+_EARLY_SHARE = 0.5  # of the spare blocks, that a prompt that is still computed elsewhere may take
+_NO_STEP = -2  # is scheduled
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +44,7 @@ class _Load:
     """For one request, and others that wait for the same content.
 
     held: blocks of the whole prefix, in the order of unpinning. num_tokens: that are loaded, by tier. num_left: transfers that have not
-    ended. error: of the first that failed.
+    ended. error: of the first that failed. is_early: for requests that will come, which load the prefix themselves if this fails.
     """
 
     request: Request
@@ -46,6 +52,7 @@ class _Load:
     held: list[int]
     num_left: int = 0
     error: str | None = None
+    is_early: bool = False
     transfers: list[BlockTransfer] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     is_done: Future[None] = field(default_factory=Future)
@@ -78,6 +85,7 @@ class Transfers:
         self._new = StepTransfers()  # for the next step
         self._next_id = 0
         self._loading: dict[bytes, _Load] = {}  # by the keys that it brings
+        self._lent_early: dict[Request, int] = {}  # tokens whose blocks are lent
         self._held: dict[Request, list[int]] = {}  # of loaded prefixes whose requests have not been admitted yet
         self._last_known_step = -1
         self._pool.on_evict = self._store_evicted
@@ -112,7 +120,16 @@ class Transfers:
         latest = self._clock() - self._connector.deadline_seconds
         return any(one.is_overdue and one.deadline >= latest for one in self._in_flight.values())
 
-    def load(self, request: Request, prefix: Prefix, num_spare: int) -> bool:
+    def load_early(self, request: Request) -> None:
+        """Begin to load the prefix of a request that will come, as far as another engine has computed it, and the rest once it has."""
+        manager = self._manager
+        if manager.keeps_all_tokens:
+            manager.chains.budget = sys.maxsize
+            prefix = manager.find_prefix(request, _NO_STEP)
+            assert prefix is not None
+            self.load(request, prefix, int(manager.num_spare * _EARLY_SHARE), is_early=True)
+
+    def load(self, request: Request, prefix: Prefix, num_spare: int, *, is_early: bool = False) -> bool:
         """Let a request wait for more of its prefix than the cache has. False if nothing more can be loaded into `num_spare` blocks."""
         manager, pool = self._manager, self._pool
         longest = manager.longest_prefix(request)
@@ -143,7 +160,7 @@ class Transfers:
         pool.pin([block.block_id for block in cached])
         new_ids = manager.allocate_pinned(num_new)
         tiers = self._connector.tiers_of(key for group_keys in missing for key in group_keys)
-        load = _Load(request, _shared_out(end - prefix.num_tokens, tiers), held=[])
+        load = _Load(request, _shared_out(end - prefix.num_tokens, tiers), held=[], is_early=is_early)
         for group, group_keys in enumerate(keys):
             size, first_new, ids = manager.blocks_per_key(group), len(new_ids), list[int]()
             loaded: list[int] = []
@@ -176,6 +193,8 @@ class Transfers:
         and its blocks are freed; `output` is its last.
         """
         manager, pool, connector = self._manager, self._pool, self._connector
+        self.lend_early(request, request.num_prompt_tokens)
+        self._lent_early.pop(request, None)
         num_tokens, keys = self._lendable(request, request.num_prompt_tokens - (not output.new_token_ids))
         blocks = [[block for key in group_keys for block in pool.entry(key)] for group_keys in keys]
         taken = sum(block.is_free for group_blocks in blocks for block in group_blocks)
@@ -187,6 +206,23 @@ class Transfers:
                 if group_keys:
                     ids.append(self._begin(group, group_keys, block_ids[group], None, is_lease=True).transfer_id)
         return connector.lent(request.request_id, request.kv_transfer or {}, ids, output.new_token_ids, output.new_logprobs)
+
+    def lend_early(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a prompt are computed: lend their blocks, if another engine already fetches them."""
+        manager, pool, connector = self._manager, self._pool, self._connector
+        if not manager.keeps_all_tokens or not connector.lends_early(request.request_id):
+            return
+        end, keys = self._lendable(request, num_tokens)
+        before = manager.keys_of_prefix(request, min(end, self._lent_early.get(request, 0)))
+        ids: list[int] = []
+        for group, (group_keys, lent) in enumerate(zip(keys, before, strict=False)):
+            new = group_keys[len(lent) :]
+            blocks = [block for key in new for block in pool.entry(key)]
+            if new and pool.num_free - sum(block.is_free for block in blocks) >= manager.num_promised:
+                transfer = self._begin(group, new, [block.block_id for block in blocks], None, is_lease=True)
+                ids.append(transfer.transfer_id)
+        self._lent_early[request] = max(end, self._lent_early.get(request, 0))
+        connector.lent_early(request.request_id, ids)
 
     def _lendable(self, request: Request, num_tokens: int) -> tuple[int, list[list[bytes]]]:
         """The longest prefix of so many tokens at most that all groups have, and its keys: of groups of slots, the last places only."""
@@ -215,6 +251,16 @@ class Transfers:
         for request in requests:
             self.release(request)
         return bool(requests)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """A request ends, and has given back its blocks."""
+        if request.status is not RequestStatus.RUNNING:
+            self.release(request)
+        elif reason != "error":
+            self.store(request)
+        if request.kv_transfer is not None and reason in ("abort", "error"):
+            self._lent_early.pop(request, None)
+            self._connector.ended(request.request_id)
 
     def store(self, request: Request) -> None:
         """Store what the connector wants of a request that has ended. Its blocks are freed."""
@@ -254,7 +300,8 @@ class Transfers:
         transfer.meta = self._connector.prepare(transfer, is_load=load is not None)
         self._pool.pin(block_ids)
         self._num_evicted += len(block_ids) * is_eviction
-        deadline = self._clock() + (self._connector.lease_seconds if is_lease else self._connector.deadline_seconds)
+        is_long = is_lease or (load is not None and load.is_early)
+        deadline = self._clock() + (self._connector.lease_seconds if is_long else self._connector.deadline_seconds)
         one = self._in_flight[transfer.transfer_id] = _InFlight(transfer, load, deadline, is_eviction, is_lease=is_lease)
         if is_lease:
             self._leases[transfer.transfer_id] = one
@@ -278,24 +325,31 @@ class Transfers:
                     lease.is_ending = True
                     self._new.cancelled.append(transfer_id)
         for transfer_id, one in self._in_flight.items():
-            if one.is_overdue or one.is_lease:
+            if one.is_overdue or one.is_lease or now <= one.deadline:
                 continue
-            if now <= one.deadline:
-                break
             one.is_overdue = True
             self._num_overdue += 1
             self._new.cancelled.append(transfer_id)
             what = "store" if one.load is None else "load"
-            reason = f"The {what} of {len(one.transfer.block_ids)} blocks took more than {self._connector.deadline_seconds:g} seconds."
+            seconds = self._connector.lease_seconds if one.load is not None and one.load.is_early else self._connector.deadline_seconds
+            reason = f"The {what} of {len(one.transfer.block_ids)} blocks took more than {seconds:g} seconds."
             logger.warning("%s", reason)
             self._connector.update(FinishedTransfers(failed={transfer_id: reason}))
             if one.load is not None:
                 one.load.error = one.load.error or reason
                 self._end_load(one.load)
 
-    def update(self, ended: FinishedTransfers | None, step: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Take what the ranks are through with. The results of all steps up to `step` are known, which took so many seconds."""
+    def update(
+        self, ended: FinishedTransfers | None, step: int, num_prompt_tokens: int, seconds: float, chunks: Sequence[Chunk] = ()
+    ) -> None:
+        """Take what the ranks are through with. The results of all steps up to `step` are known, which took so many seconds. chunks: of
+        prompts that it computed, which other engines may fetch already.
+        """
         self._last_known_step = step
+        for chunk in chunks:
+            request = chunk.request
+            if request.kv_transfer is not None and not chunk.samples and request.status is RequestStatus.RUNNING:
+                self.lend_early(request, chunk.end)
         if num_prompt_tokens:
             self._connector.observe_step(num_prompt_tokens, seconds)
         if ended is not None:
@@ -341,7 +395,7 @@ class Transfers:
                 del self._loading[key]
             if load.error is None:
                 self._manager.publish(transfer.group, load.request, transfer.keys, transfer.block_ids)
-        if load.error is not None:
+        if load.error is not None and not load.is_early:
             for request in load.waiting:
                 request.may_load = False
             for request in (load.request, *load.waiting):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -21,7 +22,16 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from compile_and_serve.serve.disaggregation.events import follow
 from compile_and_serve.serve.disaggregation.pool import ServerPool
-from compile_and_serve.serve.disaggregation.requests import PARAMS, PATHS, can_be_split, passed_headers, prompt_bytes, prompt_request
+from compile_and_serve.serve.disaggregation.requests import (
+    PARAMS,
+    PATHS,
+    can_be_split,
+    early_request,
+    offers_early,
+    passed_headers,
+    prompt_bytes,
+    prompt_request,
+)
 from compile_and_serve.serve.errors import error_body
 from compile_and_serve.serve.http.request_scope import TIMEOUT_HEADER
 from compile_and_serve.serve.http.responses import until_disconnect
@@ -29,6 +39,7 @@ from compile_and_serve.serve.http.responses import until_disconnect
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
+_EARLY_TOKENS = 8192  # of a prompt that a server computes in several steps; where tokens are not known, of four bytes
 _TRY_ELSEWHERE = frozenset({429, 500, 502, 503})
 
 
@@ -49,6 +60,8 @@ class DisaggregatingRouter:
         self.decode = ServerPool(decode, self.http)
         self.events = list(events)
         self.counts: Counter[str] = Counter()
+        self._givers: dict[int, dict[str, Any]] = {}  # what prefill servers that lend blocks early have answered last
+        self._early: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -114,11 +127,14 @@ class DisaggregatingRouter:
         self, request: Request, body: Mapping[str, Any], headers: Mapping[str, str], prompt: Sequence[int], salt: str | None, began: float
     ) -> dict[str, Any] | Response | None:
         """`kv_transfer_params` of a server that computed the prompt; what it answers to a wrong request; None if none does it."""
-        content = json.dumps(prompt_request(body)).encode()
+        is_long = len(prompt) > _EARLY_TOKENS * (1 if self.prefill.knows_tokens else 4)
         tried: list[int] = []
         while (chosen := self.prefill.choose(prompt, salt, tried)) is not None:
             index, name = chosen
             tried.append(index)
+            giver = self._givers.get(index) if is_long else None
+            early = "" if giver is None else self._load_early(request.url.path, body, headers, prompt, giver)
+            content = json.dumps(prompt_request(body, early)).encode()
             try:
                 with _deadline(headers, began) as left:
                     url = self.prefill.urls[index] + request.url.path
@@ -136,12 +152,39 @@ class DisaggregatingRouter:
                 if not isinstance(params, dict):
                     message = f"{self.prefill.urls[index]} hands no requests over: start it with --kv-transfer-config."
                     return JSONResponse(error_body(502, message), 502)
+                self._givers.pop(index, None)
+                if offers_early(params):
+                    self._givers[index] = params
                 return params
             if answer.status_code not in _TRY_ELSEWHERE:
                 return Response(answer.content, answer.status_code, passed_headers(answer.headers))
             self.counts["prefill_retries"] += 1
         self.counts["prefill_unanswered"] += 1
         return None
+
+    def _load_early(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], prompt: Sequence[int], giver: Mapping[str, Any]
+    ) -> str:
+        """Let the server that will generate load what the prompt's server computes, in a task. → the name of the lease; "": none is up"""
+        if (chosen := self.decode.choose(prompt, None, ())) is None:
+            return ""
+        index, sent = chosen
+        name = secrets.token_hex(16)
+        content = json.dumps(early_request(body, giver, name)).encode()
+
+        async def load() -> None:
+            try:
+                await self.http.post(self.decode.urls[index] + path, content=content, headers=_json_headers(headers))
+            except httpx.HTTPError as error:
+                logger.debug("%s loads nothing early: %s", self.decode.urls[index], error)
+            finally:
+                self.decode.finish(sent)
+
+        self.counts["early_loads"] += 1
+        task = asyncio.create_task(load())
+        self._early.add(task)
+        task.add_done_callback(self._early.discard)
+        return name
 
     async def _answer(
         self,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from compile_and_serve.runtime.connector.handover.params import OWN, early_params
+
 PATHS = ("/v1/chat/completions", "/v1/completions")
 PARAMS = "kv_transfer_params"
 _ASK = {
@@ -36,9 +38,26 @@ def prompt_bytes(body: Mapping[str, Any]) -> bytes:
     return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def prompt_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for the server that computes the prompt: it ends after one token by itself."""
-    return {name: value for name, value in body.items() if name not in ("stream", "stream_options")} | {"stream": False, PARAMS: dict(_ASK)}
+def prompt_request(body: Mapping[str, Any], early: str = "") -> dict[str, Any]:
+    """The request for the server that computes the prompt: it ends after one token by itself. early: name of the lease of what it has
+    computed before; "": none.
+    """
+    return _unstreamed(body) | {PARAMS: _ASK | ({OWN: {"early": early}} if early else {})}
+
+
+def early_request(body: Mapping[str, Any], giver: Mapping[str, Any], early: str) -> dict[str, Any]:
+    """The request with which the server that will generate loads what another one computes now: see `early_params`."""
+    return _unstreamed(body) | {PARAMS: early_params(giver, early)}
+
+
+def offers_early(params: Mapping[str, Any]) -> bool:
+    """Whether the server whose answer this is lends blocks of prompts that it computes."""
+    own = params.get(OWN)
+    return isinstance(own, dict) and own.get("offers_early") is True
+
+
+def _unstreamed(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in ("stream", "stream_options")} | {"stream": False}
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

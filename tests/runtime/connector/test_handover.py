@@ -13,6 +13,7 @@ import pytest
 
 from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.handover.config import parse_kv_transfer_config
+from compile_and_serve.runtime.connector.handover.params import early_params
 from compile_and_serve.runtime.connector.handover.wire import Channel
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Sibling
@@ -171,6 +172,49 @@ def test_blocks_may_be_asked_for_before_the_ranks_know_that_they_are_lent(
     check_nothing_is_held(giver, taker)
 
 
+def early_request(one: EngineRequest, params: dict[str, Any]) -> EngineRequest:
+    """What loads what a giver computes under the lease "early". params: of another request, which that one computed."""
+    return msgspec.structs.replace(one, request_id="early", kv_transfer=early_params(params, "early"))
+
+
+def test_blocks_of_a_long_prompt_come_while_it_is_computed(start: Callable[..., EngineCore], expected: dict[str, list[int]]) -> None:
+    giver, taker = start(max_num_batched_tokens=16), start()
+    params = given_by(giver, request("before", prompt_of(7, 9)))
+    assert params["cas"]["offers_early"]
+    one = mixed_requests()[4]
+    giver.add_request(msgspec.structs.replace(one, kv_transfer=GIVE | {"cas": {"early": "early"}}))
+    taker.add_request(early_request(one, params))
+    assert [(output.new_token_ids, output.finish_reason) for output in taker.step().outputs] == [([], "length")]
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs += giver.step().outputs
+        taker.step()
+    assert outputs[0].kv_transfer is not None
+    while giver.has_work():
+        giver.step()
+    found = taken_by(taker, one, outputs[0].kv_transfer)
+    assert tokens_of({"r4": found})["r4"] == expected["r4"]
+    assert [(output.num_cached_tokens, output.num_loaded_tokens) for output in found if output.num_cached_tokens] == [(60, {"engine": 4})]
+    check_nothing_is_held(giver, taker)
+    stats = taker.stats().kv_tiers
+    assert (stats["handover_early_requests"], stats["handover_failures"]) == (1, 0)
+
+
+def test_a_prompt_that_is_given_up_lends_nothing(start: Callable[..., EngineCore], expected: dict[str, list[int]]) -> None:
+    giver, taker = start(max_num_batched_tokens=16), start()
+    params = given_by(giver, request("before", prompt_of(7, 9)))
+    one = mixed_requests()[4]
+    giver.add_request(msgspec.structs.replace(one, kv_transfer=GIVE | {"cas": {"early": "early"}}))
+    taker.add_request(early_request(one, params))
+    taker.step()
+    for _ in range(2):
+        giver.step()
+    giver.abort([one.request_id])
+    check_nothing_is_held(giver, taker)
+    assert taker.stats().kv_tiers["handover_failures"] == 1
+    assert tokens_of({"r4": taken_by(taker, one, given_by(giver, one))})["r4"] == expected["r4"]
+
+
 def test_a_request_that_is_given_up_ends_its_lease(start: Callable[..., EngineCore]) -> None:
     giver, taker = start(), start()
     one = mixed_requests()[4]
@@ -199,6 +243,7 @@ def test_leases_do_not_stop_other_requests_for_ever(start: Callable[..., EngineC
         ({"do_remote_prefill": "yes"}, "do_remote_prefill must be true or false"),
         ({"remote_port": "x"}, "not as an engine gave them"),
         ({"remote_host": "example.org"}, "takes blocks only from 127.0.0.1"),
+        ({"do_remote_decode": True, "do_remote_prefill": False, "cas": {"early": 1}}, "early must be a text"),
     ],
 )
 def test_wrong_params_are_a_sentence(start: Callable[..., EngineCore], changes: dict[str, Any], sentence: str) -> None:

@@ -29,6 +29,7 @@ class Scripted:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.delay = 0.0
+        self.given = GIVEN
         self.app = FastAPI()
         self.app.add_api_route("/{path:path}", self.answer, methods=["GET", "POST"])
 
@@ -43,7 +44,7 @@ class Scripted:
         if self.status != 200:
             return JSONResponse({"error": {"message": f"{self.name} says no"}}, self.status)
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            return JSONResponse({"choices": [], "kv_transfer_params": GIVEN})
+            return JSONResponse({"choices": [], "kv_transfer_params": self.given})
         if not body.get("stream"):
             return JSONResponse({"from": self.name})
 
@@ -107,6 +108,22 @@ async def test_one_server_computes_the_prompt_and_another_continues() -> None:
         assert (await client.get("/v1/models")).json()["server"] in ("d0", "d1")
         assert router.counts == {"requests": 1, "handovers": 1}
         assert 'cas:route_server_requests_total{kind="prefill",server="http://p0"} 1' in (await client.get("/metrics")).text
+
+
+async def test_a_long_prompt_is_loaded_while_it_is_computed() -> None:
+    async with routed() as (client, servers, router):
+        servers["p0"].given = GIVEN | {"remote_port": 5, "cas": GIVEN["cas"] | {"offers_early": True}}
+        await post(client, prompt="Hi " * 20_000)  # nothing is known of p0
+        await post(client, prompt="Hi " * 20_000 + "!", stream=True)
+        await post(client)
+        assert [body["kv_transfer_params"].get("cas") is None for body in servers["p0"].bodies] == [True, False, True]
+        name = servers["p0"].bodies[1]["kv_transfer_params"]["cas"]["early"]
+        [loads] = [body for body in servers["d0"].bodies if body["kv_transfer_params"]["cas"].get("early")]
+        assert loads["stream"] is False
+        assert loads["prompt"].endswith("!")
+        params = loads["kv_transfer_params"]
+        assert (params["remote_port"], params["cas"]["lease"], params["cas"]["early"]) == (5, name, name)
+        assert router.counts == {"requests": 3, "handovers": 3, "early_loads": 1}
 
 
 @pytest.mark.parametrize(

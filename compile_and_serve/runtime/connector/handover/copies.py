@@ -28,6 +28,7 @@ from compile_and_serve.runtime.connector.page_memory import PageMemory
 logger = logging.getLogger(__name__)
 
 _FETCHERS = 4  # threads
+_MAX_WAITERS = 64  # threads that fetch what other engines still compute
 _ANNOUNCE_SECONDS = 0.05  # between tries
 
 
@@ -49,6 +50,7 @@ class HandoverCopies(WorkerConnector):
         self._config, self._control, self._rank, self._num_ranks = config, control, rank, num_ranks
         self._fetches: dict[int, _Fetch] = {}
         self._threads = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kv-fetch")
+        self._waiters = ThreadPoolExecutor(_MAX_WAITERS, thread_name_prefix="kv-wait")
         self._streams = threading.local()
         self._is_closed = True
 
@@ -92,7 +94,7 @@ class HandoverCopies(WorkerConnector):
             orders = decode_orders(transfer.meta)
             assert isinstance(orders, FetchOrders)
             fetch = self._fetches[transfer.transfer_id] = _Fetch(transfer, self._pages.platform.record_timed_event())
-            fetch.done = self._threads.submit(self._fetch, fetch, orders)
+            fetch.done = (self._waiters if orders.waits else self._threads).submit(self._fetch, fetch, orders)
 
     def poll(self) -> FinishedTransfers:
         ended = FinishedTransfers(finished=self._lender.take_ended())
@@ -131,9 +133,9 @@ class HandoverCopies(WorkerConnector):
         ranks = self._peers.ranks(orders)
         transfer = fetch.transfer
         for plan in plan_pulls(transfer.group, self.info, ranks):
-            self._pull(fetch, orders.lease, plan)
+            self._pull(fetch, orders, plan)
 
-    def _pull(self, fetch: _Fetch, lease: str, plan: PullPlan) -> None:
+    def _pull(self, fetch: _Fetch, orders: FetchOrders, plan: PullPlan) -> None:
         channel = self._peers.channel(plan.rank)
         fetch.channel = channel
         if fetch.is_cancelled:
@@ -144,16 +146,24 @@ class HandoverCopies(WorkerConnector):
             direct = self._direct.reader_of(plan.rank.memory) if plan.theirs is None else None
             way = direct[0] if direct is not None else "memory" if channel.is_local else "socket"
             heads = None if plan.theirs is None else list(plan.theirs)
-            granted = channel.ask(Pull(lease=lease, group=transfer.group, keys=transfer.keys, heads=heads, way=way))
-            if not isinstance(granted, Granted) or granted.row_bytes != self._pages.row_bytes(transfer.group, plan.mine):
-                raise TransferError("The other engine's pages have another size.")
-            if direct is not None:
-                direct[1].read(copies_of(direct[1], self._pages, transfer.group, granted.pages, transfer.block_ids))
-                channel.send(Done())
-            elif way == "memory":
-                self._take_from_memory(channel, transfer, plan, granted)
-            else:
-                self._take_from_socket(channel, transfer, plan, granted)
+            group, keys, blocks = transfer.group, transfer.keys, transfer.block_ids
+            while keys:
+                granted = channel.ask(Pull(lease=orders.lease, group=group, keys=keys, heads=heads, way=way, waits=orders.waits))
+                if not isinstance(granted, Granted) or granted.row_bytes != self._pages.row_bytes(group, plan.mine):
+                    raise TransferError("The other engine's pages have another size.")
+                mine = blocks[: granted.num_keys * transfer.blocks_per_key]
+                if not mine:
+                    if fetch.is_cancelled:
+                        raise TransferError("It was cancelled.")
+                    continue
+                if direct is not None:
+                    direct[1].read(copies_of(direct[1], self._pages, group, granted.pages, mine))
+                    channel.send(Done())
+                elif way == "memory":
+                    self._take_from_memory(channel, group, mine, plan, granted)
+                else:
+                    self._take_from_socket(channel, group, mine, plan, granted)
+                keys, blocks = keys[granted.num_keys :], blocks[len(mine) :]
         except BaseException:
             fetch.channel = None
             channel.close()
@@ -161,17 +171,15 @@ class HandoverCopies(WorkerConnector):
         fetch.channel = None
         self._peers.give_back(plan.rank, channel)
 
-    def _take_from_socket(self, channel: Channel, transfer: BlockTransfer, plan: PullPlan, granted: Granted) -> None:
-        pages = transfer.block_ids
+    def _take_from_socket(self, channel: Channel, group: int, pages: Sequence[int], plan: PullPlan, granted: Granted) -> None:
         buffer = np.empty((min(granted.rows, len(pages)), granted.row_bytes), dtype=np.uint8)
         for begin in range(0, len(pages), granted.rows):
             some = pages[begin : begin + granted.rows]
             content = buffer[: len(some)]
             channel.receive_into(content.reshape(-1).data)
-            self._write(transfer.group, some, plan, content)
+            self._write(group, some, plan, content)
 
-    def _take_from_memory(self, channel: Channel, transfer: BlockTransfer, plan: PullPlan, granted: Granted) -> None:
-        pages = transfer.block_ids
+    def _take_from_memory(self, channel: Channel, group: int, pages: Sequence[int], plan: PullPlan, granted: Granted) -> None:
         num_bytes = len(pages) * granted.row_bytes
         descriptor = os.memfd_create("cas-kv")
         try:
@@ -184,7 +192,7 @@ class HandoverCopies(WorkerConnector):
             raise TransferError("The other engine did not fill the memory.")
         content = np.frombuffer(shared, dtype=np.uint8).reshape(len(pages), granted.row_bytes)
         for begin in range(0, len(pages), granted.rows):
-            self._write(transfer.group, pages[begin : begin + granted.rows], plan, content[begin : begin + granted.rows])
+            self._write(group, pages[begin : begin + granted.rows], plan, content[begin : begin + granted.rows])
 
     def _write(self, group: int, pages: Sequence[int], plan: PullPlan, content: np.ndarray) -> None:
         if not hasattr(self._streams, "stream"):

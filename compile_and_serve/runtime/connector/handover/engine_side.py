@@ -9,7 +9,7 @@ import msgspec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.connector.handover.config import of_replica
 from compile_and_serve.runtime.connector.handover.fingerprint import handover_fingerprint
-from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams, check_transfer_params, digest_of, read_taken
+from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams, check_transfer_params, digest_of, early_lease, read_taken
 from compile_and_serve.runtime.messages import EngineRequest, KVTransferInfo
 
 
@@ -24,6 +24,7 @@ def transfer_info(config: EngineConfig, dtype: str) -> KVTransferInfo | None:
         engine_id=engine_id,
         fingerprint=handover_fingerprint(config, dtype),
         hosts=sorted({transfer.host, "127.0.0.1", "localhost", "::1", *transfer.peers}),
+        offers_early=config.parallel.data_parallel_size == 1,
     )
 
 
@@ -38,7 +39,13 @@ def with_handover(request: EngineRequest, info: KVTransferInfo | None) -> Engine
         raise ValueError("kv_transfer_params are of one sequence that is generated: set n to 1.")
     assert info is not None
     if direction == "give":
-        own = OwnParams(fingerprint=info.fingerprint, prompt=digest_of(request.prompt_token_ids), seed=request.sampling_params.seed)
+        own = OwnParams(
+            fingerprint=info.fingerprint,
+            prompt=digest_of(request.prompt_token_ids),
+            seed=request.sampling_params.seed,
+            early=early_lease(params),
+            offers_early=info.offers_early,
+        )
         return msgspec.structs.replace(request, kv_transfer=params | {OWN: msgspec.to_builtins(own)})
     taken = read_taken(params)
     if taken.host not in info.hosts and "*" not in info.hosts:
@@ -46,7 +53,7 @@ def with_handover(request: EngineRequest, info: KVTransferInfo | None) -> Engine
             f"kv_transfer_params name an engine at {taken.host:.100}, but this one takes blocks only from {', '.join(info.hosts)}: name it "
             "in peers of kv_connector_extra_config."
         )
-    if taken.own.prompt != digest_of(request.prompt_token_ids):
+    if not taken.own.early and taken.own.prompt != digest_of(request.prompt_token_ids):
         raise ValueError("kv_transfer_params belong to another prompt: send the body with which the other engine computed it.")
     if taken.own.seed is not None and request.sampling_params.seed is None:
         return msgspec.structs.replace(request, sampling_params=msgspec.structs.replace(request.sampling_params, seed=taken.own.seed))

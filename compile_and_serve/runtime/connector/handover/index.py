@@ -2,6 +2,9 @@
 
 An engine that computed a prompt lends its blocks: they stay until the other engine ends the lease, or the lease has lasted too long. The
 other engine's request waits until its blocks are there. If they do not come, it computes its prompt.
+
+Of a prompt that takes several steps, blocks can be lent early: under a name that the client chose, while the others are computed. The other
+engine loads them into its prefix cache, and its request, which comes later, lacks the last ones alone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from compile_and_serve.runtime.connector.connector import PrefixQuery, Scheduler
 from compile_and_serve.runtime.connector.handover.config import of_replica
 from compile_and_serve.runtime.connector.handover.control import ControlServer, Releases
 from compile_and_serve.runtime.connector.handover.orders import FetchOrders, LendOrders, encode_orders
-from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams, Taken, direction_of, read_taken
+from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams, Taken, direction_of, early_lease, read_taken
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers
 
 logger = logging.getLogger(__name__)
@@ -53,17 +56,22 @@ class HandoverIndex(SchedulerConnector):
         self._takes: dict[str, _Take] = {}  # by request
         self._leases: dict[str, list[int]] = {}  # by name: the transfers that lend
         self._lease_of: dict[int, str] = {}  # by transfer
+        self._early: dict[str, str] = {}  # by request that is computed for another engine: the lease of what is lent early
+        self._early_of: dict[str, str] = {}  # by lease of a request that was handed over: the early one, which ends with it
         self._take_of: dict[int, _Take] = {}  # by transfer
         self._order = b""  # for the next transfer
         self._fetching: _Take | None = None
         self._lent: tuple[str, list[list[int]], int] = ("", [], 0)  # by the last `lend`: name, blocks of each group, tokens
-        self._counts = dict.fromkeys(("leases_released", "leases_expired", "given_blocks", "taken_blocks", "taken_requests", "failures"), 0)
+        counts = ("leases_released", "leases_expired", "given_blocks", "taken_blocks", "taken_requests", "early_requests", "failures")
+        self._counts = dict.fromkeys(counts, 0)
         self._lent_blocks: dict[int, int] = {}  # by transfer
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._said: set[str] = set()
 
     def arrived(self, request_id: str, params: dict[str, Any]) -> None:
         if direction_of(params) == "give":
+            if name := early_lease(params):
+                self._early[request_id] = name
             return
         taken = read_taken(params)
         if taken.own.lease:
@@ -80,12 +88,13 @@ class HandoverIndex(SchedulerConnector):
         self._fetching = None
         if take is None or take.error is not None:
             return 0
-        num_tokens = take.taken.num_tokens
+        is_early = bool(take.taken.own.early)
+        num_tokens = query.max_tokens if is_early else take.taken.num_tokens
         if num_tokens > query.max_tokens or num_tokens % query.alignment or num_tokens <= query.num_cached_tokens:
             return 0
         self._fetching = take
         one = take.taken
-        self._order = encode_orders(FetchOrders(one.engine_id, one.host, one.port, one.own.lease))
+        self._order = encode_orders(FetchOrders(one.engine_id, one.host, one.port, one.own.lease, is_early))
         return num_tokens - query.num_cached_tokens
 
     def tiers_of(self, keys: Iterable[bytes]) -> dict[str, int]:
@@ -106,6 +115,20 @@ class HandoverIndex(SchedulerConnector):
         self._order = encode_orders(LendOrders(lease))
         self._lent = lease, block_ids, num_tokens
 
+    def lends_early(self, request_id: str) -> bool:
+        if (name := self._early.get(request_id)) is not None:
+            self._order = encode_orders(LendOrders(name))
+        return name is not None
+
+    def lent_early(self, request_id: str, transfer_ids: list[int]) -> None:
+        name = self._early[request_id]
+        self._leases.setdefault(name, []).extend(transfer_ids)
+        self._lease_of |= dict.fromkeys(transfer_ids, name)
+
+    def ended(self, request_id: str) -> None:
+        if (name := self._early.pop(request_id, None)) is not None:
+            self._control.released.append(name)
+
     def lent(
         self, request_id: str, params: Mapping[str, Any], transfer_ids: list[int], token_ids: list[int], logprobs: Any
     ) -> dict[str, Any]:
@@ -115,6 +138,8 @@ class HandoverIndex(SchedulerConnector):
             self._leases[own.lease] = transfer_ids
             self._lease_of |= dict.fromkeys(transfer_ids, own.lease)
             self._counts["given_blocks"] += sum(map(len, block_ids))
+        if (early := self._early.pop(request_id, None)) is not None:
+            self._early_of[own.lease] = early
         own.token_ids, own.logprobs = token_ids, logprobs
         return {
             "do_remote_prefill": True,
@@ -134,6 +159,10 @@ class HandoverIndex(SchedulerConnector):
         found: list[int] = []
         while released:
             lease = released.popleft()
+            if (early := self._early_of.pop(lease, None)) is not None:
+                released.append(early)
+            for request_id in [name for name, early in self._early.items() if early == lease]:
+                del self._early[request_id]
             if lease in self._leases:
                 self._counts["leases_released"] += 1
                 found += self._leases.pop(lease)
@@ -155,6 +184,7 @@ class HandoverIndex(SchedulerConnector):
         if lease is not None:
             if self._leases.pop(lease, None) is not None:
                 self._counts["leases_expired"] += 1
+                self._early_of.pop(lease, None)
             return
         take = self._take_of.pop(transfer_id, None)
         if take is None:
@@ -166,7 +196,9 @@ class HandoverIndex(SchedulerConnector):
             take.error = take.error or error
         if take.loading:
             return
-        if take.error is None:
+        if take.error is None and take.taken.own.early:
+            self._counts["early_requests"] += 1
+        elif take.error is None:
             self._counts["taken_requests"] += 1
             self._times.append(time.monotonic() - take.began)
         else:

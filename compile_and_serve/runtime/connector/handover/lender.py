@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from compile_and_serve.runtime.connector.handover.listener import Listener
 from compile_and_serve.runtime.connector.handover.pages import PageBytes, rows_of_chunk
@@ -19,7 +20,7 @@ _KEPT_NAMES = 1000  # of leases that have ended
 
 @dataclass(eq=False, slots=True)
 class _Lent:
-    """pages: by key. num_readers: that fetch them now. is_ending: nobody else may begin."""
+    """pages: by key. num_readers: that fetch them now. is_ending: nobody else may begin. transfer_ids: that lend them."""
 
     pages: dict[bytes, list[int]]
     num_readers: int = 0
@@ -41,18 +42,19 @@ class Lender:
         self.port = self._listener.port
 
     def lend(self, lease: str, transfer: BlockTransfer) -> None:
-        """Let the transfer's blocks be fetched under this name."""
-        size = transfer.blocks_per_key
-        pages = {key: transfer.block_ids[number * size : (number + 1) * size] for number, key in enumerate(transfer.keys)}
+        """Let the transfer's blocks be fetched under this name, with those that are already."""
+        size, name = transfer.blocks_per_key, (lease, transfer.group)
         with self._lock:
-            self._lent[lease, transfer.group] = _Lent(pages, transfer_ids=[transfer.transfer_id])
+            one = self._lent.setdefault(name, _Lent({}, is_ending=name in self._ended))
+            one.pages |= {key: transfer.block_ids[number * size : (number + 1) * size] for number, key in enumerate(transfer.keys)}
+            one.transfer_ids.append(transfer.transfer_id)
             self._lock.notify_all()
 
     def end(self, transfer_ids: Sequence[int]) -> None:
         """Let nobody else begin to fetch the blocks of these transfers."""
         with self._lock:
             for one in self._lent.values():
-                if not one.is_ending and one.transfer_ids[0] in transfer_ids:
+                if not one.is_ending and not set(one.transfer_ids).isdisjoint(transfer_ids):
                     one.is_ending = True
 
     def take_ended(self) -> list[int]:
@@ -81,32 +83,40 @@ class Lender:
     def _answer(self, channel: Channel, message: Message) -> Message | None:
         if not isinstance(message, Pull):
             raise TransferError("A rank takes no such message.")
-        name = message.lease, message.group
+        name, wanted = (message.lease, message.group), message.keys
         with self._lock:
-            self._lock.wait_for(lambda: name in self._lent or name in self._ended, self._lend_seconds)
+            self._lock.wait_for(lambda: self._is_answerable(name, wanted[0] if message.waits else None), self._lend_seconds)
             one = self._lent.get(name)
+            if message.waits and name not in self._ended and (one is None or not (one.is_ending or wanted[0] in one.pages)):
+                return Granted(row_bytes=self._pages.row_bytes(message.group, message.heads), rows=1, num_keys=0)
             if one is None or one.is_ending:
                 raise TransferError("The lease has ended.")
-            if missing := [key for key in message.keys if key not in one.pages]:
-                raise TransferError(f"{len(missing)} of {len(message.keys)} blocks are not what was lent: another prompt, salt or adapter.")
+            there = list(takewhile(one.pages.__contains__, wanted))
+            if len(there) < len(wanted) and not message.waits:
+                missing = sum(key not in one.pages for key in wanted)
+                raise TransferError(f"{missing} of {len(wanted)} blocks are not what was lent: another prompt, salt or adapter.")
             one.num_readers += 1
         try:
-            pages = [page for key in message.keys for page in one.pages[key]]
-            self._send(channel, message, pages)
+            self._send(channel, message, len(there), [page for key in there for page in one.pages[key]])
         finally:
             with self._lock:
                 one.num_readers -= 1
         return None
 
-    def _send(self, channel: Channel, pull: Pull, pages: Sequence[int]) -> None:
+    def _is_answerable(self, name: tuple[str, int], key: bytes | None) -> bool:
+        """Whether something of a lease can be fetched, this key if it is not None, or nothing ever more."""
+        one = self._lent.get(name)
+        return name in self._ended or (one is not None and (one.is_ending or key is None or key in one.pages))
+
+    def _send(self, channel: Channel, pull: Pull, num_keys: int, pages: Sequence[int]) -> None:
         row_bytes = self._pages.row_bytes(pull.group, pull.heads)
         rows = rows_of_chunk(row_bytes)
         if pull.way in self._direct:
-            channel.send(Granted(row_bytes=row_bytes, rows=rows, pages=list(pages)))
+            channel.send(Granted(row_bytes=row_bytes, rows=rows, num_keys=num_keys, pages=list(pages)))
             if not isinstance(channel.receive(), Done):  # or the other side is gone: it reads no more
                 raise TransferError("A rank that reads memory itself says Done.")
             return
-        channel.send(Granted(row_bytes=row_bytes, rows=rows))
+        channel.send(Granted(row_bytes=row_bytes, rows=rows, num_keys=num_keys))
         stream = self._pages.stream()
         shared = channel.receive_memory(len(pages) * row_bytes) if pull.way == "memory" else None
         for begin in range(0, len(pages), rows):

@@ -12,12 +12,13 @@ class LendOrders(msgspec.Struct, tag="lend"):
 
 
 class FetchOrders(msgspec.Struct, tag="fetch"):
-    """Fetch the blocks from the engine whose control socket is there."""
+    """Fetch the blocks from the engine whose control socket is there. waits: some may not be computed yet."""
 
     engine_id: str
     host: str
     port: int
     lease: str
+    waits: bool = False
 
 
 Orders = LendOrders | FetchOrders

@@ -17,11 +17,14 @@ from compile_and_serve.runtime.messages import KVTransferInfo, TokenLogprobs
 
 OWN = "cas"
 VERSION = 1
+MAX_NAME = 100
 
 
 class OwnParams(msgspec.Struct, kw_only=True):
     """What our engines tell each other. prompt: `digest_of`. lease: names what is lent, and lets its owner fetch it; "": nothing is lent.
-    token_ids: that were sampled, one or none, with their logprobs. seed: of the sequence, if it is random.
+    token_ids: that were sampled, one or none, with their logprobs. seed: of the sequence, if it is random. early: name of a lease under
+    which a long prompt's blocks are lent while it is computed, if the client gave one; a request that takes it ends at once and loads them.
+    offers_early: such a name may be given.
     """
 
     version: int = VERSION
@@ -31,6 +34,8 @@ class OwnParams(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     seed: int | None = None
+    early: str = ""
+    offers_early: bool = False
 
 
 class Taken(msgspec.Struct, kw_only=True):
@@ -46,6 +51,23 @@ class Taken(msgspec.Struct, kw_only=True):
 def digest_of(prompt_token_ids: Sequence[int]) -> str:
     """Of a prompt."""
     return sha256(np.asarray(prompt_token_ids, dtype=np.int64).tobytes()).hexdigest()[:32]
+
+
+def early_lease(params: Mapping[str, Any]) -> str:
+    """The name that a client gave to what is lent while the prompt is computed; "": none. Raises `ValueError`."""
+    own = params.get(OWN)
+    name = own.get("early", "") if isinstance(own, Mapping) else ""
+    if not isinstance(name, str) or len(name) > MAX_NAME:
+        raise ValueError(f"kv_transfer_params: early must be a text of at most {MAX_NAME} characters, got {name!r:.100}.")
+    return name
+
+
+def early_params(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`kv_transfer_params` with which an engine loads what another one computes and lends under this name. given: of an earlier request that
+    the other one computed.
+    """
+    own = given[OWN] | {"lease": name, "early": name, "prompt": "", "token_ids": [], "logprobs": None, "seed": None}
+    return dict(given) | {"remote_block_ids": None, "remote_num_tokens": 0, OWN: own}
 
 
 def direction_of(params: Mapping[str, Any]) -> Literal["give", "take"] | None:

@@ -71,7 +71,7 @@ class Refused(msgspec.Struct, tag="refused"):
 
 class Pull(msgspec.Struct, tag="pull", kw_only=True):
     """The blocks of these keys, in their order. heads: of each piece, the first and the end of those that are wanted; None: whole pages.
-    way: how they come.
+    way: how they come. waits: as many of the first ones as there are soon, maybe none: the others are still computed.
     """
 
     lease: str
@@ -79,13 +79,17 @@ class Pull(msgspec.Struct, tag="pull", kw_only=True):
     keys: list[bytes]
     heads: list[tuple[int, int]] | None = None
     way: str = "socket"  # or "memory", or a transport of `direct.py`
+    waits: bool = False
 
 
 class Granted(msgspec.Struct, tag="granted", kw_only=True):
-    """row_bytes: of a page, as it is sent. rows: of a chunk. pages: where they lie, if the asker reads them itself."""
+    """row_bytes: of a page, as it is sent. rows: of a chunk. pages: where they lie, if the asker reads them itself. num_keys: of those that
+    were asked for.
+    """
 
     row_bytes: int
     rows: int
+    num_keys: int
     pages: list[int] = []
 
 
