@@ -63,8 +63,8 @@ def early_lease(params: Mapping[str, Any]) -> str:
 
 
 def early_params(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`kv_transfer_params` with which an engine loads what another one computes and lends under this name. given: of an earlier request that
-    the other one computed.
+    """`kv_transfer_params` with which an engine loads what another one computes and lends under this name. given: of an earlier
+    request that the other one computed.
     """
     own = given[OWN] | {"lease": name, "early": name, "prompt": "", "token_ids": [], "logprobs": None, "seed": None}
     return dict(given) | {"remote_block_ids": None, "remote_num_tokens": 0, OWN: own}
