@@ -1,6 +1,6 @@
 """What it costs to hand a request over to another engine, what that brings, and what happens when one side is killed. Prints JSON lines.
 
-    python -m benchmarks.handover one MODEL [--prompt 4000] [--runs 10]
+    python -m benchmarks.handover one MODEL [--prompt 4000] [--runs 10] [--early]
     python -m benchmarks.handover load MODEL [--rate 7] [--prompt 4000] [--new 200] [--seconds 30]
     python -m benchmarks.handover rates MODEL [--ratios 4000:200,1000:200,1000:1000] [--seconds 15]
     python -m benchmarks.handover gpu MODEL                    # one, then load

@@ -179,7 +179,8 @@ def early_request(one: EngineRequest, params: dict[str, Any]) -> EngineRequest:
 
 def test_blocks_of_a_long_prompt_come_while_it_is_computed(start: Callable[..., EngineCore], expected: dict[str, list[int]]) -> None:
     giver, taker = start(max_num_batched_tokens=16), start()
-    params = given_by(giver, request("before", prompt_of(7, 9)))
+    params = given_by(giver, before := request("before", prompt_of(7, 9)))
+    taken_by(taker, before, params)
     assert params["cas"]["offers_early"]
     one = mixed_requests()[4]
     giver.add_request(msgspec.structs.replace(one, kv_transfer=GIVE | {"cas": {"early": "early"}}))
@@ -202,7 +203,8 @@ def test_blocks_of_a_long_prompt_come_while_it_is_computed(start: Callable[..., 
 
 def test_a_prompt_that_is_given_up_lends_nothing(start: Callable[..., EngineCore], expected: dict[str, list[int]]) -> None:
     giver, taker = start(max_num_batched_tokens=16), start()
-    params = given_by(giver, request("before", prompt_of(7, 9)))
+    params = given_by(giver, before := request("before", prompt_of(7, 9)))
+    taken_by(taker, before, params)
     one = mixed_requests()[4]
     giver.add_request(msgspec.structs.replace(one, kv_transfer=GIVE | {"cas": {"early": "early"}}))
     taker.add_request(early_request(one, params))

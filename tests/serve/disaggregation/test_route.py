@@ -115,7 +115,7 @@ async def test_a_long_prompt_is_loaded_while_it_is_computed() -> None:
         servers["p0"].given = GIVEN | {"remote_port": 5, "cas": GIVEN["cas"] | {"offers_early": True}}
         await post(client, prompt="Hi " * 20_000)  # nothing is known of p0
         await post(client, prompt="Hi " * 20_000 + "!", stream=True)
-        await post(client)
+        await post(client, prompt="Hi " * 100)
         assert [body["kv_transfer_params"].get("cas") is None for body in servers["p0"].bodies] == [True, False, True]
         name = servers["p0"].bodies[1]["kv_transfer_params"]["cas"]["early"]
         [loads] = [body for body in servers["d0"].bodies if body["kv_transfer_params"]["cas"].get("early")]

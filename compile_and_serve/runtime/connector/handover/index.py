@@ -140,7 +140,7 @@ class HandoverIndex(SchedulerConnector):
             self._counts["given_blocks"] += sum(map(len, block_ids))
         if (early := self._early.pop(request_id, None)) is not None:
             self._early_of[own.lease] = early
-        own.token_ids, own.logprobs = token_ids, logprobs
+        own.token_ids, own.logprobs, own.early = token_ids, logprobs, ""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
