@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 SLEEP_TAGS = ("weights", "kv_cache")
 UtilityValue = dict[str, int | float | str | bool | None]
 PREPARING_SECONDS = 0.002  # for a grammar or an adapter, while no step can run: new requests may arrive meanwhile
-TRANSFER_SECONDS = 0.0005  # for blocks: a request from another engine waits for nothing else
+SHORT_WAIT_SECONDS = 0.05  # of a wait for blocks
+TRANSFER_SECONDS = 0.0005  # for blocks, at first: a request from another engine waits for nothing else
 NOT_PREPARED = "The engine failed on this request's structured_outputs or adapter; its log has the details."
 
 
@@ -73,6 +74,7 @@ class EngineCore:
         # When the oldest step in flight began: at the end of the step before it, so that host time between two steps counts.
         self._step_began: float | None = None
         self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
+        self._waits_since = self._waited_at = 0.0  # for blocks
         self._is_profiling = False
         self._to_profile: str | None = None  # what `Executor.profile` is to be called with
         self._asleep: set[str] = set()  # tags
@@ -328,7 +330,11 @@ class EngineCore:
         if awaited:
             wait(awaited, PREPARING_SECONDS, FIRST_COMPLETED)
         else:
-            time.sleep(TRANSFER_SECONDS)
+            now = time.monotonic()
+            if now - self._waited_at > 2 * PREPARING_SECONDS:
+                self._waits_since = now
+            time.sleep(TRANSFER_SECONDS if now - self._waits_since < SHORT_WAIT_SECONDS else PREPARING_SECONDS)
+            self._waited_at = time.monotonic()
 
     def poll_adapters(self) -> None:
         """End the futures of adapters that every rank has read. `step` does it too."""

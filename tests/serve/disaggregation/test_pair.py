@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from compile_and_serve.runtime.connector.handover.params import OWN, early_params
+from tests.support.processes import wait_until
 from tests.support.server_process import ServerProcess
 
 OPTIONS = ("--port", "0", "--dtype", "float32", "--device", "cpu", "--enforce-eager", "--max-model-len", "512", "--num-threads", "1")
@@ -101,4 +103,29 @@ async def test_answers_are_as_from_one_server(pair: Pair, count: int) -> None:
     assert metric(pair.route.url, "route_handovers_total") - before == count
     assert metric(pair.taker.url, "kv_handover_failures") == 0
     assert metric(pair.taker.url, "kv_handover_taken_requests") > 0
+    check_nothing_is_held(pair)
+
+
+async def test_a_request_that_only_loads_ends_at_once_without_an_answer(pair: Pair) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "once upon a time " * 30, "max_tokens": 8, "temperature": 0.0, "seed": 1}
+    give = {"do_remote_decode": True}
+    async with httpx.AsyncClient(timeout=60) as http:
+
+        async def post(server: ServerProcess, params: dict[str, Any] | None, prompt: str) -> dict[str, Any]:
+            answer = await http.post(server.url + "/v1/completions", json=body | {"prompt": prompt, "kv_transfer_params": params})
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        text = body["prompt"]
+        first = (await post(pair.giver, give, text + "one"))["kv_transfer_params"]
+        await post(pair.taker, first, text + "one")
+        loads, given = await asyncio.gather(
+            post(pair.taker, early_params(first, "a name"), "two " + text),
+            post(pair.giver, give | {OWN: {"early": "a name"}}, "two " + text),
+        )
+        assert (loads["choices"][0]["text"], loads["choices"][0]["finish_reason"]) == ("", "length")
+        found = await post(pair.taker, given["kv_transfer_params"], "two " + text)
+        assert found["choices"] == (await post(pair.giver, None, "two " + text))["choices"]
+    wait_until(lambda: metric(pair.taker.url, "kv_handover_early_requests") == 1, 10)
     check_nothing_is_held(pair)

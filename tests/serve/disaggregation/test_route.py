@@ -17,7 +17,7 @@ from compile_and_serve.runtime.kv_events.wire import DEVICE, BlockStored
 from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key
 from compile_and_serve.serve.disaggregation.app import DisaggregatingRouter, create_router_app
 
-GIVEN = {"do_remote_prefill": True, "remote_engine_id": "p", "cas": {"lease": "secret"}}
+GIVEN: dict[str, Any] = {"do_remote_prefill": True, "remote_engine_id": "p", "cas": {"lease": "secret"}}
 URLS = ("http://p0", "http://p1", "http://d0", "http://d1")
 
 

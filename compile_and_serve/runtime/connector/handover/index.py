@@ -138,7 +138,9 @@ class HandoverIndex(SchedulerConnector):
             self._leases[own.lease] = transfer_ids
             self._lease_of |= dict.fromkeys(transfer_ids, own.lease)
             self._counts["given_blocks"] += sum(map(len, block_ids))
-        if (early := self._early.pop(request_id, None)) is not None:
+        if not transfer_ids:
+            self.ended(request_id)
+        elif (early := self._early.pop(request_id, None)) is not None:
             self._early_of[own.lease] = early
         own.token_ids, own.logprobs, own.early = token_ids, logprobs, ""
         return {
