@@ -189,6 +189,9 @@ class Fairness:
         A key that is ahead by more than the slack gets none while the key that is behind has a prompt that waits.
         """
         held_back = self._held_back(step)
+        may_start = sum(account.num_running for account in self._queue.accounts.values()) < self._max_num_seqs
+        if not prefilling and not may_start:
+            return [], {}, 0
         if held_back:
             prefilling = [request for request in prefilling if request.share.account not in held_back]
         withheld = self._withheld(prefilling, budget, step, held_back)
@@ -196,7 +199,7 @@ class Fairness:
         for request in prefilling:
             demands[request.share.account] += request.prefill_end - request.num_computed_tokens
         first: dict[Account, int] = {}  # tokens of the prompt that is next
-        for account in self._queue.accounts.values():
+        for account in self._queue.accounts.values() if may_start else ():
             if not account.num_waiting or not account.has_room or account in held_back:
                 continue
             for user in account.waiting_users():
@@ -274,15 +277,22 @@ class Fairness:
     def make_room(self, running: Sequence[Request]) -> list[Request]:
         """The running requests to preempt, so that keys which are behind can start what waits. running: in order."""
         free_slots = self._max_num_seqs - len(running)
+        wanting = [
+            account
+            for account in self._queue.accounts.values()
+            if account.num_waiting
+            and (free_slots > 0 or self._may_take_slot(account))
+            and not self.step_time.is_overdrawn(account.tenant.name)
+        ]
+        if not wanting:
+            return []
         spare = self._manager.num_spare - len(running)
         victims: list[Request] = []
         slots = Counter({account: account.num_running for account in self._queue.accounts.values()})
         blocks: Counter[Account] | None = None
         # One that computes again what it lost makes some progress first.
         candidates = [one for one in running if one.num_computed_tokens > one.num_charged_tokens]
-        for account in sorted(self._queue.accounts.values(), key=lambda account: account.served):
-            if not account.num_waiting or self.step_time.is_overdrawn(account.tenant.name):
-                continue
+        for account in sorted(wanting, key=lambda account: account.served):
             limit = account.tenant.max_running
             for request in self._starting(account):
                 if limit is not None and slots[account] >= limit:
@@ -317,6 +327,14 @@ class Fairness:
                 if blocks is not None:
                     blocks[account] += num_blocks
         return victims
+
+    def _may_take_slot(self, account: Account) -> bool:
+        """Whether `_victim` could find one whose slot the key may take."""
+        share = self.share(account) * self._max_num_seqs
+        if account.num_running + 1 <= share:
+            return True
+        is_behind = any(other.served - account.served > self._slack for other in self._queue.accounts.values())
+        return account.num_running <= share and is_behind
 
     def exceeds_blocks(self, account: Account, num_new: int, running: Sequence[Request]) -> bool:
         """Whether a key that holds blocks would have more than its share with `num_new` more."""

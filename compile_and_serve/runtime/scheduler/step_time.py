@@ -17,7 +17,7 @@ around one with prompts or costly decodes may take longer, too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
@@ -85,15 +85,14 @@ class StepTime:
 
         following: the step that was launched before this one was over. weights: of the keys that have requests.
         """
-        prompts = _count(chunk.request for chunk in step.chunks)
-        costly = _count(request for request in step.decodes if request.costs_extra)
+        prompts, costly = _prompts(step), _costly(step)
         prompts_before, self._prompts_before = self._prompts_before, prompts
         costly_before, self._costly_before = self._costly_before, costly
         if seconds <= 0.0 or not step.decodes:
             return {}
         if following is not None:
-            prompts = prompts or _count(chunk.request for chunk in following.chunks) or prompts_before
-            costly = costly_before | _count(request for request in following.decodes if request.costs_extra) | costly
+            prompts = prompts or _prompts(following) or prompts_before
+            costly = costly_before | _costly(following) | costly
         self._costly = costly
         own = frozenset(self._costly_before)
         self._note(own, seconds, has_prompts=bool(prompts))
@@ -145,7 +144,7 @@ class StepTime:
             parts = {key: longer * count / num_prompts for key, count in prompts.items()}
         if step.chunks and base and not step.num_prompt_rows:
             self._token.observe(sum(chunk.end - chunk.start for chunk in step.chunks), seconds - base)
-        decodes = _count(step.decodes)
+        decodes = _count(step.decodes) if self._costly else {}
         for key, count in self._costly.items():
             plain = self.without(key)
             if plain and decodes.keys() - {key}:
@@ -192,7 +191,17 @@ def _between(value: float, most: float) -> float:
     return min(max(0.0, value), most)
 
 
-def _count(requests: Iterable[Request]) -> dict[str, int]:
+def _prompts(step: StepInFlight) -> dict[str, int]:
+    """How many prompts of each key a step computes, or parts of them."""
+    return _count([chunk.request for chunk in step.chunks]) if step.chunks else {}
+
+
+def _costly(step: StepInFlight) -> dict[str, int]:
+    """How many costly decodes of each key it has."""
+    return _count([request for request in step.decodes if request.costs_extra])
+
+
+def _count(requests: Sequence[Request]) -> dict[str, int]:
     """How many requests of each key there are."""
     found: dict[str, int] = {}
     for request in requests:
