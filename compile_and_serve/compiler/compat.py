@@ -36,6 +36,7 @@ __all__ = [
     "no_garbage_collection",
     "node_source_line",
     "regions_are_reused",
+    "rows_at_once",
     "sized_reads",
     "tree_leaves",
 ]
@@ -174,6 +175,30 @@ def sized_reads() -> Iterator[None]:
         yield
     finally:
         GraphLowering.get_dep_size_hint = sized
+
+
+@contextmanager
+def rows_at_once(max_values: int = 2048) -> Iterator[None]:
+    """In the block, Inductor's programs hold a whole row of up to `max_values` values when they reduce it.
+
+    Otherwise they hold 1024. A LayerNorm of Whisper's 1280 would read its rows twice, and compute their moments by divisions.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+
+    chosen = InductorChoices.should_use_persistent_reduction
+
+    def with_longer_rows(features: Any, cooperative_reduction: bool) -> bool:
+        size = features.reduction_numel
+        if not cooperative_reduction and features.get_reduction_hint() == ReductionHint.INNER and size.is_number and size <= max_values:
+            return True
+        return chosen(features, cooperative_reduction)
+
+    InductorChoices.should_use_persistent_reduction = staticmethod(with_longer_rows)
+    try:
+        yield
+    finally:
+        InductorChoices.should_use_persistent_reduction = staticmethod(chosen)
 
 
 UNKNOWN_SOURCE = "unknown source"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
-from compile_and_serve.compiler.compat import fake_mode_with_symbols
+from compile_and_serve.compiler.compat import fake_mode_with_symbols, rows_at_once
 from compile_and_serve.compiler.inductor import (
     PieceCompileError,
+    _leaves_norms,
     built_kernels,
     end_kernel_compilers,
     load_pieces,
@@ -173,6 +175,35 @@ def triton_kernels() -> Iterator[None]:
 class Normalized(nn.Module):
     def forward(self, tokens: int, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor]:
         return (F.layer_norm(x + y, (64,), weight, bias),)
+
+
+class RowsNormalized(nn.Module):
+    def forward(self, tokens: int, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.rms_norm(torch.neg(x), weight.shape, weight, 1e-6),)
+
+
+@pytest.mark.parametrize(("shape", "counts"), [((4, 1280), True), ((4, 128), False), ((1280,), False)])
+def test_norms_of_an_encoders_rows_are_known(shape: tuple[int, ...], counts: bool) -> None:
+    mode, symbols = fake_mode_with_symbols(["tokens"], {"tokens": 1 << 16})
+    gm = symbolic_trace(RowsNormalized())
+    for node in gm.graph.find_nodes(op="call_function", target=torch.neg):
+        with mode:
+            node.meta["example_value"] = torch.empty((symbols["tokens"], *shape), device="meta")
+    assert _leaves_norms(gm) is counts
+
+
+@pytest.mark.parametrize(("size", "hint", "is_whole"), [(1280, "INNER", True), (4096, "INNER", False), (1280, "OUTER", False)])
+def test_rows_of_norms_are_reduced_at_once(size: int, hint: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sympy
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(lambda features, cooperative: False))
+    features = SimpleNamespace(reduction_numel=sympy.Integer(size), get_reduction_hint=lambda: ReductionHint[hint])
+    with rows_at_once():
+        assert InductorChoices.should_use_persistent_reduction(features, False) is is_whole
+        assert not InductorChoices.should_use_persistent_reduction(features, True)
+    assert not InductorChoices.should_use_persistent_reduction(features, False)
 
 
 @pytest.mark.usefixtures("triton_kernels")
