@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
+from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Tenant
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.scheduler.step_time import StepTime
 
 VOCAB_SIZE = 320
 MAX_LEN = 256
@@ -110,3 +115,12 @@ def mixed_requests() -> list[EngineRequest]:
         request(f"r{i}", prompt_of(i, length), eos_token_ids=[11], **given)
         for i, (length, given) in enumerate(zip(lengths, options, strict=True))
     ]
+
+
+def of_two_keys(requests: Sequence[EngineRequest], sits_out: pytest.MonkeyPatch) -> list[EngineRequest]:
+    """The requests, of two API keys. Costly decodes of one of them sit out most steps beside decodes of the other, at random."""
+    rng = random.Random(0)
+    sits_out.setattr(StepTime, "may_hold", True)
+    sits_out.setattr(StepTime, "is_overdrawn", lambda self, key: False)
+    sits_out.setattr(StepTime, "needs_step_without", lambda self, key: key == "a" and rng.random() < 0.7)
+    return [msgspec.structs.replace(one, tenant=Tenant("ab"[number % 3 == 0])) for number, one in enumerate(requests)]

@@ -18,7 +18,17 @@ from compile_and_serve.runtime.messages import EngineRequest, Sibling, TokenLogp
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo, WorkerInfo
-from tests.support.engines import VOCAB_SIZE, mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.engines import (
+    VOCAB_SIZE,
+    mixed_requests,
+    of_two_keys,
+    prompt_of,
+    request,
+    run_requests,
+    tiny_config,
+    tokens_of,
+    write_tiny_model,
+)
 from tests.support.tiny_models import plain_logits
 
 
@@ -75,6 +85,15 @@ def test_after_preemptions(model_dir: Path, alone: dict[str, list[int]], is_asyn
     core = EngineCore(tiny_config(model_dir, **options))
     assert tokens_of(run_requests(core, mixed_requests())) == alone
     assert core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_while_costly_decodes_of_one_key_sit_out_steps(
+    model_dir: Path, alone: dict[str, list[int]], is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(tiny_config(model_dir, async_scheduling=is_async))
+    outputs = run_requests(core, of_two_keys(mixed_requests(), monkeypatch))
+    assert tokens_of(outputs) == alone
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.sampling.sampler import Sampler
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from tests.support.engines import VOCAB_SIZE, request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.engines import VOCAB_SIZE, of_two_keys, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +80,15 @@ def test_same_tokens(model_dir: Path, alone: dict[str, list[int]], tmp_path: Pat
         assert (stats.steps_on_device > 0) == (mode == "full")
     if options.get("num_kv_blocks"):
         assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_while_costly_decodes_of_one_key_sit_out_steps(
+    model_dir: Path, alone: dict[str, list[int]], tmp_path: Path, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = cuda_core(model_dir, cache_dir=tmp_path, async_scheduling=True, enforce_eager=enforce_eager)
+    for _ in range(2):
+        assert tokens_of(run_requests(core, of_two_keys(requests(), monkeypatch))) == alone
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "int8"])
