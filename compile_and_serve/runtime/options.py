@@ -12,7 +12,7 @@ from typing import Any
 from compile_and_serve.custom_ops.mesh import EXPERT
 from compile_and_serve.option_fields import make_config, options_of, require, signature_of
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.connector.handover.config import parse_kv_transfer_config
+from compile_and_serve.runtime.connector.handover.config import names_mooncake_store, parse_kv_transfer_config
 from compile_and_serve.runtime.drafting.config import parse_speculative_config
 from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig, parse_eplb_config
@@ -37,6 +37,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     options["quantization"] = None if names_a_format(quantization) else quantization
     drafting = parse_speculative_config(options.get("speculative_config"))
     events = parse_kv_events_config(options.get("kv_events_config"))
+    if names_mooncake_store(options.get("kv_transfer_config")):
+        options |= {"kv_transfer_config": None, "kv_connector": "mooncake"}
     transfer = parse_kv_transfer_config(options.get("kv_transfer_config"), num_replicas=options.get("data_parallel_size") or 1)
     parsed = {"speculative_config": drafting, "kv_events_config": events, "kv_transfer_config": transfer, **_expert_options(options)}
     config = _with_data_groups(make_config(EngineConfig, options | parsed | {"model": model, "path": Path(model)}))
@@ -133,6 +135,8 @@ def _check_experts(config: EngineConfig) -> None:
 def _check_tiers(config: EngineConfig) -> None:
     """Raise `ValueError` for an option that the tiers of the KV cache do not go with."""
     cache = config.cache
+    if cache.connector == "mooncake" and (not cache.enable_prefix_caching or config.mesh.pipe > 1 or config.enable_lora):
+        raise ValueError("kv_connector mooncake does not go with enable_prefix_caching=False, pipeline_parallel_size and enable_lora.")
     if cache.offloading_bytes is None and cache.offload_dir is None:
         return
     if cache.connector is not None:

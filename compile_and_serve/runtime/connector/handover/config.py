@@ -22,6 +22,13 @@ _KNOWN = ("kv_connector", "kv_role", "engine_id", "kv_ip", "kv_port", "kv_connec
 _WITHOUT_EFFECT = ("kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank", "enable_permute_local_kv")
 
 
+def names_mooncake_store(given: Mapping[str, Any] | str | KVTransferConfig | None) -> bool:
+    """Whether `kv_transfer_config` asks for vLLM's `MooncakeStoreConnector`: a store, and no handover. Raises `ValueError`."""
+    if given is None or isinstance(given, KVTransferConfig):
+        return False
+    return json_object(_NAME)(given).get("kv_connector") == "MooncakeStoreConnector"
+
+
 def parse_kv_transfer_config(given: Mapping[str, Any] | str | KVTransferConfig | None, *, num_replicas: int = 1) -> KVTransferConfig | None:
     """A JSON object, or what it says; None where no request goes to another engine. A port that is left out is chosen.
 

@@ -49,6 +49,13 @@ class DiskFolder:
         self._written = 0  # bytes since the folder was last measured
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
+    def look_up(self, keys: Sequence[bytes]) -> None:
+        """`has` asks the file system."""
+
+    def stats(self) -> dict[str, float]:
+        """None of its own."""
+        return {}
+
     def has(self, key: bytes) -> bool:
         """Whether there is a file of that key."""
         return os.path.exists(self._path(key))

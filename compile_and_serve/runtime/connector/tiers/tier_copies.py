@@ -27,7 +27,7 @@ from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
 from compile_and_serve.runtime.connector.connector import ConnectorError, WorkerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.connector.page_memory import PageMemory, part_as_bytes
-from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
+from compile_and_serve.runtime.connector.tiers.content_store import ContentStore
 from compile_and_serve.runtime.connector.tiers.orders import TierOrders
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _Running:
 class TierCopies(WorkerConnector):
     """num_pages, page_bytes: of the host's memory, which is taken at the first `bind`. disk: of this rank; None: there is none."""
 
-    def __init__(self, num_pages: int, page_bytes: int, disk: DiskFolder | None) -> None:
+    def __init__(self, num_pages: int, page_bytes: int, disk: ContentStore | None) -> None:
         self._num_pages, self._page_bytes, self._disk = num_pages, page_bytes, disk
         self._host: torch.Tensor | None = None  # uint8 [pages, bytes]
         self._parts: list[list[torch.Tensor]] = []  # of each group, uint8 [N, bytes]

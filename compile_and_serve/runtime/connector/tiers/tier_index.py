@@ -21,7 +21,7 @@ import msgspec
 
 from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers
-from compile_and_serve.runtime.connector.tiers.disk_folder import DiskFolder
+from compile_and_serve.runtime.connector.tiers.content_store import ContentStore
 from compile_and_serve.runtime.connector.tiers.host_pages import HostPages
 from compile_and_serve.runtime.connector.tiers.orders import TierOrders
 from compile_and_serve.runtime.kv_events.wire import HOST
@@ -34,6 +34,7 @@ _KEPT_TIMES = 1000
 _MIN_PROMPT_TOKENS = 64  # of a step whose rate counts
 _NEW_SHARE = 0.2  # of a new measurement, in a mean of which the older ones fade
 _FULL_SHARE = 0.5
+_MAX_ENDS = 64  # of prefixes that are looked up in a store, where groups keep the last tokens alone
 _QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -65,7 +66,7 @@ class _Counts:
 class TierIndex(SchedulerConnector):
     """block_bytes: of a block, over all ranks. disk: None: there is none; it is rank 0's, and only asked what it has."""
 
-    def __init__(self, host: HostPages, disk: DiskFolder | None, block_bytes: int) -> None:
+    def __init__(self, host: HostPages, disk: ContentStore | None, block_bytes: int) -> None:
         self._host, self._disk, self._block_bytes = host, disk, block_bytes
         self._moved: dict[int, _Moved] = {}
         self._keep: set[bytes] = set()  # that the last match promised
@@ -85,6 +86,7 @@ class TierIndex(SchedulerConnector):
 
     def match(self, query: PrefixQuery) -> int:
         begin = query.num_cached_tokens
+        self._look_up(query)
         found = self._found = {}
         for keys in query.keys_at(begin):
             found |= dict.fromkeys(keys, "device")
@@ -94,6 +96,21 @@ class TierIndex(SchedulerConnector):
                 self._keep = set(wanted)
                 return end - begin if self._pays([found[key] for key in wanted], end - begin) else 0
         return 0
+
+    def _look_up(self, query: PrefixQuery) -> None:
+        """Ask the store at once for all that a prefix may consist of: of groups that keep all tokens the blocks of the longest one, of
+        others those at the ends of several.
+        """
+        if self._disk is None or query.max_tokens <= query.num_cached_tokens:
+            return
+        end, step = query.max_tokens, query.alignment
+        shorter, longest = query.keys_at(end - step), query.keys_at(end)
+        wanted = dict.fromkeys(key for keys in longest for key in keys)
+        partial = [group for group, (few, keys) in enumerate(zip(shorter, longest, strict=True)) if keys[: len(few)] != few]
+        for other in range(end - step, query.num_cached_tokens, -step)[:_MAX_ENDS] if partial else ():
+            at = query.keys_at(other)
+            wanted |= dict.fromkeys(key for group in partial for key in at[group])
+        self._disk.look_up([key + self._epoch for key in wanted if not self._host.is_known(key)])
 
     def tiers_of(self, keys: Iterable[bytes]) -> dict[str, int]:
         return Counter(place for key in keys if (place := self._found.get(key)) is not None)
@@ -219,7 +236,7 @@ class TierIndex(SchedulerConnector):
         now = time.monotonic()
         if now - self._quantiles_at > 1.0:
             self._quantiles_at, self._quantiles = now, self._quantiles_of_times()
-        return stats | self._quantiles
+        return stats | self._quantiles | ({} if self._disk is None else self._disk.stats())
 
     def _quantiles_of_times(self) -> dict[str, float]:
         found: dict[str, float] = {}
