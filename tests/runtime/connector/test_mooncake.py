@@ -86,8 +86,7 @@ def test_another_engine_loads_what_was_computed(tmp_path: Path, start: Callable[
     assert found == tokens
     assert num_cached > 50
     assert objects.num_lookups == before + 1  # for all keys of all groups
-    index = second._scheduler._transfers._connector  # type: ignore[union-attr]
-    index._quantiles_at = 0.0  # they are computed once a second
+    second._scheduler._transfers._connector._quantiles_at = 0.0  # type: ignore[union-attr]  # they are computed once a second
     stats = second.stats().kv_tiers
     assert stats["disk_loaded_bytes"] > 0
     assert stats["disk_failures"] == 0

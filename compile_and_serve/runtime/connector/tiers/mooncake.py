@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.connector.connector import Connector, ConnectorError, SchedulerConnector, WorkerConnector
@@ -19,15 +20,14 @@ from compile_and_serve.runtime.connector.tiers.tier_index import TierIndex
 def _connect(*, lends_memory: bool) -> ObjectStore:
     """This process's client. lends_memory: whether the store may keep objects here. Raises `ConnectorError`."""
     try:
-        from mooncake.mooncake_config import MooncakeConfig
-        from mooncake.store import MooncakeDistributedStore
+        options = import_module("mooncake.mooncake_config").MooncakeConfig
+        store = import_module("mooncake.store").MooncakeDistributedStore()
     except ImportError as error:
         raise ConnectorError(f"kv_connector mooncake needs the package mooncake-transfer-engine and its libraries: {error}.") from error
     try:
-        found = MooncakeConfig.load_from_env()
+        found = options.load_from_env()
     except (OSError, ValueError) as error:
         raise ConnectorError(f"kv_connector mooncake needs the address of a store: set MOONCAKE_CONFIG_PATH ({error}).") from error
-    store = MooncakeDistributedStore()
     status = store.setup(
         found.local_hostname,
         found.metadata_server,
