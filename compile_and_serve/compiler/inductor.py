@@ -27,9 +27,10 @@ from threading import RLock, Thread, get_ident
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 
-from compile_and_serve.compiler.compat import fake_mode_with_symbols, rows_at_once, sized_reads
+from compile_and_serve.compiler.compat import fake_mode_with_symbols
+from compile_and_serve.compiler.fusion import fusion_of
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
 from compile_and_serve.compiler.pieces.splitter import is_contiguous
 from compile_and_serve.custom_ops.platform import platform_of
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 
 PieceCallable = Callable[[list[Any]], Sequence[torch.Tensor]]
 
-_WIDE = 512  # values of a row: heads have fewer
 POOL_START_SECONDS = 4.0  # longest wait for the processes that compile kernels
 MAX_TOKENS = 1 << 16  # upper bound of a symbolic length, so that generated kernels can index with 32 bits
 
@@ -81,24 +81,6 @@ class PendingPiece:
         return self._piece
 
 
-def _leaves_norms(gm: GraphModule) -> bool:
-    """Whether Inductor generates an encoder's norms: LayerNorms, or RMSNorms of several wide rows a token, which no linear takes.
-
-    What it makes of other pieces was measured without `_norms_at_once`.
-    """
-    inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.rms_norm)]
-    sizes = [x.meta["example_value"].shape for x in inputs if isinstance(x, Node) and "example_value" in x.meta]
-    has_rows = any(len(size) > 2 and isinstance(size[-1], int) and size[-1] >= _WIDE for size in sizes)
-    return has_rows or bool(gm.graph.find_nodes(op="call_function", target=torch.nn.functional.layer_norm))
-
-
-@contextmanager
-def _norms_at_once() -> Iterator[None]:
-    """In the block, Inductor makes one kernel of a norm and the additions before it, which reads each value once."""
-    with sized_reads(), rows_at_once():
-        yield
-
-
 class _LinearsOfRows(Interpreter):
     """A piece whose linears multiply matrices. torch 2.11 cannot trace one without a bias whose input has more dimensions, of which the
     first is symbolic: it asks for the number of its elements.
@@ -135,7 +117,7 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Pendin
         config.patch(OPTIONS),
         _as_piece_error(),
         _without_broken_pool(),
-        _norms_at_once() if platform_of(device).runs_triton_kernels and _leaves_norms(gm) else nullcontext(),
+        fusion_of(gm) if platform_of(device).runs_triton_kernels else nullcontext(),
         _deferred_kernel_waits() as waits,
     ):
         with mode:

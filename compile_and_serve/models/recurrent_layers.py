@@ -153,8 +153,8 @@ class GatedDeltaNet(ShardedModule):
     def forward(self, x_TD: torch.Tensor, state: Sequence[StatePart]) -> torch.Tensor:
         config = self.config
         qkv_TC, gate, b_TH, a_TH = self.project(x_TD)
-        qkv_TC = F.silu(convolve(self.conv1d, qkv_TC, state[0]))
-        q, k, v = qkv_TC.split((config.keys_size, config.keys_size, config.values_size), dim=-1)
+        parts = convolve(self.conv1d, qkv_TC, state[0]).split((config.keys_size, config.keys_size, config.values_size), dim=-1)
+        q, k, v = (F.silu(part) for part in parts)  # one by one, so that none is a part of a larger tensor
         q_TGK = unit_length(q.unflatten(-1, (-1, config.key_dim)), config.key_dim**-0.5)
         k_TGK = unit_length(k.unflatten(-1, (-1, config.key_dim)))
         v_THV = v.unflatten(-1, (-1, config.value_dim))
@@ -324,7 +324,7 @@ class Mamba2Mixer(ShardedModule):
             parts = zip(projected.split(sizes, dim=-1), self.multipliers, strict=True)
             projected = torch.cat([part * multiplier for part, multiplier in parts], dim=-1)
         gate, xbc_TC, dt_TH = projected.split((config.inner_size, sum(sizes[1:4]), config.num_heads), dim=-1)
-        x, b, c = F.silu(convolve(self.conv1d, xbc_TC, state[0])).split(sizes[1:4], dim=-1)
+        x, b, c = (F.silu(part) for part in convolve(self.conv1d, xbc_TC, state[0]).split(sizes[1:4], dim=-1))
         dt_TH = F.softplus(dt_TH.float() + self.dt_bias.float())
         if config.time_limits != (0.0, math.inf):
             dt_TH = dt_TH.clamp(*config.time_limits)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from compile_and_serve.compiler.compat import fake_mode_with_symbols, rows_at_once
+from compile_and_serve.compiler.fusion import leaves_norms
 from compile_and_serve.compiler.inductor import (
     PieceCompileError,
-    _leaves_norms,
     built_kernels,
     end_kernel_compilers,
     load_pieces,
@@ -189,7 +189,7 @@ def test_norms_of_an_encoders_rows_are_known(shape: tuple[int, ...], counts: boo
     for node in gm.graph.find_nodes(op="call_function", target=torch.neg):
         with mode:
             node.meta["example_value"] = torch.empty((symbols["tokens"], *shape), device="meta")
-    assert _leaves_norms(gm) is counts
+    assert leaves_norms(gm) is counts
 
 
 @pytest.mark.parametrize(("size", "hint", "is_whole"), [(1280, "INNER", True), (4096, "INNER", False), (1280, "OUTER", False)])

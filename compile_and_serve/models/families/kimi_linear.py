@@ -65,8 +65,8 @@ class KimiDeltaAttention(ShardedModule):
 
     def forward(self, x_TD: torch.Tensor, state: Sequence[StatePart]) -> torch.Tensor:
         qkv_TC = torch.cat((self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)), dim=-1)
-        parts = F.silu(convolve(self.conv1d, qkv_TC, state[0])).chunk(3, dim=-1)
-        q_THK, k_THK, v_THK = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        parts = convolve(self.conv1d, qkv_TC, state[0]).chunk(3, dim=-1)
+        q_THK, k_THK, v_THK = (F.silu(part).unflatten(-1, (-1, self.head_dim)) for part in parts)
         q_THK, k_THK = unit_length(q_THK, self.head_dim**-0.5), unit_length(k_THK)
         dt_THK = (self.f_b_proj(self.f_a_proj(x_TD)).float() + self.dt_bias.float()).unflatten(-1, (-1, self.head_dim))
         log_decay_THK = -self.A_log.squeeze(0).float().exp() * F.softplus(dt_THK)
