@@ -163,23 +163,27 @@ class Fairness:
         """
         self._is_probing = False
         step_time = self.step_time
-        if not step_time.may_hold:
+        if not step_time.may_hold or not any(map(step_time.should_sit_out, self._queue.accounts)):
             return left_out
-        decodes, costly = Counter[Account](), dict[Account, set[int]]()
+        decodes, costly = dict[Account, int](), dict[Account, list[int]]()
         for request in running:
-            num_computed = request.num_computed_tokens
-            if request.prefill_end <= num_computed < request.decode_end and request.paused_until <= now and id(request) not in left_out:
-                decodes[request.share.account] += 1
+            if request.prefill_end <= request.num_computed_tokens < request.decode_end and request.paused_until <= now:
+                if left_out and id(request) in left_out:
+                    continue
+                account = request.share.account
+                decodes[account] = decodes.get(account, 0) + 1
                 if request.costs_extra:
-                    costly.setdefault(request.share.account, set()).add(id(request))
+                    costly.setdefault(account, []).append(id(request))
+        num_left = sum(decodes.values())
         for account in sorted(costly, key=lambda account: step_time.saved(account.tenant.name)):
             name = account.tenant.name
             is_probe = not step_time.is_overdrawn(name)
-            if decodes.total() == decodes[account] or (is_probe and (self._is_probing or not step_time.needs_step_without(name))):
+            if num_left == decodes[account] or (is_probe and (self._is_probing or not step_time.needs_step_without(name))):
                 continue
             self._is_probing |= is_probe
-            left_out |= costly[account]
+            left_out = left_out.union(costly[account])
             decodes[account] -= len(costly[account])
+            num_left -= len(costly[account])
         return left_out
 
     def divide(self, prefilling: Sequence[Request], budget: int, step: StepInFlight) -> tuple[list[Request], dict[Account, Part], int]:

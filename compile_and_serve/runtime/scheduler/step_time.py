@@ -33,6 +33,7 @@ _NEW_PART = 0.1  # of an average
 _TOKEN_PART = 0.03
 
 Keys = frozenset[str]
+_NONE: Keys = frozenset()
 
 
 class StepTime:
@@ -64,7 +65,7 @@ class StepTime:
 
     def without(self, key: str) -> float:
         """Seconds of a step of decodes alone, with what is costly now, but none of that of the key. 0.0 as long as it is unknown."""
-        return self._time(frozenset(self._costly) - {key})
+        return self._time(frozenset([one for one in self._costly if one != key]) if self._costly else _NONE)
 
     def needs_plain_step(self, *, several: bool) -> bool:
         """Whether it is not known what a step of decodes takes now. several: keys have prompts, which should wait less often."""
@@ -74,6 +75,10 @@ class StepTime:
         """Whether it is not known what a step takes now that has none of the key's costly decodes."""
         num_steps = self._num_with.get(key, 0)
         return num_steps >= FIRST_PROBE_STEPS and (num_steps >= PROBE_ROWS * PROBE_STEPS or not self.without(key))
+
+    def should_sit_out(self, key: str) -> bool:
+        """Whether a key's costly decodes should not be in the next step, if it has any."""
+        return self.is_overdrawn(key) or self.needs_step_without(key)
 
     def max_tokens(self, key: str, prompt_seconds: float) -> float:
         """Prompt tokens of a key, of prompt_seconds each, that make a step longer by `MAX_LONGER`; no limit before times are known."""
@@ -94,15 +99,15 @@ class StepTime:
             prompts = prompts or _prompts(following) or prompts_before
             costly = costly_before | _costly(following) | costly
         self._costly = costly
-        own = frozenset(self._costly_before)
+        own = frozenset(self._costly_before) if self._costly_before else _NONE
         self._note(own, seconds, has_prompts=bool(prompts))
-        parts = self._parts(step, own, seconds, prompts)
+        parts = self._parts(step, own, seconds, prompts) if prompts or costly else {}
         if not parts and not self._saved:
             return {}
         longer = sum(parts.values())
         lasts = {key: self.without(key) or seconds for key in self._saved.keys() | parts.keys()}
         for key, plain in lasts.items():
-            other = max((weight for name, weight in weights.items() if name != key), default=1.0)
+            other = max([weight for name, weight in weights.items() if name != key], default=1.0)
             part = parts.get(key, 0.0)
             earned = FRACTION * plain * weights.get(key, 1.0) / other + longer - part
             most = MAX_SAVED * plain
@@ -115,13 +120,14 @@ class StepTime:
 
     def _note(self, own: Keys, seconds: float, *, has_prompts: bool) -> None:
         """Learn what a step of decodes alone takes. own: keys with costly decodes in it."""
-        keys = self._costly.keys() | self._num_with.keys() if has_prompts else self._costly.keys()  # which says nothing of the others
-        self._num_with = {key: self._num_with.get(key, 0) + 1 for key in keys}
+        if self._costly or self._num_with:
+            keys = self._costly.keys() | self._num_with.keys() if has_prompts else self._costly.keys()  # which says nothing of the others
+            self._num_with = {key: self._num_with.get(key, 0) + 1 for key in keys}
         if has_prompts:
             self._num_longer += 1
             return
         self._num_longer = 0
-        if own < self._costly.keys():  # it may be longer because of the steps around it
+        if len(own) < len(self._costly):  # it may be longer because of the steps around it
             return
         before = self._times.get(own)
         if before is None:
@@ -198,7 +204,8 @@ def _prompts(step: StepInFlight) -> dict[str, int]:
 
 def _costly(step: StepInFlight) -> dict[str, int]:
     """How many costly decodes of each key it has."""
-    return _count([request for request in step.decodes if request.costs_extra])
+    found = [request for request in step.decodes if request.costs_extra]
+    return _count(found) if found else {}
 
 
 def _count(requests: Sequence[Request]) -> dict[str, int]:
