@@ -148,7 +148,12 @@ class SchedulerConnector(ABC):
 
 
 class WorkerConnector(ABC):
-    """A rank's side. All methods are called from one thread, `poll` after each step."""
+    """A rank's side. All methods are called from one thread, `poll` after each step.
+
+    is_polled_often: `poll` costs nothing, so that it may be called at more moments.
+    """
+
+    is_polled_often = False
 
     @abstractmethod
     def bind(self, memory: PageMemory) -> None:

@@ -37,6 +37,7 @@ from compile_and_serve.runtime.child_process import unfreeze_heap
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.connector.configured import configured_connector
 from compile_and_serve.runtime.connector.connector import WorkerConnector
+from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.runner import memory
@@ -52,7 +53,7 @@ from compile_and_serve.runtime.runner.spread_experts import SpreadExperts
 from compile_and_serve.runtime.runner.stage_costs import StageCosts, measures_stages
 from compile_and_serve.runtime.runner.state_memory import GIB, KVCacheTooSmallError
 from compile_and_serve.runtime.runner.warm_up import WarmUp, graph_memory
-from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerStats
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
 
 logger = logging.getLogger(__name__)
 
@@ -186,10 +187,22 @@ class Worker:
             step.differences = differences
             step.checksums, step.wrong_tables = checksums, self.runner.batch.wrong_tables(checks.tables)
         if connector is not None:
-            ended = connector.poll()
-            if ended.finished or ended.failed:
-                step.transfers = ended
+            self._add_ended(connector.poll(), step)
         return step
+
+    def result(self, step: PendingStep) -> ModelRunnerOutput:
+        """Wait for a launched step, from the thread that launches: transfers that end meanwhile are told at once."""
+        output = step.result()
+        if self._connector is not None and self._connector.is_polled_often and not self._is_asleep:
+            self._add_ended(self._connector.poll(), output)
+        return output
+
+    @staticmethod
+    def _add_ended(ended: FinishedTransfers, step: PendingStep | ModelRunnerOutput) -> None:
+        if not (ended.finished or ended.failed):
+            return
+        before = step.transfers or FinishedTransfers()
+        step.transfers = FinishedTransfers(finished=before.finished + ended.finished, failed=before.failed | ended.failed)
 
     def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
         for slot, adapter_id in scheduled.adapter_loads:

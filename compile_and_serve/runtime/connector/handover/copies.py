@@ -46,6 +46,8 @@ class _Fetch:
 class HandoverCopies(WorkerConnector):
     """control: address of the own engine's control socket. rank: of `num_ranks`, along the tensor axis."""
 
+    is_polled_often = True
+
     def __init__(self, config: KVTransferConfig, control: tuple[str, int], rank: int, num_ranks: int) -> None:
         self._config, self._control, self._rank, self._num_ranks = config, control, rank, num_ranks
         self._fetches: dict[int, _Fetch] = {}
