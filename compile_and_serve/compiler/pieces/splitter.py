@@ -6,7 +6,9 @@ earlier piece and an input of the later one. Weights are inputs too, so the piec
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +46,15 @@ class SplitOp:
 Stage = Piece | SplitOp
 
 _AT_LEAST_ONE = re.compile(r"Max\(1, (\w+)\)")  # how fake tensors write a symbolic length in strides
+_NEAR = 2  # pieces behind the one that makes a product: of the same layer
 CAPTURABLE_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "higher_order"})
 
 
 def split(gm: GraphModule) -> list[Stage]:
     """The stages of the graph in execution order. Raises `SplitError`, with the source line, for an undeclared op.
 
-    Strided values that one piece makes and another reads become contiguous in `gm`: a piece is compiled for contiguous inputs.
+    Strided values that one piece makes and another reads become contiguous in `gm`, or are taken again from the contiguous value that they
+    are a part of: a piece is compiled for contiguous inputs.
     """
     _make_contiguous(gm)
     stages: list[Stage] = []
@@ -72,7 +76,8 @@ def _make_contiguous(gm: GraphModule) -> None:
     """Copy each strided value that crosses a split point, such as a layer's part of a tensor that the first piece makes for all.
 
     A value of [heads, tokens, E] crosses as [tokens, heads, E]. Where tokens do not come first, the fake tensors' strides are only a
-    guess, because the number of tokens is not known, and Inductor's may be others.
+    guess, because the number of tokens is not known, and Inductor's may be others. A part of a product of the same layer, such as a gate
+    beside what attention reads, is not copied: the product crosses.
     """
     number = 0
     piece_of: dict[Node, int] = {}
@@ -95,6 +100,10 @@ def _make_contiguous(gm: GraphModule) -> None:
         symbolic = [i for i in sizes if not isinstance(value.shape[i], int)]
         if is_contiguous(value) and (not symbolic or symbolic == sizes[:1]):
             continue
+        if max(readers) <= own + _NEAR and _is_part_of_product(node):
+            for users in readers.values():
+                _take_again(gm, node, users)
+            continue
         first = symbolic[0] if symbolic else 0
         with gm.graph.inserting_after(node):
             moved = _call_like(gm, node, torch.movedim, node, first, 0)
@@ -105,6 +114,30 @@ def _make_contiguous(gm: GraphModule) -> None:
                 back = _call_like(gm, node, torch.movedim, copied, 0, first)
             for user in users:
                 user.replace_input_with(node, back)
+
+
+def _is_part_of_product(node: Node) -> bool:
+    """Whether a value is a part, along the features, of what a linear makes: contiguous, [tokens, features]."""
+    parts = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(parts, Node) or parts.target not in (torch.split, torch.chunk):
+        return False
+    product = parts.args[0]
+    if not isinstance(product, Node):
+        return False
+    is_product = product.target is torch.nn.functional.linear or op_info(product.target) is not None
+    value = product.meta["example_value"]
+    return is_product and value.ndim == 2 and not isinstance(value.shape[0], int) and is_contiguous(value)
+
+
+def _take_again(gm: GraphModule, node: Node, users: Iterable[Node]) -> None:
+    """Let users of a part, which are in one piece, take it from the whole, in that piece."""
+    parts = node.args[0]
+    assert isinstance(parts, Node)
+    with gm.graph.inserting_before(min(users)):
+        copied = gm.graph.node_copy(parts, lambda arg: arg)
+        part = gm.graph.node_copy(node, lambda arg: copied if arg is parts else arg)
+    for user in users:
+        user.replace_input_with(node, part)
 
 
 def _call_like(gm: GraphModule, origin: Node, function: Any, source: Node, *args: Any, **kwargs: Any) -> Node:

@@ -17,8 +17,10 @@ from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import read_config
+from tests.support.recurrent_models import FAMILIES
 from tests.support.rewriting import KERNELS, pass_context, rewrite
 from tests.support.tiny_models import capture_decoder, capture_spec, tiny_spec
+from tests.support.transformers_models import config_of
 
 
 def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: frozenset[str] = KERNELS):
@@ -64,6 +66,15 @@ def test_values_between_pieces_are_contiguous_with_tokens_first() -> None:
     for value in values:
         assert is_contiguous(value)
         assert not isinstance(value.shape[0], int)
+
+
+def test_parts_of_a_layers_product_cross_as_the_product() -> None:
+    """The gate of a recurrent layer, and what its decays are computed from, lie beside what the convolution reads: none is copied."""
+    sizes = {**FAMILIES["Qwen3_5ForCausalLM"], "num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+    captured, _, _ = rewrite(build_model(config_of("Qwen3_5ForCausalLM", **sizes), dtype=torch.float32), verify=False)
+    pieces = [stage.gm for stage in split(captured.gm) if isinstance(stage, Piece)]
+    assert not any(node.target is torch.clone for piece in pieces for node in piece.graph.nodes)
+    assert len({fingerprint(piece) for piece in pieces}) == 4  # before, inside, between and behind the layers
 
 
 @pytest.mark.slow
