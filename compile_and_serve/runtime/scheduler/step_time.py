@@ -29,6 +29,7 @@ MAX_LONGER = 2.5  # steps of decodes by which one step should get longer
 PROBE_STEPS, FIRST_PROBE_STEPS = 64, 8  # after so many without a step of decodes alone, prompts wait for one
 PROBE_ROWS = 2  # times as many without one that lacks a key's costly decodes: then they sit out
 MAX_SETS = 64  # of keys whose times are remembered
+FIRST_STEPS = 3  # of a set, of which the shortest counts: one of them may have met a pause
 _NEW_PART = 0.1  # of an average
 _TOKEN_PART = 0.03
 
@@ -42,6 +43,7 @@ class StepTime:
     def __init__(self) -> None:
         # Seconds of steps of decodes alone, by the keys that have costly ones in them; the least recently seen first.
         self._times: OrderedDict[Keys, float] = OrderedDict()
+        self._num_seen: dict[Keys, int] = {}  # of these steps, up to FIRST_STEPS
         self._token = _TokenTime()
         self._saved: dict[str, float] = {}  # seconds, of keys that have not saved all they may
         self._prompts_before: dict[str, int] = {}  # keys with prompts in the step before
@@ -65,7 +67,7 @@ class StepTime:
 
     def without(self, key: str) -> float:
         """Seconds of a step of decodes alone, with what is costly now, but none of that of the key. 0.0 as long as it is unknown."""
-        return self._time(frozenset([one for one in self._costly if one != key]) if self._costly else _NONE)
+        return self._time(self._others(key))
 
     def needs_plain_step(self, *, several: bool) -> bool:
         """Whether it is not known what a step of decodes takes now. several: keys have prompts, which should wait less often."""
@@ -74,7 +76,9 @@ class StepTime:
     def needs_step_without(self, key: str) -> bool:
         """Whether it is not known what a step takes now that has none of the key's costly decodes."""
         num_steps = self._num_with.get(key, 0)
-        return num_steps >= FIRST_PROBE_STEPS and (num_steps >= PROBE_ROWS * PROBE_STEPS or not self.without(key))
+        if num_steps < FIRST_PROBE_STEPS:
+            return False
+        return num_steps >= PROBE_ROWS * PROBE_STEPS or self._num_seen.get(self._others(key), 0) < FIRST_STEPS
 
     def should_sit_out(self, key: str) -> bool:
         """Whether a key's costly decodes should not be in the next step, if it has any."""
@@ -129,11 +133,11 @@ class StepTime:
         self._num_longer = 0
         if len(own) < len(self._costly):  # it may be longer because of the steps around it
             return
-        before = self._times.get(own)
-        if before is None:
-            self._times[own] = seconds
+        before, num_seen = self._times.get(own), self._num_seen.get(own, 0)
+        if before is None or num_seen < FIRST_STEPS:
+            self._times[own], self._num_seen[own] = min(seconds, before or seconds), num_seen + 1
             if len(self._times) > MAX_SETS:
-                self._times.popitem(last=False)
+                del self._num_seen[self._times.popitem(last=False)[0]]
             return
         # One long pause is no reason to believe that steps take longer now; one short step says that they can be short.
         part = _NEW_PART if seconds > before else 3 * _NEW_PART
@@ -159,6 +163,10 @@ class StepTime:
                 longer = _between((base if prompts else seconds) - plain - as_plain, MAX_CHARGED * plain)
                 parts[key] = parts.get(key, 0.0) + longer
         return parts
+
+    def _others(self, key: str) -> Keys:
+        """The keys that have costly decodes now, without this one."""
+        return frozenset([one for one in self._costly if one != key]) if self._costly else _NONE
 
     def _time(self, costly: Keys) -> float:
         """Seconds of a step of decodes alone where these keys have costly ones; where that is unknown, the most of them for which it is

@@ -193,6 +193,22 @@ def test_with_requests_of_any_length_a_key_keeps_its_half_of_the_time(seed: int,
     assert beside_a["a"] > 0
 
 
+def test_a_pause_in_the_first_step_without_them_does_not_hide_what_they_cost() -> None:
+    engine = Engine({"b": STEADY, "a": costly(10.0)})
+    pauses = iter([1.0])
+    seconds_of = engine.seconds_of
+
+    def with_a_pause(step: SchedulerOutput) -> float:
+        is_without = step.num_decodes and not any(name.startswith("a") for name in step.num_scheduled_tokens)
+        return next(pauses, seconds_of(step)) if is_without else seconds_of(step)
+
+    engine.seconds_of = with_a_pause  # type: ignore[method-assign]
+    engine.run(2.0)
+    assert not list(pauses)
+    engine.run(1.0)
+    assert engine.tokens["b"] > 0.55 * 4 / DECODES
+
+
 @pytest.mark.parametrize("extra", [0.1, 10.0])
 def test_keys_with_the_same_costly_decodes_do_not_sit_out(extra: float) -> None:
     engine = Engine({"b": costly(extra), "a": costly(extra)})
