@@ -31,9 +31,15 @@ def only_scales_vectors(gm: GraphModule) -> bool:
     return torch.sum in targets and torch.nn.functional.linear not in targets and not any(op_info(target) for target in targets)
 
 
+def writes_out_norms(gm: GraphModule) -> bool:
+    """Whether a piece has RMSNorms that no kernel of ours takes, as those whose weight is 1 + a parameter: a mean of squares."""
+    inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.mean)]
+    return any(isinstance(x, Node) and x.target is torch.square for x in inputs)
+
+
 def fusion_of(gm: GraphModule) -> AbstractContextManager[None]:
     """What Inductor's fusion is told of a piece on a device of Triton kernels."""
-    if leaves_norms(gm):
+    if leaves_norms(gm) or writes_out_norms(gm):
         return _norms_at_once()
     return sized_reads() if only_scales_vectors(gm) else nullcontext()
 
