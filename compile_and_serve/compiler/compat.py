@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Interpreter
 from torch.utils._pytree import tree_leaves
 
 from compile_and_serve.custom_ops.compat import OpOverload, OpOverloadPacket
@@ -26,6 +27,7 @@ __all__ = [
     "CAPTURED_CHECKS",
     "FakeTensorMode",
     "GraphBreakError",
+    "LinearsOfRows",
     "OpOverload",
     "OpOverloadPacket",
     "capture_full_graph",
@@ -199,6 +201,20 @@ def rows_at_once(max_values: int = 2048) -> Iterator[None]:
         yield
     finally:
         InductorChoices.should_use_persistent_reduction = staticmethod(chosen)
+
+
+class LinearsOfRows(Interpreter):
+    """Runs a piece so that its linears multiply matrices.
+
+    torch 2.11 cannot trace a linear without a bias whose input has more dimensions, of which the first is symbolic: it asks for the number
+    of its elements.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.nn.functional.linear and args[0].dim() > 2:
+            x, *further = args
+            return torch.nn.functional.linear(x.flatten(0, -2), *further, **kwargs).unflatten(0, x.shape[:-1])
+        return super().call_function(target, args, kwargs)
 
 
 UNKNOWN_SOURCE = "unknown source"

@@ -11,17 +11,17 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler.compat import rows_at_once, sized_reads
 from compile_and_serve.custom_ops.library import op_info
 
-_WIDE = 512  # values of a row: heads have fewer
+_MIN_NORM_WIDTH = 512  # values of a row: heads have fewer
 
 
-def leaves_norms(gm: GraphModule) -> bool:
-    """Whether Inductor generates an encoder's norms: LayerNorms, or RMSNorms of several wide rows a token, which no linear takes.
+def has_encoder_norms(gm: GraphModule) -> bool:
+    """Whether a piece has LayerNorms, or RMSNorms of several wide rows a token, which no kernel of ours takes: those of encoders.
 
     What it makes of other pieces was measured without `_norms_at_once`.
     """
     inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.rms_norm)]
     sizes = [x.meta["example_value"].shape for x in inputs if isinstance(x, Node) and "example_value" in x.meta]
-    has_rows = any(len(size) > 2 and isinstance(size[-1], int) and size[-1] >= _WIDE for size in sizes)
+    has_rows = any(len(size) > 2 and isinstance(size[-1], int) and size[-1] >= _MIN_NORM_WIDTH for size in sizes)
     return has_rows or bool(gm.graph.find_nodes(op="call_function", target=torch.nn.functional.layer_norm))
 
 
@@ -39,7 +39,7 @@ def writes_out_norms(gm: GraphModule) -> bool:
 
 def fusion_of(gm: GraphModule) -> AbstractContextManager[None]:
     """What Inductor's fusion is told of a piece on a device of Triton kernels."""
-    if leaves_norms(gm) or writes_out_norms(gm):
+    if has_encoder_norms(gm) or writes_out_norms(gm):
         return _norms_at_once()
     return sized_reads() if only_scales_vectors(gm) else nullcontext()
 

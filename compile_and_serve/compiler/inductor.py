@@ -27,9 +27,9 @@ from threading import RLock, Thread, get_ident
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 
-from compile_and_serve.compiler.compat import fake_mode_with_symbols
+from compile_and_serve.compiler.compat import LinearsOfRows, fake_mode_with_symbols
 from compile_and_serve.compiler.fusion import fusion_of
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
 from compile_and_serve.compiler.pieces.splitter import is_contiguous
@@ -81,18 +81,6 @@ class PendingPiece:
         return self._piece
 
 
-class _LinearsOfRows(Interpreter):
-    """A piece whose linears multiply matrices. torch 2.11 cannot trace one without a bias whose input has more dimensions, of which the
-    first is symbolic: it asks for the number of its elements.
-    """
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is torch.nn.functional.linear and args[0].dim() > 2:
-            x, *further = args
-            return torch.nn.functional.linear(x.flatten(0, -2), *further, **kwargs).unflatten(0, x.shape[:-1])
-        return super().call_function(target, args, kwargs)
-
-
 def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PendingPiece:
     """Generate the module of a functional piece for `device` and start building its kernels.
 
@@ -121,7 +109,7 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Pendin
         _deferred_kernel_waits() as waits,
     ):
         with mode:
-            aten = make_fx(_LinearsOfRows(gm).run, decomposition_table=select_decomp_table())(*arguments)
+            aten = make_fx(LinearsOfRows(gm).run, decomposition_table=select_decomp_table())(*arguments)
             _read_lengths(aten, arguments)
         compiled = compile_fx_inner(aten, arguments, is_inference=True)
     if getattr(compiled, "constants", None):

@@ -38,6 +38,8 @@ def make_engine_config(model: str, **options: Any) -> EngineConfig:
     drafting = parse_speculative_config(options.get("speculative_config"))
     events = parse_kv_events_config(options.get("kv_events_config"))
     if names_mooncake_store(options.get("kv_transfer_config")):
+        named = options.get("kv_connector")
+        require(named in (None, "mooncake"), "kv_connector", "left out beside kv_transfer_config", named)
         options |= {"kv_transfer_config": None, "kv_connector": "mooncake"}
     transfer = parse_kv_transfer_config(options.get("kv_transfer_config"), num_replicas=options.get("data_parallel_size") or 1)
     parsed = {"speculative_config": drafting, "kv_events_config": events, "kv_transfer_config": transfer, **_expert_options(options)}

@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from compile_and_serve.compiler.compat import fake_mode_with_symbols, rows_at_once
-from compile_and_serve.compiler.fusion import leaves_norms
+from compile_and_serve.compiler.fusion import has_encoder_norms
 from compile_and_serve.compiler.inductor import (
     PieceCompileError,
     built_kernels,
@@ -189,7 +189,7 @@ def test_norms_of_an_encoders_rows_are_known(shape: tuple[int, ...], counts: boo
     for node in gm.graph.find_nodes(op="call_function", target=torch.neg):
         with mode:
             node.meta["example_value"] = torch.empty((symbols["tokens"], *shape), device="meta")
-    assert leaves_norms(gm) is counts
+    assert has_encoder_norms(gm) is counts
 
 
 @pytest.mark.parametrize(("size", "hint", "is_whole"), [(1280, "INNER", True), (4096, "INNER", False), (1280, "OUTER", False)])

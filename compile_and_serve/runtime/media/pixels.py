@@ -55,9 +55,9 @@ class PixelLibrary:
         pixels_HW3 = np.ascontiguousarray(pixels_HW3)
         before = pixels_HW3.shape[1], pixels_HW3.shape[0]
         out = np.empty((height, width, 3), dtype=np.uint8)
-        arguments: list[Any] = []
-        for size, new in zip(before, (width, height), strict=True):
-            begins_O, weights_OK = weights_of(size, new)
+        sides = [(size, new, *weights_of(size, new)) for size, new in zip(before, (width, height), strict=True)]
+        arguments: list[Any] = []  # addresses: `sides` keeps the arrays, which other threads may drop from the cache
+        for size, new, begins_O, weights_OK in sides:
             arguments += [begins_O.ctypes.data, weights_OK.ctypes.data, weights_OK.shape[1] if size != new else 0]
         self._resize(pixels_HW3.ctypes.data, *before, out.ctypes.data, width, height, *arguments)
         return out

@@ -7,8 +7,8 @@ the others, several milliseconds at a time: fewer threads that are not interrupt
 
 is measured, and the next steps use that many threads, rounded, at most `num_threads`. Fewer threads get fewer cores, so this ends with
 what others leave, or with half of what all threads would get, if that is more. After a pause steps begin with all threads: what others did
-while the engine had nothing to do says little. Attention's results have the same bits with any number,
-because it is always split for `num_threads`; torch's own kernels may round differently.
+while the engine had nothing to do says little. Attention's results have the same bits with any number, because it is always split for
+`num_threads`; torch's own kernels may round differently.
 """
 
 from __future__ import annotations

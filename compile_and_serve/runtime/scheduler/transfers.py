@@ -214,14 +214,17 @@ class Transfers:
             return
         end, keys = self._lendable(request, num_tokens)
         before = manager.keys_of_prefix(request, min(end, self._lent_early.get(request, 0)))
-        ids: list[int] = []
-        for group, (group_keys, lent) in enumerate(zip(keys, before, strict=False)):
-            new = group_keys[len(lent) :]
-            blocks = [block for key in new for block in pool.entry(key)]
-            if new and pool.num_free - sum(block.is_free for block in blocks) >= manager.num_promised:
-                transfer = self._begin(group, new, [block.block_id for block in blocks], None, is_lease=True)
-                ids.append(transfer.transfer_id)
-        self._lent_early[request] = max(end, self._lent_early.get(request, 0))
+        new = [group_keys[len(lent) :] for group_keys, lent in zip(keys, before, strict=False)]  # none where nothing can be lent
+        blocks = [[block for key in group_keys for block in pool.entry(key)] for group_keys in new]
+        taken = sum(block.is_free for group_blocks in blocks for block in group_blocks)
+        if not any(new) or pool.num_free - taken < manager.num_promised:  # the next call lends them, too
+            return
+        ids = [
+            self._begin(group, group_keys, [block.block_id for block in blocks[group]], None, is_lease=True).transfer_id
+            for group, group_keys in enumerate(new)
+            if group_keys
+        ]
+        self._lent_early[request] = end
         connector.lent_early(request.request_id, ids)
 
     def _lendable(self, request: Request, num_tokens: int) -> tuple[int, list[list[bytes]]]:

@@ -217,6 +217,17 @@ def test_a_prompt_that_is_given_up_lends_nothing(start: Callable[..., EngineCore
     assert tokens_of({"r4": taken_by(taker, one, given_by(giver, one))})["r4"] == expected["r4"]
 
 
+def test_a_prompt_that_the_other_engine_never_gets_is_not_waited_for(start: Callable[..., EngineCore]) -> None:
+    """As where the client is gone, or another server computes it: long before the lease's time."""
+    patience = {"kv_connector_extra_config": {"load_seconds": 0.5}}
+    giver, taker = start(transfer=patience), start(transfer=patience)
+    params = given_by(giver, before := request("before", prompt_of(7, 9)))
+    taken_by(taker, before, params)
+    taker.add_request(early_request(mixed_requests()[4], params))
+    check_nothing_is_held(taker)
+    assert taker.stats().kv_tiers["handover_failures"] == 1
+
+
 def test_a_request_that_is_given_up_ends_its_lease(start: Callable[..., EngineCore]) -> None:
     giver, taker = start(), start()
     one = mixed_requests()[4]

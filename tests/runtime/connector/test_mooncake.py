@@ -126,9 +126,16 @@ def test_a_content_is_there_once_all_ranks_have_stored_it() -> None:
     assert stores[0].write_unpublished(b"k", [content]) == f"cas-{'0' * 32}-0-6b"
     stores[0].look_up([b"k"])
     assert not stores[0].has(b"k")
-    stores[1].write_unpublished(b"k", [content])
+    name = stores[1].write_unpublished(b"k", [content])
+    assert name is not None
+    stores[1].publish(b"k", name)
     stores[0].look_up([b"k", b"l"])
     assert (stores[0].has(b"k"), stores[0].has(b"l")) == (True, False)
+    objects.contents.clear()  # it evicts
+    for store in stores:
+        name = store.write_unpublished(b"k", [content])
+        assert name is not None
+        assert store.publish(b"k", name)
     into = memoryview(bytearray(4))
     stores[1].read(b"k", [into[:1], into[1:]])
     assert into == content
@@ -150,6 +157,8 @@ def test_options_that_do_not_go_with_it(tmp_path: Path) -> None:
         tiny_config(folder, kv_connector="mooncake", enable_prefix_caching=False)
     config = tiny_config(folder, kv_transfer_config='{"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}')
     assert (config.cache.connector, config.kv_transfer) == ("mooncake", None)
+    with pytest.raises(ValueError, match="kv_connector must be left out beside kv_transfer_config"):
+        tiny_config(folder, kv_transfer_config='{"kv_connector": "MooncakeStoreConnector"}', kv_connector="other")
 
 
 def test_without_the_package_it_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

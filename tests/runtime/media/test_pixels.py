@@ -119,5 +119,10 @@ def test_other_bytes_than_pillows_are_not_used(
 
 
 def test_it_is_loaded_without_torch(library: PixelLibrary) -> None:
-    code = "import sys\nfrom compile_and_serve.runtime.media.images import resize\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys\n"
+        "from compile_and_serve.runtime.media import images\n"
+        "assert images.pixel_library(waits=True) is not None\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -158,6 +158,23 @@ def test_blocks_are_lent_while_the_next_step_runs() -> None:
     giver.close()
 
 
+def test_blocks_that_there_was_no_room_to_lend_early_are_lent_with_the_next_ones() -> None:
+    giver = HandoverIndex(KVTransferConfig(engine_id="giver"), 0, 1)
+    scheduler = make_scheduler(num_blocks=200, groups=[FULL], budget=16, connector=giver)
+    give = {"do_remote_decode": True, OWN: msgspec.to_builtins(OwnParams(fingerprint="", prompt="", early="early"))}
+    scheduler.add_request(msgspec.structs.replace(make_request("long", list(range(1, 41))), kv_transfer=give))
+    lent = []
+    for num_promised in (1000, 0):  # blocks that other prefills need
+        step = scheduler.schedule()
+        promised, scheduler.manager.num_promised = scheduler.manager.num_promised, scheduler.manager.num_promised + num_promised
+        assert finish(scheduler, step, {}) == []
+        scheduler.manager.num_promised = promised
+        assert scheduler._transfers is not None
+        lent.append([len(one.keys) for one in scheduler._transfers._new.stores])
+    assert lent == [[], [8]]
+    giver.close()
+
+
 def finish(scheduler: Scheduler, step: SchedulerOutput | None, tokens: dict[str, list[int]]) -> list[RequestOutput]:
     assert step is not None
     return scheduler.update(step, ModelRunnerOutput(step=step.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={}))

@@ -23,10 +23,17 @@ _WITHOUT_EFFECT = ("kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv
 
 
 def names_mooncake_store(given: Mapping[str, Any] | str | KVTransferConfig | None) -> bool:
-    """Whether `kv_transfer_config` asks for vLLM's `MooncakeStoreConnector`: a store, and no handover. Raises `ValueError`."""
+    """Whether `kv_transfer_config` asks for vLLM's `MooncakeStoreConnector`: a store, and no handover. Logs other keys, which have no
+    effect. Raises `ValueError`.
+    """
     if given is None or isinstance(given, KVTransferConfig):
         return False
-    return json_object(_NAME)(given).get("kv_connector") == "MooncakeStoreConnector"
+    found = json_object(_NAME)(given)
+    if found.get("kv_connector") != "MooncakeStoreConnector":
+        return False
+    if others := [name for name, value in found.items() if name != "kv_connector" and (name, value) != ("kv_role", "kv_both")]:
+        logger.warning("%s: MooncakeStoreConnector stores and loads in every engine; %s has no effect.", _NAME, ", ".join(others))
+    return True
 
 
 def parse_kv_transfer_config(given: Mapping[str, Any] | str | KVTransferConfig | None, *, num_replicas: int = 1) -> KVTransferConfig | None:

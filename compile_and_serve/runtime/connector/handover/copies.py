@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -149,6 +150,7 @@ class HandoverCopies(WorkerConnector):
             way = direct[0] if direct is not None else "memory" if channel.is_local else "socket"
             heads = None if plan.theirs is None else list(plan.theirs)
             group, keys, blocks = transfer.group, transfer.keys, transfer.block_ids
+            last_grant = time.monotonic()
             while keys:
                 granted = channel.ask(Pull(lease=orders.lease, group=group, keys=keys, heads=heads, way=way, waits=orders.waits))
                 if not isinstance(granted, Granted) or granted.row_bytes != self._pages.row_bytes(group, plan.mine):
@@ -157,6 +159,8 @@ class HandoverCopies(WorkerConnector):
                 if not mine:
                     if fetch.is_cancelled:
                         raise TransferError("It was cancelled.")
+                    if time.monotonic() - last_grant > self._config.load_seconds:  # it may not even have got the request
+                        raise TransferError(f"The other engine computed none of the blocks in {self._config.load_seconds:g} seconds.")
                     continue
                 if direct is not None:
                     direct[1].read(copies_of(direct[1], self._pages, group, granted.pages, mine))
@@ -165,7 +169,7 @@ class HandoverCopies(WorkerConnector):
                     self._take_from_memory(channel, group, mine, plan, granted)
                 else:
                     self._take_from_socket(channel, group, mine, plan, granted)
-                keys, blocks = keys[granted.num_keys :], blocks[len(mine) :]
+                keys, blocks, last_grant = keys[granted.num_keys :], blocks[len(mine) :], time.monotonic()
         except BaseException:
             fetch.channel = None
             channel.close()

@@ -33,7 +33,7 @@ class Lender:
 
     def __init__(self, pages: PageBytes, host: str, seconds: float, direct: Sequence[str] = ()) -> None:
         self._pages, self._direct = pages, direct
-        self._lock = threading.Condition()  # notified of what is lent
+        self._lock = threading.Condition()  # notified of what is lent, and of what ends
         self._lend_seconds = min(_LEND_SECONDS, seconds / 2)
         self._lent: dict[tuple[str, int], _Lent] = {}
         self._ended: deque[tuple[str, int]] = deque(maxlen=_KEPT_NAMES)
@@ -56,6 +56,7 @@ class Lender:
             for one in self._lent.values():
                 if not one.is_ending and not set(one.transfer_ids).isdisjoint(transfer_ids):
                     one.is_ending = True
+            self._lock.notify_all()
 
     def take_ended(self) -> list[int]:
         """Transfers that were ended, and whose blocks nobody reads any more."""

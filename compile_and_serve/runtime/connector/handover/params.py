@@ -16,7 +16,7 @@ import numpy as np
 from compile_and_serve.runtime.messages import KVTransferInfo, TokenLogprobs
 
 OWN = "cas"
-VERSION = 1
+VERSION = 2  # of these parameters and of `wire.py`
 MAX_NAME = 100
 
 

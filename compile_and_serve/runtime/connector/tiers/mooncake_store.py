@@ -84,7 +84,7 @@ class MooncakeStore:
         self._remember(there)
 
     def has(self, key: bytes) -> bool:
-        """As the last look-up or write knew."""
+        """As the last look-up knew."""
         return key in self._known
 
     def read(self, key: bytes, parts: Sequence[Buffer]) -> None:
@@ -108,9 +108,9 @@ class MooncakeStore:
             raise OSError("A content in the Mooncake store is damaged, so it is not used.")
 
     def write_unpublished(self, key: bytes, parts: Sequence[Buffer]) -> str | None:
-        """The object has its name at once. Until then, readers see by its checksum if it is wrong."""
-        if key in self._known:
-            return None
+        """The object has its name at once; readers see by its checksum if it is wrong. The store keeps an object that it has. Which these
+        are is not remembered here, because the store evicts.
+        """
         name = self._name(key, self._rank)
         try:
             status = self._store.put_parts(name, _checksum(parts), *parts)
@@ -121,7 +121,6 @@ class MooncakeStore:
         return name
 
     def publish(self, key: bytes, temporary: str) -> bool:
-        self._remember([key])
         return True
 
     def discard(self, temporary: str) -> None:
