@@ -19,7 +19,7 @@ def has_encoder_norms(gm: GraphModule) -> bool:
 
     What it makes of other pieces was measured without `_norms_at_once`.
     """
-    inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.rms_norm)]
+    inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.rms_norm) if node.args]
     sizes = [x.meta["example_value"].shape for x in inputs if isinstance(x, Node) and "example_value" in x.meta]
     has_rows = any(len(size) > 2 and isinstance(size[-1], int) and size[-1] >= _MIN_NORM_WIDTH for size in sizes)
     return has_rows or bool(gm.graph.find_nodes(op="call_function", target=torch.nn.functional.layer_norm))
@@ -33,7 +33,7 @@ def only_scales_vectors(gm: GraphModule) -> bool:
 
 def writes_out_norms(gm: GraphModule) -> bool:
     """Whether a piece has RMSNorms that no kernel of ours takes, as those whose weight is 1 + a parameter: a mean of squares."""
-    inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.mean)]
+    inputs = [node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch.mean) if node.args]
     return any(isinstance(x, Node) and x.target is torch.square for x in inputs)
 
 

@@ -132,7 +132,7 @@ class DisaggregatingRouter:
         while (chosen := self.prefill.choose(prompt, salt, tried)) is not None:
             index, name = chosen
             tried.append(index)
-            giver = self._givers.get(index) if is_long else None
+            giver = self._givers.get(index) if is_long and len(tried) == 1 else None  # one early load a request
             early = "" if giver is None else self._load_early(request.url.path, body, headers, prompt, giver)
             content = json.dumps(prompt_request(body, early)).encode()
             try:

@@ -155,9 +155,11 @@ def test_what_does_not_come_is_computed(
 
 
 def test_blocks_may_be_asked_for_before_the_ranks_know_that_they_are_lent(
-    start: Callable[..., EngineCore], expected: dict[str, list[int]]
+    start: Callable[..., EngineCore], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    giver, taker = start(), start()
+    monkeypatch.setattr("compile_and_serve.runtime.connector.handover.lender._LEND_SECONDS", 30.0)  # however slow this machine is
+    patient = {"kv_connector_extra_config": {"load_seconds": 60}}
+    giver, taker = start(transfer=patient), start(transfer=patient)
     one = mixed_requests()[4]
     giver.add_request(msgspec.structs.replace(one, kv_transfer=dict(GIVE)))
     outputs: list[RequestOutput] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.connector.connector import ConnectorError
 
 GIB = 1 << 30
 ALIGNMENT = 4096  # bytes of a host page are a multiple: direct reads land there
@@ -28,7 +29,10 @@ def host_page_bytes(page_bytes: int) -> int:
 
 
 def num_host_pages(config: EngineConfig, page_bytes: int) -> int:
-    """Pages of a rank in the host's memory. page_bytes: of a page on the device."""
+    """Pages of a rank in the host's memory. page_bytes: of a page on the device. Raises `ConnectorError` if not one has room."""
     size = config.cache.offloading_bytes
     total = STAGING_BYTES * config.num_processes if size is None else size
-    return total // config.num_processes // host_page_bytes(page_bytes)
+    num_pages = total // config.num_processes // host_page_bytes(page_bytes)
+    if num_pages < 1:
+        raise ConnectorError(f"--kv-offloading-size has no room for a block of {page_bytes} bytes on each rank: raise it.")
+    return num_pages

@@ -12,10 +12,7 @@ from compile_and_serve.runtime.connector.tiers.tier_index import TierIndex
 
 
 def _scheduler_side(config: EngineConfig, page_bytes: int) -> SchedulerConnector:
-    num_pages = num_host_pages(config, page_bytes)
-    if num_pages < 1:
-        raise ConnectorError(f"--kv-offloading-size has no room for a block of {page_bytes} bytes on each rank: raise it.")
-    return TierIndex(HostPages(num_pages), _disk(config, 0, page_bytes), page_bytes * config.mesh.size)
+    return TierIndex(HostPages(num_host_pages(config, page_bytes)), _disk(config, 0, page_bytes), page_bytes * config.mesh.size)
 
 
 def _worker_side(config: EngineConfig, rank: Rank, page_bytes: int) -> WorkerConnector:
