@@ -141,6 +141,9 @@ class Worker:
             self._obey("step")
         return FakeStep(scheduled.step, list(scheduled.num_scheduled_tokens), lambda: self._obey("result") if is_third else None)
 
+    def result(self, step: FakeStep) -> ModelRunnerOutput:
+        return step.result()
+
     def idle(self, *, requests_wait: bool = False) -> bool:
         self._note("capture" if requests_wait else "idle")
         if requests_wait:
