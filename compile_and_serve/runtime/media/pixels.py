@@ -1,4 +1,4 @@
-"""Resizing and patches of images by csrc/media/pixels.cpp, which gives Pillow's bytes in a fifth of its time.
+"""Resizing and patches of images by csrc/media/pixels.cpp, which gives Pillow's bytes in less time.
 
 The library is built once on a machine, in a thread, while images go Pillow's way. It is used where its bytes are those of the installed
 Pillow. They depend on which sides are resized first, because each pass rounds to bytes: rows, up to Pillow 12. From 13 on, columns where

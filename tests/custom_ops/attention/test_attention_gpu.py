@@ -60,15 +60,11 @@ def built(request: pytest.FixtureRequest) -> tuple[FlashInferAttention, int | No
     return backend, *((37, 1.5) if has_window_and_cap else (None, 0.0))
 
 
-@pytest.mark.slow  # may have to build the modules
-@pytest.mark.parametrize("case", [case for case, batch in cases.BATCHES.items() if max(batch.query_lens) > 1])
-def test_prompts_run_in_flashinfer(
-    case: str, built: tuple[FlashInferAttention, int | None, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
-    monkeypatch.setattr(attention_flashinfer, "flash_attention3_runs", lambda *_: False)
-    backend, window, soft_cap = built
-    batch, (H, K, E) = cases.BATCHES[case], (32, 8, 128)
+def prompts_as_the_reference(
+    backend: FlashInferAttention, batch: cases.Batch, heads: tuple[int, int, int], window: int | None = None, soft_cap: float = 0.0
+) -> object:
+    """Run a step of prompts, and check what it gives. → what took its prompts"""
+    H, K, E = heads
     metadata, num_blocks = cases.make_metadata(batch, backend, window=window)
     to_cuda(metadata)
     q, k, v = random(metadata.num_tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
@@ -80,8 +76,19 @@ def test_prompts_run_in_flashinfer(
         outs.append(one.forward(q, k, v, cache.clone(), E**-0.5, metadata, Scores(soft_cap=soft_cap)))
     assert backend.planned_step is not None
     [prefill] = backend.planned_step.prefills.values()
-    assert prefill is not None
     assert relative_error(outs[0], outs[1].double()) < LIMIT
+    return prefill
+
+
+@pytest.mark.slow  # may have to build the modules
+@pytest.mark.parametrize("case", [case for case, batch in cases.BATCHES.items() if max(batch.query_lens) > 1])
+def test_prompts_run_in_flashinfer(
+    case: str, built: tuple[FlashInferAttention, int | None, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
+    monkeypatch.setattr(attention_flashinfer, "flash_attention3_runs", lambda *_: False)
+    backend, window, soft_cap = built
+    assert prompts_as_the_reference(backend, cases.BATCHES[case], (32, 8, 128), window, soft_cap) is not None
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -311,19 +318,6 @@ def test_decode_steps_replayed_from_one_graph() -> None:
 def test_prompts_run_in_flash_attention3(head_dim: int, cached: int) -> None:
     if reason := flash_attention3_unavailable_reason(CUDA):
         pytest.skip(reason)
-    backend, (H, K, E) = FlashInferAttention(build=False), (8, 2, head_dim)
     lengths = (FA3_MIN_QUERY_LEN, 40, 700)
     batch = cases.Batch(query_lens=lengths, seq_lens=tuple(cached + length for length in lengths))
-    metadata, num_blocks = cases.make_metadata(batch, backend)
-    to_cuda(metadata)
-    q, k, v = random(metadata.num_tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
-    cache = random_cache(num_blocks, 2, K, batch.block_size, E, torch.bfloat16)
-    outs = []
-    for one in (backend, TorchAttention()):
-        metadata.backend = one
-        one.plan(metadata)
-        outs.append(one.forward(q, k, v, cache.clone(), E**-0.5, metadata, Scores()))
-    assert backend.planned_step is not None
-    [prefill] = backend.planned_step.prefills.values()
-    assert isinstance(prefill, FlashAttention3Prompts)
-    assert relative_error(outs[0], outs[1].double()) < LIMIT
+    assert isinstance(prompts_as_the_reference(FlashInferAttention(build=False), batch, (8, 2, head_dim)), FlashAttention3Prompts)
