@@ -5,7 +5,8 @@
 decode: sequences of one token. `op`: the whole op as a CUDA graph replays it; `multiply in` and `multiply out` by our kernel and by
     torch.bmm; `attend` for several configurations (rows of a program, tile of tokens, splits, stages, warps, min. tokens per split), each
     checked against the default.
-prefill: `op`: the whole op; `attend` for several configurations (query tile, key tile, stages, warps), the expansion of latents included.
+prefill: `op`: the whole op; `attend` for several configurations (query tile, key tile, stages, warps) and in FlashAttention-3, the
+    expansion of latents included.
 `tb_s`: bytes of the entries that are read over the time. `tflop_s`: of the attention of causal prompts alone, over the time.
 """
 
@@ -22,19 +23,27 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_timing import capture, environment, event_seconds, relative_error, replay_ms
+from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_torch import torch_mla
-from compile_and_serve.custom_ops.attention.mla_triton import StepParts
+from compile_and_serve.custom_ops.attention.mla_triton import StepParts, flash_attention3_reason
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention, decode_config, multiply_heads, write_latents
-from compile_and_serve.custom_ops.attention.triton_mla_prefill import materialized_attention
+from compile_and_serve.custom_ops.attention.triton_mla_prefill import flash_materialized_attention, materialized_attention
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 from compile_and_serve.custom_ops.triton_common import num_sms
 
 NOPE, ROPE, VALUE, LATENT, PAGE = 128, 64, 128, 512, 16
 SCALE = (NOPE + ROPE) ** -0.5
 DECODES = ((1, 256), (1, 8192), (8, 1024), (64, 256), (64, 4096), (128, 768), (256, 512))  # (sequences, tokens of each)
-PROMPTS = ((1, 1024, 1024), (4, 4096, 4096), (30, 544, 544), (1, 2048, 32768))  # (prompts, their tokens, with the cached ones)
+PROMPTS = (
+    (1, 512, 512),
+    (1, 1024, 1024),
+    (4, 4096, 4096),
+    (30, 544, 544),
+    (32, 64, 64),
+    (1, 2048, 32768),
+)  # (prompts, their tokens, with the cached ones)
 DECODE_CONFIGS = ((16, 32, 3, 4), (16, 32, 4, 4), (16, 64, 3, 8), (16, 64, 4, 8), (16, 64, 3, 4), (16, 128, 3, 8))  # without the splits
 PREFILL_CONFIGS = ((128, 64, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 64, 2, 4), (128, 32, 4, 8))
 TOLERANCE = 2e-2  # relative, of bfloat16 results
@@ -174,6 +183,19 @@ def prefill(heads: int, emit: Callable[..., None]) -> None:
                 timed("attend", attend, config=config)
             except RuntimeError as failure:  # too much shared memory
                 emit(**common, what="attend", config=config, error=str(failure)[:80])
+        if reason := flash_attention3_reason(operands_of(inputs)):
+            emit(**common, what="attend", config="fa3-fwd", error=reason)
+            continue
+        prompts, expected = FlashAttention3Prompts(q_THE.device, SCALE, 0.0), out.clone()
+        prompts.plan(*parts.host_lengths)
+        where = metadata.seq_lens, metadata.block_table, parts.key_starts
+        attend = partial(
+            flash_materialized_attention, q_THE, q_rope, kv_b, cache, prompts, *where, out, first_seq=0, num_keys=parts.num_keys,
+            max_seq_len=seq_len,
+        )  # fmt: skip
+        timed("attend", attend, config="fa3-fwd")
+        error = relative_error(out, expected)
+        assert error < TOLERANCE, f"fa3-fwd: relative error {error}"
 
 
 def main() -> None:

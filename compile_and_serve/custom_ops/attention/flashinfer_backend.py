@@ -10,7 +10,8 @@ Windows and soft caps have modules of their own; sinks, ALiBi and chunks are lef
 On Hopper, FA3 runs long prompts and large steps of prompts, and Triton's kernel the others (it was faster than FA2, but FA2's time
 included its launches). On other GPUs FA2 runs all prompts.
 FA3 is there from the first prompt on if the package `fa3-fwd` is installed (`flash_attention3.py`). It has no pages: the context of prompts
-that continue is expanded, for any cache, within EXPANDED_BYTES. FlashInfer's module runs what it does not have.
+that continue is expanded, for any cache, within EXPANDED_BYTES. FlashInfer's module runs what it does not have; without FlashInfer,
+Triton's kernel does.
 Decode needs no plan, so a CUDA graph of it serves any length. Prompts are planned on the host once per step, at the first layer, when the
 numbers of heads are known; all layers share the plan. Until the module that a step needs is built, which happens in the background,
 Triton's kernel runs the step.
@@ -20,9 +21,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -31,7 +30,13 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
-from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts, flash_attention3_runs
+from compile_and_serve.custom_ops.attention.flash_attention3 import (
+    EXPANDED_BYTES,
+    FA3_MIN_QUERY_LEN,
+    FA3_MIN_TOKENS,
+    FlashAttention3Prompts,
+    flash_attention3_runs,
+)
 from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape, FlashInferPrefill
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
@@ -44,11 +49,6 @@ logger = logging.getLogger(__name__)
 Prefill = FlashInferPrefill | FlashAttention3Prompts
 
 WORKSPACE_BYTES = 256 << 20
-EXPANDED_BYTES = 512 << 20  # e.g. 131072 tokens of 8 heads of 128 values
-# FA3 runs steps with a prompt of at least FA3_MIN_QUERY_LEN tokens, or with FA3_MIN_TOKENS tokens of prompts without a cached prefix.
-# For smaller steps Triton's kernel takes up to a quarter longer, but needs no plan and less host time. Microseconds on an H200 with
-# Llama-3.1-8B's heads, FA3 and Triton: 4 prompts of 544 tokens 59 and 70, 30 of 544 365 and 498, 80 of 200 287 and 415, 32 of 64 47 and 44.
-FA3_MIN_QUERY_LEN, FA3_MIN_TOKENS = 1024, 4096
 _HEAD_DIMS = (64, 128, 256)
 _FEATURES: frozenset[AttentionFeature] = frozenset(["window", "soft_cap"])
 # State groups, also of several engines, use one workspace after another on the device's stream; it is freed with the last backend that has
@@ -78,17 +78,14 @@ class FlashInferAttention(TritonAttention):
 
     def __init__(self, module_dir: Path | None = None, *, build: bool = True) -> None:
         """module_dir: folder of the built modules; None: in the user's cache. build: build missing modules in the background."""
+        super().__init__()
         self._module_dir = module_dir
         self._build = build
         self._modules: dict[tuple[torch.dtype, int, frozenset[AttentionFeature]], FlashInferModules] = {}
         self._prefills: dict[bool, FlashInferPrefill] = {}  # is ragged → its plan and runs
-        self._uses_modules = True
         self._workspace: torch.Tensor | None = None
         self.planned_step: StepPlan | None = None
-        self._announced: set[str] = set()
-        self._prompt_steps = Counter[str]()
         self._announced_large = False
-        self._expands = False  # a step had pages that are expanded, or will have them
 
     def unsupported_reason(
         self,
@@ -103,7 +100,8 @@ class FlashInferAttention(TritonAttention):
         features: frozenset[AttentionFeature] = frozenset(),
     ) -> str | None:
         """As `AttentionBackend.unsupported_reason`."""
-        if reason := flashinfer_unavailable_reason(device):
+        reason = flashinfer_unavailable_reason(device)
+        if reason and ("window" in features or not flash_attention3_runs(device, dtype, head_dim)):
             return reason
         if dtype not in (torch.bfloat16, torch.float16):
             return f"FlashInfer computes in bfloat16 or float16, not {dtype}"
@@ -125,21 +123,7 @@ class FlashInferAttention(TritonAttention):
     @property
     def pending_workspace_bytes(self) -> int:
         """Bytes of device memory that long prompts will take beside a step's other tensors, for all instances."""
-        return (WORKSPACE_BYTES if self._workspace is None else 0) + (EXPANDED_BYTES if self._expands else 0)
-
-    @property
-    def prompt_steps(self) -> Mapping[str, int]:
-        """As `AttentionBackend.prompt_steps`; of the layers of one kind."""
-        return self._prompt_steps
-
-    @contextmanager
-    def without_modules(self) -> Iterator[None]:
-        """Inside, Triton's kernels run all prompts, and no module is loaded."""
-        self._uses_modules = False
-        try:
-            yield
-        finally:
-            self._uses_modules = True
+        return (WORKSPACE_BYTES if self._workspace is None else 0) + super().pending_workspace_bytes
 
     def modules(
         self, dtype: torch.dtype, head_dim: int, device: torch.device, features: frozenset[AttentionFeature] = frozenset()
@@ -148,7 +132,13 @@ class FlashInferAttention(TritonAttention):
         key = (dtype, head_dim, features)
         if key not in self._modules:
             self._modules[key] = FlashInferModules(
-                dtype, head_dim, device, self._module_dir, has_window="window" in features, has_cap="soft_cap" in features
+                dtype,
+                head_dim,
+                device,
+                self._module_dir,
+                has_window="window" in features,
+                has_cap="soft_cap" in features,
+                missing=flashinfer_unavailable_reason(device),
             )
         return self._modules[key]
 
@@ -341,13 +331,6 @@ class FlashInferAttention(TritonAttention):
         assert prefill not in step.prefills.values(), "layers with different heads share one FlashInfer plan"
         self._plan(prefill, functools.partial(prefill.plan, module, shape), shape, step)
         return prefill
-
-    def _announce(self, what: str) -> None:
-        """Once for what kernels run, whatever the modules' states are."""
-        kernels = what.partition(";")[0]
-        if kernels not in self._announced:
-            self._announced.add(kernels)
-            logger.info("%s", what)
 
     def _plan(self, prefill: Prefill, plan: Callable[..., None], shape: AttentionShape, step: StepPlan) -> None:
         if prefill.is_ragged and step.is_fresh:

@@ -65,15 +65,18 @@ class FlashInferModules:
         *,
         has_window: bool = False,
         has_cap: bool = False,
+        missing: str | None = None,
     ) -> None:
+        """missing: why FlashInfer does not run here; then there is no module."""
         major, minor = platform_of(device).compute_capability
-        self.key = f"flashinfer-{version('flashinfer-python')}-sm{major}{minor}"
+        self.key = f"flashinfer-{'none' if missing else version('flashinfer-python')}-sm{major}{minor}"
         default_dir = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"
         self.module_dir = (module_dir or default_dir) / self.key
         self.dtype, self.head_dim, self.device = dtype, head_dim, device
         self.has_window, self.has_cap = has_window, has_cap
         self.variants: tuple[Variant, ...] = ("fa3",) if (major, minor) == (9, 0) else ("fa2",)  # that the backend uses
-        self._state: dict[Variant, str] = {}
+        self._state: dict[Variant, str] = dict.fromkeys(self.variants, missing) if missing else {}
+        self._missing = missing
         self._loaded: dict[Variant, Any] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -138,8 +141,8 @@ class FlashInferModules:
         return {variant: "built" if self.is_built(variant) else self._state.get(variant, "not built") for variant in self.variants}
 
     def build(self, variant: Variant) -> None:
-        """Build the module (half a minute or more) and put it into `module_dir`, unless it is there."""
-        if self.is_built(variant):
+        """Build the module (half a minute or more) and put it into `module_dir`, unless it is there, or FlashInfer is missing."""
+        if self.is_built(variant) or self._missing:
             return
         started = time.perf_counter()
         self._state[variant] = "building"

@@ -1,4 +1,7 @@
-"""`cas::mla_attention` of the attention backend `triton`: few query tokens absorbed, prompts materialized (terms: `mla.py`)."""
+"""`cas::mla_attention` of the attention backend `triton`: few query tokens absorbed, prompts materialized (terms: `mla.py`).
+
+FlashAttention-3 runs the materialized prompts of larger steps where it has a kernel for the heads' sizes, Triton's kernel the others.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.attention.flash_attention3 import (
+    FA3_MIN_QUERY_LEN,
+    FA3_MIN_TOKENS,
+    FlashAttention3Prompts,
+    flash_attention3_unsupported_reason,
+)
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 
 MAX_ABSORBED = 16  # query tokens of a sequence that is absorbed
@@ -20,7 +30,8 @@ class StepParts:
     materialized.
 
     max_few: the most query tokens of one of the few. first_token: the first query token of the materialized ones. num_keys, max_seq_len:
-    the sum of their lengths, and the largest. key_starts: int32 [their number + 1] on the device, sums of their lengths.
+    the sum of their lengths, and the largest. key_starts: int32 [their number + 1] on the device, sums of their lengths. host_lengths: of
+    theirs, where their queries begin, from 0, their lengths, and where their keys begin.
     """
 
     metadata: AttentionMetadata
@@ -31,6 +42,7 @@ class StepParts:
     num_keys: int
     max_seq_len: int
     key_starts: torch.Tensor
+    host_lengths: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     @classmethod
     def of_step(cls, metadata: AttentionMetadata) -> StepParts:
@@ -48,13 +60,38 @@ class StepParts:
             num_keys=int(key_starts[-1]),
             max_seq_len=int(seq_lens[num_absorbed:].max(initial=0)),
             key_starts=torch.from_numpy(key_starts).to(metadata.seq_lens.device, non_blocking=True),
+            host_lengths=(
+                (starts[num_absorbed:] - starts[num_absorbed]).astype(np.int32),
+                seq_lens[num_absorbed:].astype(np.int32),
+                key_starts,
+            ),
         )
 
+    @property
+    def is_worth_flash_attention3(self) -> bool:
+        """Whether the materialized prompts are long or many."""
+        starts = self.host_lengths[0]
+        return bool(self.num_keys) and (starts[-1] >= FA3_MIN_TOKENS or np.diff(starts).max() >= FA3_MIN_QUERY_LEN)
 
-def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None) -> torch.Tensor:
-    """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have equally many query tokens, which are absorbed."""
+
+def flash_attention3_reason(operands: LatentOperands) -> str | None:
+    """None where FlashAttention-3 runs prompts with these operands, else why it does not, in one sentence."""
+    q_THE = operands.q_THE
+    nope_size, rope_size, values, _ = operands.sizes
+    if nope_size % 8:  # a head's values begin behind its keys
+        return f"FlashAttention-3 needs keys of a multiple of 8 before RoPE, not {nope_size}"
+    return flash_attention3_unsupported_reason(q_THE.device, q_THE.dtype, nope_size + rope_size, values)
+
+
+def triton_mla(
+    operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None, prompts: FlashAttention3Prompts | None = None
+) -> torch.Tensor:
+    """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have equally many query tokens, which are absorbed.
+
+    prompts: planned for the materialized ones; None: Triton's kernel runs them.
+    """
     from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention, multiply_heads, write_latents
-    from compile_and_serve.custom_ops.attention.triton_mla_prefill import materialized_attention
+    from compile_and_serve.custom_ops.attention.triton_mla_prefill import flash_materialized_attention, materialized_attention
 
     q_THE, kv_a_TE, kv_b, cache, scale = operands.q_THE, operands.kv_a_TE, operands.kv_b, operands.cache, operands.scale
     num_tokens, num_heads, head_size = q_THE.shape
@@ -105,7 +142,10 @@ def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: Ste
                     max_query_len,
                 )
         multiply_heads(summed_HTC, heads[:, nope_size:].transpose(1, 2), out_THV[ours].transpose(0, 1))
-    if parts is not None and parts.num_keys:
+    if parts is None or not parts.num_keys:
+        return out_THV
+    first_seq = parts.num_single + parts.num_few
+    if prompts is None or is_compiling_ahead():  # either kernel may run steps of these sizes
         materialized_attention(
             q_THE,
             q_rope_THR,
@@ -117,8 +157,24 @@ def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: Ste
             metadata.block_table,
             parts.key_starts,
             out_THV,
-            first_seq=parts.num_single + parts.num_few,
+            first_seq=first_seq,
             num_queries=metadata.num_tokens - parts.first_token,
+            num_keys=parts.num_keys,
+            max_seq_len=parts.max_seq_len,
+        )
+    if prompts is not None:
+        theirs = slice(parts.first_token, metadata.num_tokens)
+        flash_materialized_attention(
+            q_THE[theirs],
+            q_rope_THR[theirs],
+            kv_b,
+            cache,
+            prompts,
+            metadata.seq_lens,
+            metadata.block_table,
+            parts.key_starts,
+            out_THV[theirs],
+            first_seq=first_seq,
             num_keys=parts.num_keys,
             max_seq_len=parts.max_seq_len,
         )

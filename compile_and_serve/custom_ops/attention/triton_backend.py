@@ -5,14 +5,23 @@ Shape legend: T tokens of the step, S sequences, H query heads, K key/value head
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores, cache_unsupported_reason
+from compile_and_serve.custom_ops.attention.flash_attention3 import EXPANDED_BYTES, FlashAttention3Prompts
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
-from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, triton_mla
+from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, flash_attention3_reason, triton_mla
+from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.state.kind import AttentionFeature
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_DIM = 256
 
@@ -40,7 +49,40 @@ class TritonAttention(AttentionBackend):
     decode_capturable = True
     drafts_capturable = True
     fuses_rope = True
-    _parts: StepParts | None = None  # of the last step with latent caches
+
+    def __init__(self) -> None:
+        self._uses_modules = True
+        self._expands = False  # a step had keys that are expanded for a library's kernels, or will have them
+        self._parts: StepParts | None = None  # of the last step with latent caches
+        self._latent_prompts: FlashAttention3Prompts | None = None  # of that step
+        self._prompt_steps = Counter[str]()
+        self._announced: set[str] = set()
+
+    @property
+    def pending_workspace_bytes(self) -> int:
+        """As `AttentionBackend.pending_workspace_bytes`."""
+        return EXPANDED_BYTES if self._expands else 0
+
+    @property
+    def prompt_steps(self) -> Mapping[str, int]:
+        """As `AttentionBackend.prompt_steps`, of latent caches; of the layers of one kind."""
+        return self._prompt_steps
+
+    @contextmanager
+    def without_modules(self) -> Iterator[None]:
+        """Inside, Triton's kernels run all prompts, and no module is loaded."""
+        self._uses_modules = False
+        try:
+            yield
+        finally:
+            self._uses_modules = True
+
+    def _announce(self, what: str) -> None:
+        """Once for what kernels run, whatever comes behind a semicolon."""
+        kernels = what.partition(";")[0]
+        if kernels not in self._announced:
+            self._announced.add(kernels)
+            logger.info("%s", what)
 
     def unsupported_reason(
         self,
@@ -120,8 +162,32 @@ class TritonAttention(AttentionBackend):
         if longest > MAX_ABSORBED or (longest > 1 and metadata.num_tokens < metadata.num_seqs * longest):
             if self._parts is None or self._parts.metadata is not metadata:
                 self._parts = StepParts.of_step(metadata)
+                self._latent_prompts = self._plan_latent_prompts(operands, self._parts)
             parts = self._parts
-        return triton_mla(operands, metadata, parts)
+        return triton_mla(operands, metadata, parts, None if parts is None else self._latent_prompts)
+
+    def _plan_latent_prompts(self, operands: LatentOperands, parts: StepParts) -> FlashAttention3Prompts | None:
+        """FlashAttention-3, planned for the step's materialized prompts; None: Triton's kernel runs them."""
+        from compile_and_serve.custom_ops.attention.triton_mla_prefill import expanded_bytes_per_key
+
+        if not parts.num_keys:
+            return None
+        q_THE, prompts = operands.q_THE, None
+        reason = flash_attention3_reason(operands)
+        self._expands |= reason is None
+        if not self._uses_modules:
+            return None
+        if reason is not None:
+            self._announce(f"prompts of latent attention use Triton: {reason}")
+        elif parts.num_keys * expanded_bytes_per_key(q_THE.shape[1], operands.sizes, q_THE.dtype) > EXPANDED_BYTES:
+            self._announce(f"a step's prompts use Triton where their expanded latents would take more than {EXPANDED_BYTES >> 20} MiB")
+        elif parts.is_worth_flash_attention3:
+            self._announce("long prompts of latent attention use FlashAttention-3 (fa3-fwd)")
+            prompts = FlashAttention3Prompts(q_THE.device, operands.scale, 0.0)
+            prompts.plan(*parts.host_lengths)
+        if not is_compiling_ahead():
+            self._prompt_steps["triton" if prompts is None else prompts.kernels] += 1
+        return prompts
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""Materialized latent attention of prompts in Triton: entries are gathered from the cache, expanded to keys and values, and attended to.
+"""Materialized latent attention of prompts: entries are gathered from the cache, expanded to keys and values, and attended to.
 
 Shape legend: T tokens, S sequences, H heads, N and R sizes of a query and key without and with RoPE, V size of a value, C size of the
 latent, P tokens per page, M block-table columns, Q query tokens per tile, K keys per tile, L keys in memory at a time.
@@ -6,6 +6,7 @@ latent, P tokens per page, M block-table columns, Q query tokens per tile, K key
 The keys of all sequences are numbered one sequence after another, and expanded in parts of at most `part_size` keys, which bounds the
 memory. If there are several parts, the running softmax of every query is kept in float32 between them. That takes as much memory as the
 keys of one more step, so a part has up to twice the keys of the step: a prompt that goes on behind a short cached prefix has one part.
+FlashAttention-3 takes all keys at once, and reads those of a head in one piece: their parts without and with RoPE are joined for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E
 from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead, launch
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
@@ -50,6 +52,37 @@ def _gather_kernel(
     values_KE = tl.load(at_KE, mask=ok_KE, other=0.0)
     out_KE = out_ptr + (keys_K - part_begin).to(tl.int64)[:, None] * ENTRY + cols_E[None, :]
     tl.store(out_KE, values_KE.to(out_ptr.dtype.element_ty), mask=ok_KE)
+
+
+@triton.jit
+def _join_kernel(
+    left_ptr,
+    right_ptr,
+    out_ptr,
+    left_row_stride,
+    left_head_stride,
+    right_row_stride,
+    right_head_stride,
+    NUM_HEADS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The heads of a row: out = (left, right)."""
+    row = tl.program_id(0).to(tl.int64)
+    heads_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    cols_L, cols_R = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    ok_H1 = (heads_H < NUM_HEADS)[:, None]
+    ok_HL, ok_HR = ok_H1 & (cols_L < LEFT)[None, :], ok_H1 & (cols_R < RIGHT)[None, :]
+    left_at = left_ptr + row * left_row_stride + heads_H[:, None] * left_head_stride
+    right_at = right_ptr + row * right_row_stride + heads_H[:, None] * right_head_stride
+    out_at = out_ptr + (row * NUM_HEADS + heads_H)[:, None] * (LEFT + RIGHT)
+    left_HL = tl.load(left_at + cols_L[None, :], mask=ok_HL, other=0.0)
+    right_HR = tl.load(right_at + cols_R[None, :], mask=ok_HR, other=0.0)
+    tl.store(out_at + cols_L[None, :], left_HL, mask=ok_HL)
+    tl.store(out_at + LEFT + cols_R[None, :], right_HR, mask=ok_HR)
 
 
 @triton.jit
@@ -227,6 +260,102 @@ def _mla_prefill_kernel(
     tl.store(out_QV, (acc_QV / sum_Q[:, None]).to(dtype), mask=ok_QV)
 
 
+def _expand(
+    kv_b: torch.Tensor,
+    cache: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    key_starts: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    first_seq: int,
+    part: tuple[int, int],
+    max_seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entries [L, C + R] of the keys from part[0] to part[1], and what kv_b makes of them [L, H · (N + V)]."""
+    begin, end = part
+    entry = cache.shape[2]
+    entries_LE = torch.empty(end - begin, entry, dtype=dtype, device=cache.device)
+    launch(
+        _gather_kernel,
+        (cdiv(max_seq_len, 32), len(key_starts) - 1),
+        cache,
+        entries_LE,
+        key_starts,
+        seq_lens_S,
+        block_table_SM,
+        cache.stride(0),
+        block_table_SM.stride(0),
+        first_seq,
+        begin,
+        end,
+        ENTRY=entry,
+        PAGE_SIZE=cache.shape[1],
+        BLOCK_K=32,
+        BLOCK_E=next_power_of_2(entry),
+        num_warps=4,
+    )
+    return entries_LE, F.linear(entries_LE[:, : kv_b.shape[1]], kv_b)
+
+
+def expanded_bytes_per_key(num_heads: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> int:
+    """What `flash_materialized_attention` keeps of a key while it runs. sizes: N, R, V, C."""
+    nope_size, rope_size, values, latent_size = sizes
+    return (latent_size + rope_size + num_heads * (2 * nope_size + rope_size + values)) * dtype.itemsize
+
+
+def flash_materialized_attention(
+    q_THE: torch.Tensor,
+    q_rope_THR: torch.Tensor,
+    kv_b: torch.Tensor,
+    cache: torch.Tensor,
+    prompts: FlashAttention3Prompts,
+    seq_lens_S: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    key_starts: torch.Tensor,
+    out_THV: torch.Tensor,
+    *,
+    first_seq: int,
+    num_keys: int,
+    max_seq_len: int,
+) -> None:
+    """As `materialized_attention`, in FlashAttention-3. q_THE, q_rope_THR, out_THV: of the planned prompts alone."""
+    num_heads, rope_size = q_rope_THR.shape[1:]
+    latent_size = kv_b.shape[1]
+    entries_LE, kv_LE = _expand(
+        kv_b, cache, seq_lens_S, block_table_SM, key_starts, q_THE.dtype, first_seq=first_seq, part=(0, num_keys), max_seq_len=max_seq_len
+    )
+    kv_LHE = kv_LE.view(num_keys, num_heads, -1)
+    nope_size = q_THE.shape[2] - rope_size
+    keys_LHE = _join(kv_LHE[:, :, :nope_size], entries_LE[:, None, latent_size:].expand(-1, num_heads, -1))
+    prompts.run(_join(q_THE[:, :, :nope_size], q_rope_THR), keys_LHE, kv_LHE[:, :, nope_size:], out_THV)
+
+
+def _join(left_LHN: torch.Tensor, right_LHR: torch.Tensor) -> torch.Tensor:
+    """torch.cat along the last dimension, for inputs with any strides of the others."""
+    rows, num_heads, left = left_LHN.shape
+    right = right_LHR.shape[2]
+    out_LHE = left_LHN.new_empty(rows, num_heads, left + right)
+    block_h = min(16, next_power_of_2(num_heads))
+    launch(
+        _join_kernel,
+        (rows, cdiv(num_heads, block_h)),
+        left_LHN,
+        right_LHR,
+        out_LHE,
+        *left_LHN.stride()[:2],
+        *right_LHR.stride()[:2],
+        NUM_HEADS=num_heads,
+        LEFT=left,
+        RIGHT=right,
+        BLOCK_H=block_h,
+        BLOCK_L=next_power_of_2(left),
+        BLOCK_R=next_power_of_2(right),
+        num_warps=4,
+    )
+    return out_LHE
+
+
 def materialized_attention(
     q_THE: torch.Tensor,
     q_rope_THR: torch.Tensor,
@@ -256,7 +385,6 @@ def materialized_attention(
     num_heads, values = out_THV.shape[1:]
     rope_size, nope_size = q_rope_THR.shape[2], q_THE.shape[2] - q_rope_THR.shape[2]
     latent_size, num_seqs, device = kv_b.shape[1], len(key_starts) - 1, q_THE.device
-    entry = latent_size + rope_size
     block_q, block_k, stages, warps = config or ((128, 64, 3, 8) if q_THE.itemsize == 2 else (32, 32, 1, 4))
     if part_size is None:
         part_size = max(2 * num_queries, PART_BYTES // (kv_b.shape[0] * kv_b.itemsize))
@@ -286,27 +414,17 @@ def materialized_attention(
         softmax = torch.empty(2 * num_queries * num_heads, dtype=torch.float32, device=device)
     for begin in parts:
         end = min(begin + part_size, num_keys)
-        entries_LE = torch.empty(end - begin, entry, dtype=q_THE.dtype, device=device)
-        launch(
-            _gather_kernel,
-            (cdiv(max_seq_len, 32), num_seqs),
+        entries_LE, kv_LE = _expand(
+            kv_b,
             cache,
-            entries_LE,
-            key_starts,
             seq_lens_S,
             block_table_SM,
-            cache.stride(0),
-            block_table_SM.stride(0),
-            first_seq,
-            begin,
-            end,
-            ENTRY=entry,
-            PAGE_SIZE=cache.shape[1],
-            BLOCK_K=32,
-            BLOCK_E=next_power_of_2(entry),
-            num_warps=4,
+            key_starts,
+            q_THE.dtype,
+            first_seq=first_seq,
+            part=(begin, end),
+            max_seq_len=max_seq_len,
         )
-        kv_LE = F.linear(entries_LE[:, :latent_size], kv_b)
         launch(
             _mla_prefill_kernel, (num_heads, num_queries // block_q + num_seqs),
             q_THE, q_rope_THR, kv_LE, entries_LE, out_THV, sums, softmax, query_start_loc, seq_lens_S, key_starts,

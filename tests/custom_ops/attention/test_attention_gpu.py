@@ -15,6 +15,7 @@ from compile_and_serve.custom_ops.attention import flashinfer_backend as attenti
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention
 from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts, flash_attention3_unavailable_reason
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FA3_MIN_QUERY_LEN, FlashInferAttention
+from compile_and_serve.custom_ops.attention.flashinfer_modules import flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
@@ -48,6 +49,8 @@ def backends() -> list[AttentionBackend]:
 @pytest.fixture(scope="module", params=[("fa2", False), ("fa3", False), ("fa3", True)], ids=str)
 def built(request: pytest.FixtureRequest) -> tuple[FlashInferAttention, int | None, float]:
     """A backend that runs prompts in this variant, with its window and soft cap; FA2 runs on Hopper too."""
+    if reason := flashinfer_unavailable_reason(CUDA):
+        pytest.skip(reason)
     variant, has_window_and_cap = request.param
     backend = FlashInferAttention(build=False)
     features: list[AttentionFeature] = ["window", "soft_cap"] if has_window_and_cap else []
@@ -227,9 +230,25 @@ def test_windows_and_scores(
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_latent_attention(case: str, interleaved: bool, cache_dtype: torch.dtype) -> None:
+    latent_attention_as_the_reference(TritonAttention(), cases.BATCHES[case], interleaved, cache_dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cached", [0, 300, 5000])
+def test_latent_prompts_run_in_flash_attention3(cached: int, cache_dtype: torch.dtype) -> None:
+    """Behind a decode and a few tokens: prompts with and without a cached prefix."""
+    if reason := flash_attention3_unavailable_reason(CUDA):
+        pytest.skip(reason)
+    lengths, backend = (FA3_MIN_QUERY_LEN + 100, 40, 700), TritonAttention()
+    contexts = (cached + lengths[0], lengths[1], cached + lengths[2])
+    batch = cases.Batch(query_lens=(1, 5, *lengths), seq_lens=(70, 90, *contexts), padding=3)
+    latent_attention_as_the_reference(backend, batch, True, cache_dtype)
+    assert backend.prompt_steps == {"fa3-fwd": 1}
+
+
+def latent_attention_as_the_reference(backend: TritonAttention, batch: cases.Batch, interleaved: bool, cache_dtype: torch.dtype) -> None:
     """DeepSeek-V2-Lite's heads, against the reference in float32."""
     heads, nope, rope, values, latent = 16, 128, 64, 128, 512
-    batch, backend = cases.BATCHES[case], TritonAttention()
     metadata, num_blocks = cases.make_metadata(batch, backend)
     to_cuda(metadata)
     tokens, scale = metadata.num_tokens + batch.padding, (nope + rope) ** -0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -13,16 +14,20 @@ import pytest
 import torch
 
 from compile_and_serve.custom_ops.attention import encoder_attention as encoder
-from compile_and_serve.custom_ops.attention import flash_attention3, flashinfer_backend
+from compile_and_serve.custom_ops.attention import flash_attention3, flashinfer_backend, mla_triton, triton_backend
 from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttention3Prompts
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FA3_MIN_QUERY_LEN, FlashInferAttention
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
+from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
 from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from compile_and_serve.custom_ops.state.metadata import StepLengths
 from compile_and_serve.custom_ops.step import SEQUENCES, running
 from tests.support import attention_cases as cases
+from tests.support.latent_cases import SIZES, arguments, expanded, interpreted
+from tests.support.numbers import relative_error
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 48, 16, torch.bfloat16, torch.bfloat16, 48**-0.5)
@@ -71,6 +76,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.impl("fwd", reference, "CPU")
     for module in (flashinfer_backend, encoder):
         monkeypatch.setattr(module, "flash_attention3_runs", lambda device, dtype, head_dim: dtype == torch.bfloat16)
+    monkeypatch.setattr(mla_triton, "flash_attention3_unsupported_reason", lambda *_: None)
     yield
     library._destroy()
 
@@ -146,6 +152,94 @@ def test_it_takes_what_it_has_kernels_for(shape: AttentionShape, cached: int, ta
     assert takes or prefill is None  # nothing is built
     assert used.prompt_steps == {"fa3-fwd" if takes else "triton": 1}
     assert used.pending_workspace_bytes >= most or not takes
+
+
+LATENT_BATCH = cases.Batch(query_lens=(1, 2, 40, 1, 17), seq_lens=(3, 70, 140, 300, 17), padding=2)
+
+
+def latent_step(batch: cases.Batch, backend: TritonAttention, layers: int = 1) -> None:
+    """A step of latent attention in float32, and its check."""
+    torch.manual_seed(1)
+    metadata, pages = cases.make_metadata(batch, backend)
+    for _ in range(layers):
+        args = arguments(metadata.num_tokens + batch.padding, pages, batch.block_size, **SIZES)
+        out = backend.mla_forward(LatentOperands(*args, 0.2), metadata)
+        assert relative_error(out[: metadata.num_tokens], expanded(args, 0.2, True, metadata)) < 2e-6
+        assert not out[metadata.num_tokens :].any()
+
+
+@interpreted
+@pytest.mark.usefixtures("_library")
+def test_latent_prompts_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts with and without a cached prefix, and a decode between them, which is one of them."""
+    monkeypatch.setattr(mla_triton, "FA3_MIN_TOKENS", 58)
+    backend = TritonAttention()
+    with backend.without_modules():
+        latent_step(LATENT_BATCH, backend)
+    assert backend.prompt_steps == {}
+    assert backend.pending_workspace_bytes == flash_attention3.EXPANDED_BYTES
+    with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
+        latent_step(LATENT_BATCH, backend, layers=2)
+        latent_step(LATENT_BATCH, backend)
+        assert backend.prompt_steps == {"fa3-fwd": 2}
+        latent_step(replace(LATENT_BATCH, query_lens=(1, 2, 40, 1, 16)), backend)  # a token fewer is not worth it
+        monkeypatch.setattr(triton_backend, "EXPANDED_BYTES", 457 * 4 * (24 + 8 + 3 * (2 * 16 + 8 + 20)) - 1)
+        latent_step(LATENT_BATCH, backend)
+        latent_step(cases.Batch(query_lens=(1, 2), seq_lens=(3, 70)), backend)  # no prompts
+    assert backend.prompt_steps == {"fa3-fwd": 2, "triton": 2}
+    assert caplog.text.count("use FlashAttention-3") == caplog.text.count("would take more than") == 1
+
+
+@interpreted
+def test_latent_prompts_elsewhere_use_triton(caplog: pytest.LogCaptureFixture) -> None:
+    backend = TritonAttention()
+    with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
+        latent_step(LATENT_BATCH, backend)
+    assert backend.prompt_steps == {"triton": 1}
+    assert backend.pending_workspace_bytes == 0
+    assert "prompts of latent attention use Triton: FlashAttention-3 computes in bfloat16, not torch.float32" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((128, None), None),
+        ((192, 128), None),
+        ((192, 192), None),
+        ((100, None), "a multiple of 8"),
+        ((264, None), "at most 256"),
+        ((96, 64), "no kernel for keys of 96 and values of 64"),
+        ((192, 64), "no kernel for keys of 192 and values of 64"),
+    ],
+)
+def test_what_sizes_it_has(sizes: tuple[int, int | None], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention3, "flash_attention3_unavailable_reason", lambda device: None)
+    found = flash_attention3.flash_attention3_unsupported_reason(CPU, torch.bfloat16, *sizes)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.usefixtures("_library")
+def test_it_needs_no_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without FlashInfer, prompts that FlashAttention-3 does not have run in Triton's kernel; layers with windows all do."""
+    monkeypatch.setattr(flashinfer_backend, "flashinfer_unavailable_reason", lambda device: "FlashInfer is not installed")
+    monkeypatch.setattr(TritonAttention, "unsupported_reason", lambda backend, **_: None)
+    monkeypatch.setattr(CpuPlatform, "compute_capability", (9, 0))
+    used = FlashInferAttention(tmp_path)
+    fits = {"device": CPU, "kv_cache_dtype": torch.bfloat16, "head_dim": 48, "num_heads": 4, "num_kv_heads": 2, "block_size": 16}
+    assert used.unsupported_reason(dtype=torch.bfloat16, features=frozenset(["soft_cap"]), **fits) is None
+    for dtype, features in ((torch.float16, []), (torch.bfloat16, ["window"])):
+        assert used.unsupported_reason(dtype=dtype, features=frozenset(features), **fits) == "FlashInfer is not installed"
+    batch = cases.Batch(query_lens=(FA3_MIN_QUERY_LEN,), seq_lens=(16 + FA3_MIN_QUERY_LEN,))
+    assert isinstance(used.planned_prefill(SHAPE, CPU, cases.make_metadata(batch, used)[0]), FlashAttention3Prompts)
+    monkeypatch.setattr(flashinfer_backend, "EXPANDED_BYTES", 0)
+    shape = replace(SHAPE, head_dim=64)
+    with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
+        assert used.planned_prefill(shape, CPU, cases.make_metadata(batch, used)[0]) is None
+    assert "long prompts use Triton; modules: {'fa3': 'FlashInfer is not installed'}" in caplog.text
+    modules = used.modules(torch.bfloat16, 64, CPU)
+    modules.build("fa3")
+    assert modules.export_to(tmp_path / "exported") == [] == modules.import_from(tmp_path)
+    assert used.prompt_steps == {"fa3-fwd": 1, "triton": 1}
 
 
 @pytest.mark.usefixtures("_library")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json
 from compile_and_serve.custom_ops.attention.triton_mla_decode import _mla_decode_kernel, _multiply_kernel, _write_kernel, decode_config
-from compile_and_serve.custom_ops.attention.triton_mla_prefill import _gather_kernel, _mla_prefill_kernel
+from compile_and_serve.custom_ops.attention.triton_mla_prefill import _gather_kernel, _join_kernel, _mla_prefill_kernel
 from tests.support.hopper import compiled
 
 INT32 = {"start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "key_starts_ptr"}
@@ -48,6 +48,7 @@ for tokens in (16, 64):
         constants = {"INPUTS": inputs, "OUTPUTS": outputs, "BLOCK_T": tokens, "BLOCK_I": inputs, "BLOCK_O": 8192 // inputs}
         strides = {"w_input_stride": 512, "w_output_stride": 1} if inputs == 128 else {"w_input_stride": 1, "w_output_stride": 512}
         found[f"multiply {tokens} {inputs}"] = facts(_multiply_kernel, constants | strides, 4)
+found["join"] = facts(_join_kernel, {"NUM_HEADS": 16, "LEFT": 128, "RIGHT": 64, "BLOCK_H": 16, "BLOCK_L": 128, "BLOCK_R": 64}, 4)
 for parts in (False, True):
     constants = {"NUM_HEADS": 16, "BLOCK_Q": 128, "BLOCK_K": 64, "STAGES": 3, "HAS_PARTS": parts}
     constants |= {} if parts else {"sums_ptr": None, "softmax_ptr": None}
