@@ -71,7 +71,7 @@ class StepParts:
     def is_worth_flash_attention3(self) -> bool:
         """Whether the materialized prompts are long or many."""
         starts = self.host_lengths[0]
-        return bool(self.num_keys) and (starts[-1] >= FA3_MIN_TOKENS or np.diff(starts).max() >= FA3_MIN_QUERY_LEN)
+        return bool(starts[-1] >= FA3_MIN_TOKENS or np.diff(starts).max(initial=0) >= FA3_MIN_QUERY_LEN)
 
 
 def flash_attention3_reason(operands: LatentOperands) -> str | None:

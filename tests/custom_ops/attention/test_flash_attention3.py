@@ -19,6 +19,7 @@ from compile_and_serve.custom_ops.attention.flash_attention3 import FlashAttenti
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FA3_MIN_QUERY_LEN, FlashInferAttention
 from compile_and_serve.custom_ops.attention.flashinfer_prefill import AttentionShape
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
+from compile_and_serve.custom_ops.attention.mla_triton import StepParts
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
@@ -154,7 +155,7 @@ def test_it_takes_what_it_has_kernels_for(shape: AttentionShape, cached: int, ta
     assert used.pending_workspace_bytes >= most or not takes
 
 
-LATENT_BATCH = cases.Batch(query_lens=(1, 2, 40, 1, 17), seq_lens=(3, 70, 140, 300, 17), padding=2)
+LATENT_BATCH = cases.Batch(query_lens=(2, 30, 1, 17), seq_lens=(5, 50, 20, 17), padding=2)
 
 
 def latent_step(batch: cases.Batch, backend: TritonAttention, layers: int = 1) -> None:
@@ -171,8 +172,8 @@ def latent_step(batch: cases.Batch, backend: TritonAttention, layers: int = 1) -
 @interpreted
 @pytest.mark.usefixtures("_library")
 def test_latent_prompts_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Prompts with and without a cached prefix, and a decode between them, which is one of them."""
-    monkeypatch.setattr(mla_triton, "FA3_MIN_TOKENS", 58)
+    """Prompts with and without a cached prefix, and a decode between them, which is one of them: 48 tokens, 87 keys."""
+    monkeypatch.setattr(mla_triton, "FA3_MIN_TOKENS", 48)
     backend = TritonAttention()
     with backend.without_modules():
         latent_step(LATENT_BATCH, backend)
@@ -180,14 +181,17 @@ def test_latent_prompts_are_those_of_the_reference(monkeypatch: pytest.MonkeyPat
     assert backend.pending_workspace_bytes == flash_attention3.EXPANDED_BYTES
     with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
         latent_step(LATENT_BATCH, backend, layers=2)
+        assert backend.prompt_steps == {"fa3-fwd": 1}
+        monkeypatch.setattr(triton_backend, "EXPANDED_BYTES", 87 * 4 * (24 + 8 + 3 * (2 * 16 + 8 + 20)) - 1)
         latent_step(LATENT_BATCH, backend)
-        assert backend.prompt_steps == {"fa3-fwd": 2}
-        latent_step(replace(LATENT_BATCH, query_lens=(1, 2, 40, 1, 16)), backend)  # a token fewer is not worth it
-        monkeypatch.setattr(triton_backend, "EXPANDED_BYTES", 457 * 4 * (24 + 8 + 3 * (2 * 16 + 8 + 20)) - 1)
-        latent_step(LATENT_BATCH, backend)
-        latent_step(cases.Batch(query_lens=(1, 2), seq_lens=(3, 70)), backend)  # no prompts
-    assert backend.prompt_steps == {"fa3-fwd": 2, "triton": 2}
+    assert backend.prompt_steps == {"fa3-fwd": 1, "triton": 1}
     assert caplog.text.count("use FlashAttention-3") == caplog.text.count("would take more than") == 1
+
+
+@pytest.mark.parametrize(("query_lens", "is_worth"), [((1023, 17), False), ((1, 1024), True), ((17, 1000) * 4, False), ((1020,) * 5, True)])
+def test_which_latent_prompts_are_worth_it(query_lens: tuple[int, ...], is_worth: bool) -> None:
+    batch = cases.Batch(query_lens=query_lens, seq_lens=query_lens)
+    assert StepParts.of_step(cases.make_metadata(batch, TorchAttention())[0]).is_worth_flash_attention3 is is_worth
 
 
 @interpreted
