@@ -197,3 +197,43 @@ def test_float8_conversions_equal_torch(compiler: str, architecture: str, tmp_pa
     expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(rounded.float().nan_to_num(7e3), expected.float().nan_to_num(7e3))
     assert torch.equal(rounded.float().signbit()[~x.isnan()], expected.float().signbit()[~x.isnan()])
+
+
+PRODUCTS = """
+#include "quantized/products.h"
+using namespace cas;
+template <class P>
+static void multiply(const unsigned char* codes, const int* x, int* totals) {
+    typename P::X integers;
+    for (int h = 0; h < 2; ++h) P::write(integers, h, load_raw<i32x16>(x + h * kLanes));
+    typename P::Sums sums;
+    for (int quad = 0; quad < kBlockInputs / 4; ++quad) sums.add(P::factors(load_raw<u32x16>(codes + quad * 64)), integers, quad);
+    store_raw(totals, sums.total());
+}
+extern "C" void digits(const unsigned char* codes, const int* x, int* totals) { multiply<DigitProducts>(codes, x, totals); }
+extern "C" void four_bits(const unsigned char* codes, const int* x, int* totals) { multiply<Products<4, Integers>>(codes, x, totals); }
+extern "C" void eight_bits(const unsigned char* codes, const int* x, int* totals) { multiply<Products<8, Integers>>(codes, x, totals); }
+"""
+
+
+@pytest.mark.slow_cases
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
+@pytest.mark.parametrize("architecture", ["x86-64-v3", "x86-64", "native"])
+def test_products_of_codes_are_exact(compiler: str, architecture: str, tmp_path: Path) -> None:
+    """Of codes [8 quads, 16 outputs, 4 inputs] and 32 integers, also where every sum is as large as it can be."""
+    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    path, source = tmp_path / "products.so", tmp_path / "products.cpp"
+    source.write_text(PRODUCTS)
+    flags = ["-std=c++20", "-O1", f"-march={architecture}", "-fPIC", "-shared", "-w", f"-I{CSRC / 'cpu'}"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    largest = 127 << 8
+    rows = [torch.full((32,), value, dtype=torch.int32) for value in (largest, -largest, largest - 128, 127 - largest)]
+    rows += [torch.randint(-largest, largest + 1, (32,), dtype=torch.int32) for _ in range(4)]
+    for name, top in (("digits", 255), ("four_bits", 15), ("eight_bits", 255)):
+        for codes in (torch.full((8, 16, 4), top, dtype=torch.uint8), torch.randint(0, top + 1, (8, 16, 4), dtype=torch.uint8)):
+            for x in rows:
+                totals = torch.zeros(16, dtype=torch.int32)
+                getattr(library, name)(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, x, totals)))
+                assert torch.equal(totals.long(), torch.einsum("qoi,qi->o", codes.long(), x.long().view(8, 4))), name

@@ -102,6 +102,41 @@ inline float max16(f32x16 value) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Folds a register's lanes with a commutative operation of half a register.
+template <class Op>
+CAS_INLINE inline int32_t fold(__m256i value, const Op& op) {
+    __m128i half = op(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1));
+    half = op(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(op(half, _mm_shuffle_epi32(half, 0xb1)));
+}
+#endif
+
+inline int32_t sum16(i32x16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)value);
+#elif defined(__AVX2__)
+    return fold((__m256i)(part(value, 0) + part(value, 1)), [](__m128i a, __m128i b) CAS_INLINE { return _mm_add_epi32(a, b); });
+#else
+    int32_t total = 0;
+    for (int i = 0; i < kLanes; ++i) total += value[i];
+    return total;
+#endif
+}
+
+inline int32_t max16(i32x16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)value);
+#elif defined(__AVX2__)
+    const __m256i larger = _mm256_max_epi32((__m256i)part(value, 0), (__m256i)part(value, 1));
+    return fold(larger, [](__m128i a, __m128i b) CAS_INLINE { return _mm_max_epi32(a, b); });
+#else
+    int32_t largest = value[0];
+    for (int i = 1; i < kLanes; ++i) largest = value[i] > largest ? value[i] : largest;
+    return largest;
+#endif
+}
+
 inline f32x16 max_of(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
@@ -122,6 +157,19 @@ inline f32x16 round16(f32x16 x) {
     return x;
 #else
     return (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 leaves no bits for a fraction
+#endif
+}
+
+// The nearest integers, ties to even.
+inline i32x16 nearest_integer(f32x16 x) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    i32x16 result;
+    for (int i = 0; i < kParts; ++i) part(result, i) = (PartI32)_mm256_cvtps_epi32((__m256)part(x, i));
+    return result;
+#else
+    return convert<i32x16>(round16(x));
 #endif
 }
 

@@ -161,6 +161,7 @@ CAS_INLINE inline auto& part(V& value, int i) {
 #endif
 
 using PartF32 = std::remove_reference_t<decltype(part(std::declval<f32x16&>(), 0))>;
+using PartI32 = std::remove_reference_t<decltype(part(std::declval<i32x16&>(), 0))>;
 using PartU32 = std::remove_reference_t<decltype(part(std::declval<u32x16&>(), 0))>;
 
 // Shuffle indices of one step of a transpose. distance: a power of two. A lane of the first register whose number has this bit

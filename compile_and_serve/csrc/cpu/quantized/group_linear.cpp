@@ -1,8 +1,8 @@
 // Linears whose weights are codes of 4, 5, 6 or 8 bits with a scale per output and group of inputs. All products are of bytes.
 //
-// A row of activations is quantized in groups of 32 inputs: each has a scale, 16-bit integers as two signed digits in
-// base 256, and their sums. (SmolLM2's perplexity grows by 0.2 %, with 8 bits by 0.5 %.) The codes are the unsigned factor of the byte product. For each group,
-//     y += weight scale · activation scale · Σ code · digit + minimum · activation scale · Σ digit
+// A row of activations is quantized in groups of 32 inputs: each has a scale, 16-bit integers, and their sums. (SmolLM2's perplexity
+// grows by 0.2 %, with 8 bits by 0.5 %.) products.h multiplies codes by them. For each group,
+//     y += weight scale · activation scale · Σ code · integer + minimum · activation scale · Σ integer
 // where the minimum is stored, or −scale · zero point. Integer sums are exact and groups are added in order, so that a row's
 // result has the same bits in any batch.
 //
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "../activations.h"
-#include "tables.h"
+#include "products.h"
 
 namespace cas {
 
@@ -31,18 +31,22 @@ struct Dot<Codes<kBits>> {
 
 namespace {
 
-constexpr int kBlockInputs = 32, kDigits = 2;
 #if defined(__AVX512F__)
-constexpr int kGroupRows = 4, kGroupBlocks = 2;  // rows and blocks of a register tile
-#elif defined(__AVX2__)
-constexpr int kGroupRows = 2, kGroupBlocks = 1;
+constexpr int kGroupBlocks = 2;  // of a register tile
 #else
-constexpr int kGroupRows = 1, kGroupBlocks = 1;
+constexpr int kGroupBlocks = 1;
 #endif
+
+constexpr int64_t kAheadBytes = 4096;  // how far ahead codes are prefetched
 
 inline f32x16 load_half(const uint16_t* address) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
+#elif defined(__F16C__) && defined(__AVX2__)
+    f32x16 result;
+    for (int i = 0; i < kParts; ++i)
+        part(result, i) = (PartF32)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(address + i * kPartLanes)));
+    return result;
 #else
     const u32x16 bits = convert<u32x16>(load_raw<u16x16>(address));
     const f32x16 magnitude = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias is 15, not 127
@@ -51,9 +55,9 @@ inline f32x16 load_half(const uint16_t* address) {
 }
 
 // One token's activations, one entry per block of inputs.
-template <int kSplit>
+template <class Whole, int kSplit>
 struct Quantized {
-    int8_t digits[kDigits][kBlockInputs];  // the most significant digit first
+    Whole integers;
     float scale;
     float sums[kSplit];  // scale · Σ of the part's integers
 };
@@ -99,7 +103,9 @@ CAS_INLINE u32x16 high_bits(const uint8_t* codes, int quad) {
 template <class T, int kBits, int kSplit, class Decode = Integers>
 struct GroupLinear {
     static constexpr int kPlanes = Decode::kPlanes;
-    using X = Quantized<kSplit>;
+    using P = Products<kBits, Decode>;
+    using X = Quantized<typename P::X, kSplit>;
+    static constexpr int kGroupRows = P::kRows;
     using Dots = Codes<kBits>;
     static constexpr int kBlockBytes = kBits * 64;
     static constexpr bool kNibbles = kBits < 8;
@@ -112,27 +118,20 @@ struct GroupLinear {
         constexpr float kLargest = float(127 << 8);
         for (int64_t block = 0; block < blocks; ++block, ++to) {
             f32x16 v[2];
-            f32x16 largest{};
+            i32x16 largest{};  // magnitudes, compared as integers, where NaN is larger than every number
             for (int h = 0; h < 2; ++h) {
                 const int64_t at = block * kBlockInputs + h * kLanes;
                 v[h] = at < a.in_features ? x.load(at) : f32x16{};
-                largest = max_of(largest, max_of(v[h], -v[h]));
+                const i32x16 magnitude = (i32x16)v[h] & 0x7fffffff;
+                largest = select(magnitude > largest, magnitude, largest);
             }
-            const float top = max16(largest), inverse = top > 0 ? kLargest / top : 0.0f;
-            const f32x16 bad = (v[0] - v[0]) + (v[1] - v[1]);  // NaN for what is not finite; it then reaches the result
-            to->scale = sum16(bad) == 0 ? top / kLargest : __builtin_nanf("");
+            const float top = std::bit_cast<float>(max16(largest)), inverse = top > 0 ? kLargest / top : 0.0f;
+            to->scale = top - top == 0 ? top / kLargest : __builtin_nanf("");  // what is not finite reaches the result
             int32_t sums[2];
             for (int h = 0; h < 2; ++h) {
-                const i32x16 whole = convert<i32x16>(round16(v[h] * inverse));
-                i32x16 rest = whole;
-                for (int d = kDigits - 1; d >= 0; --d) {
-                    const i32x16 digit = (i32x16)((u32x16)rest << 24) >> 24;
-                    rest = (rest - digit) >> 8;
-                    const auto bytes = convert<i8x16>(digit);
-                    std::memcpy(to->digits[d] + h * kLanes, &bytes, kLanes);
-                }
-                sums[h] = 0;
-                for (int i = 0; i < kLanes; ++i) sums[h] += whole[i];
+                const i32x16 whole = nearest_integer(v[h] * inverse);
+                P::write(to->integers, h, whole);
+                sums[h] = sum16(whole);
             }
             if constexpr (kSplit == 2) {
                 for (int h = 0; h < 2; ++h) to->sums[h] = to->scale * float(sums[h]);
@@ -142,8 +141,8 @@ struct GroupLinear {
         }
     }
 
-    CAS_INLINE f32x16 scales(const StoredScales& w, int64_t group) const {
-        const f32x16 scale = load_scales(args.scale_type, w.scale, group * kLanes);
+    CAS_INLINE f32x16 scales(const StoredScales& w, int32_t type, int64_t group) const {
+        const f32x16 scale = load_scales(type, w.scale, group * kLanes);
         return w.factor ? scale * factors(w, group, 0) : scale;
     }
 
@@ -153,9 +152,9 @@ struct GroupLinear {
     }
 
     template <Offset kOffset>
-    CAS_INLINE f32x16 minima(const StoredScales& w, f32x16 scale, int64_t group) const {
+    CAS_INLINE f32x16 minima(const StoredScales& w, int32_t type, f32x16 scale, int64_t group) const {
         if constexpr (kOffset == kMinima) {
-            const f32x16 minimum = load_scales(args.scale_type, w.offset, group * kLanes);
+            const f32x16 minimum = load_scales(type, w.offset, group * kLanes);
             return w.factor ? minimum * -factors(w, group, 1) : minimum;
         }
         if constexpr (Decode::kZero != 0) return scale * -Decode::kZero;
@@ -166,7 +165,6 @@ struct GroupLinear {
     // tile[r][b] = the product of row r and output block b.
     template <int kRows, int kBlocks>
     __attribute__((noinline)) static void multiply(const GroupLinear& self, const X* x, const Weight* weights, float* tile) {
-        using D = Dot<Bytes>;
         constexpr int kSteps = kBlockInputs / kSplit / (kNibbles ? 8 : 4);  // weight vectors of a part
         f32x16 sums[kRows][kBlocks];
         unrolled<kRows>([&](auto r) CAS_INLINE {
@@ -177,21 +175,15 @@ struct GroupLinear {
             const X* here[kRows];
             unrolled<kRows>([&](auto r) CAS_INLINE { here[r] = x + r * self.blocks + block; });
             for (int part = 0; part < kSplit; ++part) {
-                i32x16 products[kPlanes][kRows][kBlocks][kDigits];
-                unrolled<kRows>([&](auto r) CAS_INLINE {
-                    unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                        unrolled<kDigits>([&](auto d) CAS_INLINE {
-                            unrolled<kPlanes>([&](auto p) CAS_INLINE { products[p][r][b][d] = i32x16{}; });
-                        });
-                    });
-                });
+                typename P::Sums products[kPlanes][kRows][kBlocks];
 #pragma GCC unroll 1
                 for (int step = 0; step < kSteps; ++step) {
                     const int vector = part * kSteps + step;
-                    typename D::Weights low[kPlanes][kBlocks], high[kPlanes][kBlocks];
+                    typename P::Factors low[kPlanes][kBlocks], high[kPlanes][kBlocks];
                     unrolled<kBlocks>([&](auto b) CAS_INLINE {
                         const uint8_t* codes = weights[b].codes + block * kBlockBytes;
                         const u32x16 bytes = load_raw<u32x16>(codes + vector * 64);
+                        if constexpr (kRows == 1) __builtin_prefetch(codes + vector * 64 + kAheadBytes, 0, kToL2);
                         u32x16 first = kNibbles ? bytes & 0x0f0f0f0fu : bytes, second = (bytes >> 4) & 0x0f0f0f0fu;
                         if constexpr (kNibbles && kBits > 4) {
                             first = first | high_bits<kBits>(codes, 2 * vector);
@@ -199,33 +191,26 @@ struct GroupLinear {
                         }
                         unrolled<kPlanes>([&](auto p) CAS_INLINE {
                             const auto decoded = [](u32x16 codes)
-                                CAS_INLINE { return std::bit_cast<typename D::Weights>(Decode::template bytes<decltype(p)::value>(codes)); };
+                                CAS_INLINE { return P::factors(Decode::template bytes<decltype(p)::value>(codes)); };
                             low[p][b] = decoded(first);
                             if constexpr (kNibbles) high[p][b] = decoded(second);
                         });
                     });
                     unrolled<kRows>([&](auto r) CAS_INLINE {
-                        unrolled<kDigits>([&](auto d) CAS_INLINE {
-                            const int8_t* digits = here[r]->digits[d] + vector * (kNibbles ? 8 : 4);
-                            const auto first = load_raw<int32_t>(digits);
-                            const auto add = [&](auto& values, int32_t lane) CAS_INLINE {
-                                unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                                    unrolled<kPlanes>([&](auto p) CAS_INLINE {
-                                        products[p][r][b][d] = D::add(products[p][r][b][d], values[p][b], lane);
-                                    });
-                                });
-                            };
-                            add(low, first);
-                            if constexpr (kNibbles) add(high, load_raw<int32_t>(digits + 4));
-                        });
+                        const auto add = [&](auto& values, int quad) CAS_INLINE {
+                            unrolled<kBlocks>([&](auto b) CAS_INLINE {
+                                unrolled<kPlanes>([&](auto p) CAS_INLINE { products[p][r][b].add(values[p][b], here[r]->integers, quad); });
+                            });
+                        };
+                        add(low, kNibbles ? 2 * vector : vector);
+                        if constexpr (kNibbles) add(high, 2 * vector + 1);
                     });
                 }
                 unrolled<kBlocks>([&](auto b) CAS_INLINE {
                     const int64_t at = kSplit == 2 ? block * 2 + part : group;
                     const f32x16 scale = load16(weights[b].scale + at * kLanes), minimum = load16(weights[b].minimum + at * kLanes);
                     unrolled<kRows>([&](auto r) CAS_INLINE {
-                        const auto sum_of = [&](auto p)
-                            CAS_INLINE { return convert<f32x16>((products[p][r][b][0] << 8) + products[p][r][b][1]); };
+                        const auto sum_of = [&](auto p) CAS_INLINE { return convert<f32x16>(products[p][r][b].total()); };
                         f32x16 product = sum_of(std::integral_constant<int, 0>{});
                         if constexpr (kPlanes == 2) product = product * 256.0f + sum_of(std::integral_constant<int, 1>{});
                         sums[r][b] += product * (scale * here[r]->scale);
@@ -304,11 +289,17 @@ struct GroupLinear {
                 args.offset ? static_cast<const char*>(args.offset) + first * offset_bytes : nullptr,
                 args.factor ? static_cast<const char*>(args.factor) + block * factors * (args.factor_is_half ? 2 : 4) : nullptr};
             float* const scale = widened.data() + 2 * b * numbers;
-            for (int64_t group = 0; group < args.groups; ++group) {
-                const f32x16 of_group = scales(stored, group) * Decode::kScale;
-                store16(scale + group * kLanes, of_group);
-                store16(scale + numbers + group * kLanes, this->template minima<kOffset>(stored, of_group, group));
-            }
+            const auto widen = [&](auto type) CAS_INLINE {
+                for (int64_t group = 0; group < args.groups; ++group) {
+                    __builtin_prefetch(stored.scale + (group + 2 * args.groups) * kLanes * bytes, 0, kToL2);
+                    if (stored.offset) __builtin_prefetch(stored.offset + (group + 2 * args.groups) * kLanes * offset_bytes, 0, kToL2);
+                    const f32x16 of_group = scales(stored, type, group) * Decode::kScale;
+                    store16(scale + group * kLanes, of_group);
+                    store16(scale + numbers + group * kLanes, this->template minima<kOffset>(stored, type, of_group, group));
+                }
+            };
+            if (args.scale_type == CAS_SCALE_HALF) widen(std::integral_constant<int32_t, CAS_SCALE_HALF>{});
+            else widen(args.scale_type);
             weights[b] = {panel.weights[b], scale, scale + numbers};
         }
         const int64_t begin = a.num_tokens * chunk / chunks, end = a.num_tokens * (chunk + 1) / chunks;

@@ -23,14 +23,6 @@ struct DigitRow {
     float* scale;       // scale of the row's integers
 };
 
-inline i32x16 nearest_integer(f32x16 x) {
-#if defined(__AVX512F__)
-    return (i32x16)_mm512_cvtps_epi32((__m512)x);
-#else
-    return convert<i32x16>(round16(x));
-#endif
-}
-
 template <class T>
 struct ByteLinear {
     using Dots = Bytes;
