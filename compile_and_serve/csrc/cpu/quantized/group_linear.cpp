@@ -1,4 +1,4 @@
-// Linears whose weights are codes of 4, 5, 6 or 8 bits with a scale per output and group of inputs. All products are of bytes.
+// Linears whose weights are codes of 4, 5, 6 or 8 bits with a scale per output and group of inputs. All products are of integers.
 //
 // A row of activations is quantized in groups of 32 inputs: each has a scale, 16-bit integers, and their sums. (SmolLM2's perplexity
 // grows by 0.2 %, with 8 bits by 0.5 %.) products.h multiplies codes by them. For each group,
@@ -31,13 +31,12 @@ struct Dot<Codes<kBits>> {
 
 namespace {
 
+// How far ahead codes are prefetched for one token. 0: not at all, as hardware prefetching suffices CPUs with AVX-512 (kStreamRows).
 #if defined(__AVX512F__)
-constexpr int kGroupBlocks = 2;  // of a register tile
+constexpr int64_t kAheadBytes = 0;
 #else
-constexpr int kGroupBlocks = 1;
+constexpr int64_t kAheadBytes = 4096;
 #endif
-
-constexpr int64_t kAheadBytes = 4096;  // how far ahead codes are prefetched
 
 inline f32x16 load_half(const uint16_t* address) {
 #if defined(__AVX512F__)
@@ -183,7 +182,7 @@ struct GroupLinear {
                     unrolled<kBlocks>([&](auto b) CAS_INLINE {
                         const uint8_t* codes = weights[b].codes + block * kBlockBytes;
                         const u32x16 bytes = load_raw<u32x16>(codes + vector * 64);
-                        if constexpr (kRows == 1) __builtin_prefetch(codes + vector * 64 + kAheadBytes, 0, kToL2);
+                        if constexpr (kRows == 1 && kAheadBytes > 0) __builtin_prefetch(codes + vector * 64 + kAheadBytes, 0, kToL2);
                         u32x16 first = kNibbles ? bytes & 0x0f0f0f0fu : bytes, second = (bytes >> 4) & 0x0f0f0f0fu;
                         if constexpr (kNibbles && kBits > 4) {
                             first = first | high_bits<kBits>(codes, 2 * vector);
@@ -230,7 +229,7 @@ struct GroupLinear {
     static void multiply_rows(const GroupLinear& self, const X* x, int rows, const Weight* weights, float* tile) {
         const auto tiles_of = [&](auto size) {
             constexpr int kRows = size;
-            if constexpr (kRows <= kGroupRows) {
+            if constexpr (kRows <= (kBlocks == 2 ? P::kRowsTwo : kGroupRows)) {
                 for (; rows >= kRows; rows -= kRows, x += kRows * self.blocks, tile += kRows * kTileWidth)
                     multiply<kRows, kBlocks>(self, x, weights, tile);
             }
@@ -291,8 +290,11 @@ struct GroupLinear {
             float* const scale = widened.data() + 2 * b * numbers;
             const auto widen = [&](auto type) CAS_INLINE {
                 for (int64_t group = 0; group < args.groups; ++group) {
-                    __builtin_prefetch(stored.scale + (group + 2 * args.groups) * kLanes * bytes, 0, kToL2);
-                    if (stored.offset) __builtin_prefetch(stored.offset + (group + 2 * args.groups) * kLanes * offset_bytes, 0, kToL2);
+                    if constexpr (kAheadBytes > 0) {  // of the block after the next
+                        const int64_t ahead = (group + 2 * args.groups) * kLanes;
+                        __builtin_prefetch(stored.scale + ahead * bytes, 0, kToL2);
+                        if (stored.offset) __builtin_prefetch(stored.offset + ahead * offset_bytes, 0, kToL2);
+                    }
                     const f32x16 of_group = scales(stored, type, group) * Decode::kScale;
                     store16(scale + group * kLanes, of_group);
                     store16(scale + numbers + group * kLanes, this->template minima<kOffset>(stored, type, of_group, group));
@@ -307,8 +309,8 @@ struct GroupLinear {
             const int count = int(std::min<int64_t>(kGroupRows, end - token));
             const X* first = x + token * blocks;
             int b = 0;
-            if constexpr (kGroupBlocks == 2 && kPlanes == 1)
-                for (; b + 2 <= panel.blocks; b += 2)
+            if constexpr (kPlanes == 1 && P::kRowsTwo > 0)
+                for (; count <= P::kRowsTwo && b + 2 <= panel.blocks; b += 2)
                     multiply_rows<2>(*this, first, count, weights + b, tile + b * kLanes);
             for (; b < panel.blocks; ++b) multiply_rows<1>(*this, first, count, weights + b, tile + b * kLanes);
             finish_tile<T>(a, token, count, panel, [&](int r, int offset, int64_t, int) CAS_INLINE {

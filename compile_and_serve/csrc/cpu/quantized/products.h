@@ -4,7 +4,7 @@
 //   X                    a row's integers of a block
 //   write(x, h, whole)   fills in its inputs h * 16 .. h * 16 + 15
 //   Factors, factors()   of a vector of codes: four inputs of 16 outputs, ready to be multiplied
-//   kRows                of a register tile: 1, 2 or 4
+//   kRows, kRowsTwo      of a register tile with one block of outputs (1, 2 or 4), and with two (or 0)
 //   Sums                 of 16 outputs: add(factors, x, quad) adds the products with inputs 4 * quad .. 4 * quad + 3; total()
 #pragma once
 
@@ -22,11 +22,11 @@ constexpr int kBlockInputs = 32;
 struct DigitProducts {
     static constexpr int kDigits = 2;  // the most significant first
 #if defined(__AVX512F__)
-    static constexpr int kRows = 4;
+    static constexpr int kRows = 4, kRowsTwo = 4;
 #elif defined(__AVX2__)
-    static constexpr int kRows = 2;
+    static constexpr int kRows = 2, kRowsTwo = 1;
 #else
-    static constexpr int kRows = 1;
+    static constexpr int kRows = 1, kRowsTwo = 0;
 #endif
     struct X {
         int8_t digits[kDigits][kBlockInputs];
@@ -60,7 +60,7 @@ struct DigitProducts {
 
 // The 16-bit integers themselves: two of AVX2's products of 16 bits take four bytes of codes. Its products of bytes would saturate.
 struct PairProducts {
-    static constexpr int kRows = 4;
+    static constexpr int kRows = 4, kRowsTwo = 1;
     struct X {
         int16_t quads[kBlockInputs / 4][4];  // of a quad: inputs 0, 2, 1, 3
     };
