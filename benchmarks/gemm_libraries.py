@@ -30,6 +30,7 @@ from benchmarks.mla_gpu import LATENT, PAGE, ROPE, SCALE
 from benchmarks.ops_gpu import DTYPE, Shape
 from benchmarks.ops_gpu_quantized import copies_of, linear_of
 from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_library
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
 from compile_and_serve.custom_ops.quantization import dequantize_weight
@@ -382,13 +383,13 @@ def main() -> None:
     args = parser.parse_args()
     libraries = args.libraries.split(",")
     torch.manual_seed(0)
-    if "fp8" in args.work and "ours" in libraries:
-        gemm_library().build()
     with torch.no_grad():
         for work in args.work.split(","):
             if work == "latent":
                 latent(libraries)
                 continue
+            if "ours" in libraries:
+                (gemm_library() if work.startswith("fp8") else silu_mul_library()).build()
             for shape in map(Shape, args.shapes.split(",")):
                 for num_tokens in map(int, (args.few_tokens if work == "int4" else args.tokens).split(",")):
                     for site in args.sites.split(","):
