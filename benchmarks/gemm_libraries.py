@@ -241,6 +241,7 @@ def sgl_kernel(case: Case) -> Iterable[Candidate]:
 def humming(case: Case) -> Iterable[Candidate]:
     from humming.forward import humming_forward
     from humming.layer import HummingLayer
+    from humming.tune import get_heuristics_config
 
     if not isinstance(case.linear, GroupLinear):
         raise NotImplementedError("it is measured with 4 bits")
@@ -249,7 +250,9 @@ def humming(case: Case) -> Iterable[Candidate]:
     layer = HummingLayer(shape_n=codes.shape[0], shape_k=codes.shape[1], weight_config=config, torch_dtype=DTYPE).cuda()
     layer.load_from_tensors({"qweight": _awq_words(codes.t()), "scales": scale.t().contiguous(), "qzeros": _awq_words(zeros.t())})
     layer.transform()
+    ranges = get_heuristics_config(layer_config=layer.humming_config, device=case.x_TI.device)  # it would compile the kernels of all
     more = {name: getattr(layer, name, None) for name in ("weight_scale", "zero_point", "weight_scale_2", "locks")}
+    more["tuning_config"] = next(config for low, high, config in ranges if low < len(case.x_TI) <= high)
     run: Run = lambda w: case.rest(humming_forward(layer.humming_config, inputs=case.x_TI, weight=w, **more))  # noqa: E731
     yield Candidate("humming_gemm", run, layer.weight.data)
 
