@@ -126,19 +126,24 @@ def test_quantized_linear_through_pointers(compiler: str, dtype: torch.dtype, nu
     check_quantized_linear(library, weight_dtype, dtype, num_threads)
 
 
+def library_for(architecture: str, compiler: str, source: Path, folder: Path, optimization: str) -> ctypes.CDLL:
+    """A source file, compiled for an architecture. A test of x86-64-v3 is skipped on a CPU without AVX2."""
+    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    path = folder / "kernels.so"
+    flags = ["-std=c++20", optimization, f"-march={architecture}", "-fopenmp", "-fPIC", "-shared", "-w", f"-I{CSRC / 'cpu'}"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
 @pytest.mark.slow_cases
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
 def test_quantized_linear_on_older_cpus(compiler: str, architecture: str, weight_dtype: torch.dtype, tmp_path: Path) -> None:
     """Code for CPUs without AVX2 and for CPUs with AVX2 but not AVX-512, which this machine may not use otherwise."""
-    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
     name = "int8_linear.cpp" if weight_dtype == torch.int8 else "float8_linear.cpp"
-    path, source = tmp_path / "kernels.so", CSRC / "cpu" / "quantized" / name
-    flags = ["-std=c++20", "-O0", f"-march={architecture}", "-fopenmp", "-fPIC", "-shared", "-w"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
+    library = library_for(architecture, compiler, CSRC / "cpu" / "quantized" / name, tmp_path, "-O0")
     for dtype in (torch.float32, torch.bfloat16):
         check_quantized_linear(library, weight_dtype, dtype, num_threads=2)
 
@@ -171,13 +176,9 @@ extern "C" void widen_bf16(const void* from, cas::bf16* to, long count) {
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("architecture", ["native", "x86-64", "x86-64-v3"])
 def test_float8_conversions_equal_torch(compiler: str, architecture: str, tmp_path: Path) -> None:
-    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
-    path, source = tmp_path / "float8.so", tmp_path / "float8.cpp"
+    source = tmp_path / "float8.cpp"
     source.write_text(FLOAT8)
-    flags = ["-std=c++20", "-O2", f"-march={architecture}", "-fPIC", "-shared", "-w", f"-I{CSRC / 'cpu'}"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
+    library = library_for(architecture, compiler, source, tmp_path, "-O2")
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for entry, dtype in ((library.widen_float, torch.float32), (library.widen_bf16, torch.bfloat16)):
@@ -221,13 +222,9 @@ extern "C" void eight_bits(const unsigned char* codes, const int* x, int* totals
 @pytest.mark.parametrize("architecture", ["x86-64-v3", "x86-64", "native"])
 def test_products_of_codes_are_exact(compiler: str, architecture: str, tmp_path: Path) -> None:
     """Of codes [8 quads, 16 outputs, 4 inputs] and 32 integers, also where every sum is as large as it can be."""
-    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
-    path, source = tmp_path / "products.so", tmp_path / "products.cpp"
+    source = tmp_path / "products.cpp"
     source.write_text(PRODUCTS)
-    flags = ["-std=c++20", "-O1", f"-march={architecture}", "-fPIC", "-shared", "-w", f"-I{CSRC / 'cpu'}"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
+    library = library_for(architecture, compiler, source, tmp_path, "-O1")
     largest = 127 << 8
     rows = [torch.full((32,), value, dtype=torch.int32) for value in (largest, -largest, largest - 128, 127 - largest)]
     rows += [torch.randint(-largest, largest + 1, (32,), dtype=torch.int32) for _ in range(4)]
