@@ -19,6 +19,8 @@ from tests.support.engines import mixed_requests, prompt_of, request, run_reques
 from tests.support.processes import children
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 40, "max_model_len": 120, "max_num_seqs": 4}
+CUDA: dict[str, Any] = {"device": "cuda", "block_size": 16, "attention_backend": "triton"}
+GRAPHS: dict[str, Any] = CUDA | {"enforce_eager": False, "enable_elastic_ep": True}
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
     return tokens_of(run_requests(EngineCore(tiny_config(model_dir, max_model_len=120)), mixed_requests()))
+
+
+@pytest.fixture(scope="module")
+def expected_on_cuda(model_dir: Path) -> dict[str, list[int]]:
+    core = EngineCore(tiny_config(model_dir, max_model_len=120, **CUDA))
+    try:
+        return tokens_of(run_requests(core, mixed_requests()))
+    finally:
+        core.shutdown()
 
 
 def elastic_of(core: EngineCore) -> Elastic:
@@ -109,10 +120,17 @@ def test_two_ranks_become_four_and_two_again(model_dir: Path, expected: dict[str
         core.shutdown()
 
 
-@pytest.mark.slow
-def test_the_ranks_are_started_again_when_one_is_killed(model_dir: Path, expected: dict[str, list[int]]) -> None:
+@pytest.mark.multigpu
+def test_a_second_gpu_joins_and_leaves_under_load(model_dir: Path, gpu_cache_dir: Path, expected_on_cuda: dict[str, list[int]]) -> None:
+    core = EngineCore(tiny_config(model_dir, cache_dir=gpu_cache_dir, **OPTIONS | GRAPHS))
+    try:
+        scale_under_load(core, expected_on_cuda, (2, 1))
+    finally:
+        core.shutdown()
+
+
+def kill_one_of_two(core: EngineCore, expected: dict[str, list[int]]) -> None:
     """The requests of its group end with a sentence that names it, and those of the other group go on."""
-    core = EngineCore(tiny_config(model_dir, enable_elastic_ep=True, data_parallel_attention_size=2, **OPTIONS))
     try:
         load = Load(core)
         load.add(mixed_requests()[:6])
@@ -134,3 +152,16 @@ def test_the_ranks_are_started_again_when_one_is_killed(model_dir: Path, expecte
             elastic_of(core).fail(caught.value)
     finally:
         core.shutdown()
+
+
+@pytest.mark.slow
+def test_the_ranks_are_started_again_when_one_is_killed(model_dir: Path, expected: dict[str, list[int]]) -> None:
+    kill_one_of_two(EngineCore(tiny_config(model_dir, enable_elastic_ep=True, data_parallel_attention_size=2, **OPTIONS)), expected)
+
+
+@pytest.mark.multigpu
+def test_two_gpus_are_started_again_when_a_rank_is_killed(
+    model_dir: Path, gpu_cache_dir: Path, expected_on_cuda: dict[str, list[int]]
+) -> None:
+    options = OPTIONS | GRAPHS | {"data_parallel_attention_size": 2, "cache_dir": gpu_cache_dir}
+    kill_one_of_two(EngineCore(tiny_config(model_dir, **options)), expected_on_cuda)
