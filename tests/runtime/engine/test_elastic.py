@@ -121,8 +121,8 @@ def test_two_ranks_become_four_and_two_again(model_dir: Path, expected: dict[str
 
 
 @pytest.mark.multigpu
-def test_a_second_gpu_joins_and_leaves_under_load(model_dir: Path, gpu_cache_dir: Path, expected_on_cuda: dict[str, list[int]]) -> None:
-    core = EngineCore(tiny_config(model_dir, cache_dir=gpu_cache_dir, **OPTIONS | GRAPHS))
+def test_a_second_gpu_joins_and_leaves_under_load(model_dir: Path, tmp_path: Path, expected_on_cuda: dict[str, list[int]]) -> None:
+    core = EngineCore(tiny_config(model_dir, cache_dir=tmp_path, **OPTIONS | GRAPHS))
     try:
         scale_under_load(core, expected_on_cuda, (2, 1))
     finally:
@@ -160,8 +160,6 @@ def test_the_ranks_are_started_again_when_one_is_killed(model_dir: Path, expecte
 
 
 @pytest.mark.multigpu
-def test_two_gpus_are_started_again_when_a_rank_is_killed(
-    model_dir: Path, gpu_cache_dir: Path, expected_on_cuda: dict[str, list[int]]
-) -> None:
-    options = OPTIONS | GRAPHS | {"data_parallel_attention_size": 2, "cache_dir": gpu_cache_dir}
+def test_two_gpus_are_started_again_when_a_rank_is_killed(model_dir: Path, tmp_path: Path, expected_on_cuda: dict[str, list[int]]) -> None:
+    options = OPTIONS | GRAPHS | {"data_parallel_attention_size": 2, "cache_dir": tmp_path}
     kill_one_of_two(EngineCore(tiny_config(model_dir, **options)), expected_on_cuda)
