@@ -5,9 +5,10 @@
     python -m benchmarks.handover rates MODEL [--ratios 4000:200,1000:200,1000:1000] [--seconds 15]
     python -m benchmarks.handover gpu MODEL                    # one, then load
     python -m benchmarks.handover kills MODEL [--kills 200] [--victims givers|takers|both] [--streams 8] [flags of serve …]
+    python -m benchmarks.handover kills-under-load MODEL [--seconds 300] [--streams 8] [flags of serve …]
 
-MODEL needs only a config.json for all but `kills`, which starts servers: weights and prompts are random. Two engines run on devices 0 and 1
-(`--device cpu`: both on the CPU), without HTTP. All requests are greedy and run to their full length.
+MODEL needs only a config.json for all but `kills…`, which starts servers: weights and prompts are random. Two engines run on devices 0
+and 1 (`--device cpu`: both on the CPU), without HTTP. All requests are greedy and run to their full length.
 
 `one`: a request at a time, once the engines have captured and measured what they do while they serve, or after `--settle` seconds: until
 then a request waits for such work. `prompt_ms`: until the first engine has answered. `second_ms`: from then on until the other engine gave
@@ -18,10 +19,10 @@ handover_ms on GPUs. `to_come`: what the other engine had still to capture. `rep
 `load`: `pair` against `mixed`, two replicas that do both. Arrivals are a Poisson process. `gap_ms`: between two tokens of a request.
 `gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
-`--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms.
+`--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms: `--rate` is doubled, then the distance is halved.
 `kills`: two servers behind `route`; one is killed (-9, while answers are on their way) and started again. Every request must end: as it
 should, or with an error. Then blocks and leases of both must be free. `stuck`: requests that did not end. The exit status is 1 if anything
-was not so.
+was not so. `kills-under-load`: requests come all the time, and either side is killed some seconds after both were up.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import environment
-from benchmarks.handover_kills import kills
+from benchmarks.handover_kills import kills, kills_under_load
 from compile_and_serve.runtime.connector.handover.params import OWN, early_params
 from compile_and_serve.runtime.engine.client import AsyncEngineClient
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
@@ -57,7 +58,7 @@ Client = AsyncEngineClient | DataParallelClient
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("one", "load", "rates", "gpu", "kills"))
+    parser.add_argument("what", choices=("one", "load", "rates", "gpu", "kills", "kills-under-load"))
     parser.add_argument("model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--connector", default="auto", help="kv_connector of both engines")
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--victims", default="both", choices=("givers", "takers", "both"))
     parser.add_argument("--streams", type=int, default=8)
     arguments, flags = parser.parse_known_args(argv)
-    if arguments.what == "kills":
-        row = kills(arguments, flags)
+    if arguments.what.startswith("kills"):
+        row = (kills if arguments.what == "kills" else kills_under_load)(arguments, flags)
         _say(arguments, row)
         raise SystemExit(not row["is_well"])
     if flags:
@@ -96,6 +97,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
         if what == "rates":
             for ratio in arguments.ratios.split(","):
                 pair_rows[ratio] = await _highest_rate(pair, arguments, *map(int, ratio.split(":")))
+                _say(arguments, {"what": "rates", "ratio": ratio, "pair": pair_rows[ratio]})
     if not pair_rows:
         return
     async with _mixed(arguments) as mixed:
@@ -175,6 +177,11 @@ class _Engine:
         if isinstance(self.client, DataParallelClient):
             return any(replica.stats.pending_work for replica in self.client.replicas)
         return self.stats is not None and bool(self.stats.pending_work)
+
+    async def forget(self) -> None:
+        """End all requests, without an output."""
+        await self.client.abort(list(self.seen))
+        self.seen.clear()
 
     async def stop(self) -> None:
         if self._reading is not None:
@@ -302,24 +309,35 @@ async def _settle(engines: _Pair | _Mixed, arguments: argparse.Namespace) -> Non
     await asyncio.gather(*(engine.settle(arguments.settle) for engine in engines.engines))
 
 
-async def _load(engines: _Pair | _Mixed, arguments: argparse.Namespace, rate: float, prompt: int, new: int) -> dict[str, Any]:
-    rng = random.Random(1)
+async def _load(
+    engines: _Pair | _Mixed, arguments: argparse.Namespace, rate: float, prompt: int, new: int, *, may_stop: bool = False
+) -> dict[str, Any]:
+    """may_stop: as soon as all requests have been sent, if the limits are exceeded by then; the row's figures end there."""
+    rng = random.Random(f"{rate} {prompt} {new}")  # no prefix of the run before
     await asyncio.gather(*(engines.run(_request(rng, f"warm {number}", engines.vocab_size, prompt, 16)) for number in range(4)))
     await _settle(engines, arguments)
     began = time.perf_counter()
     running: list[asyncio.Task[tuple[_Seen, float, float]]] = []
     at = 0.0
+    sent: dict[str, float] = {}
+    seen: dict[str, _Seen] = {}  # of those that have ended
 
     async def one(request: EngineRequest) -> tuple[_Seen, float, float]:
-        sent = time.perf_counter()
-        seen, answered = await engines.run(request)
-        return seen, sent, answered
+        name = request.request_id
+        sent[name] = time.perf_counter()
+        seen[name], answered = await engines.run(request)
+        return seen[name], sent[name], answered
 
     while at < arguments.seconds:
         request = _request(rng, f"load {len(running)}", engines.vocab_size, prompt, new)
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
         running.append(asyncio.create_task(one(request)))
         at += rng.expovariate(rate)
+    if may_stop and _is_beyond(arguments, sent, engines.engines[-1].seen | seen):
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*(engine.forget() for engine in engines.engines))
+        return {"rate": rate, "is_beyond": True}
     found = await asyncio.gather(*running)
     seconds = time.perf_counter() - began
     gaps = [(after - before) * 1e3 for seen, _, _ in found for before, after in pairwise(seen.times)]
@@ -338,14 +356,22 @@ async def _load(engines: _Pair | _Mixed, arguments: argparse.Namespace, rate: fl
     return row
 
 
+def _is_beyond(arguments: argparse.Namespace, sent: dict[str, float], seen: dict[str, _Seen]) -> bool:
+    """Whether the limits are exceeded already. seen: of requests that were sent, as far as there is anything to see."""
+    now = time.perf_counter()
+    firsts = [(seen[name].times if name in seen and seen[name].times else [now])[0] - began for name, began in sent.items()]
+    gaps = [(after - before) * 1e3 for one in seen.values() for before, after in pairwise(one.times)]
+    return _percentiles(firsts)["p99"] > arguments.ttft_limit or (bool(gaps) and _percentiles(gaps)["p99"] > arguments.gap_limit)
+
+
 async def _highest_rate(engines: _Pair | _Mixed, arguments: argparse.Namespace, prompt: int, new: int) -> dict[str, Any]:
     """By doubling, then by halving the distance twice."""
     low, high, best = 0.0, arguments.rate, dict[str, Any]()
     is_bounded = False
     for _ in range(6):
         rate = (low + high) / 2 if is_bounded else high
-        row = await _load(engines, arguments, rate, prompt, new)
-        if row["ttft_s"]["p99"] <= arguments.ttft_limit and row["gap_ms"]["p99"] <= arguments.gap_limit:
+        row = await _load(engines, arguments, rate, prompt, new, may_stop=True)
+        if "is_beyond" not in row and row["ttft_s"]["p99"] <= arguments.ttft_limit and row["gap_ms"]["p99"] <= arguments.gap_limit:
             low, best = rate, row
             high = high if is_bounded else 2 * high
         else:

@@ -1,4 +1,4 @@
-"""What happens when one side of a pair is killed: `python -m benchmarks.handover kills`."""
+"""What happens when one side of a pair is killed: `python -m benchmarks.handover kills` and `kills-under-load`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -54,8 +54,9 @@ class _Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"cas:{name}"))
 
 
-def kills(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
-    """Kill and start servers behind `route`; the row to print. arguments: of `benchmarks.handover`. flags: of `serve`."""
+@contextmanager
+def _servers(arguments: argparse.Namespace, flags: Sequence[str]) -> Iterator[tuple[_Server, _Server, _Server]]:
+    """Two servers that hand requests over, the one that gives first, and `route` before them."""
     transfer = {"kv_connector": "socket", "kv_connector_extra_config": {"lease_seconds": 3, "load_seconds": 2}}
     options = ["serve", arguments.model, "--served-model-name", "m", "--device", "cpu" if arguments.device == "cpu" else "auto", *flags]
     options += ["--kv-transfer-config", json.dumps(transfer), *(["--enforce-eager"] if arguments.eager else [])]
@@ -68,6 +69,15 @@ def kills(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]
         route = _Server(third, "route", "--prefill", giver.url, "--decode", taker.url)
         servers.append(route)
         route.wait()
+        yield giver, taker, route
+    finally:
+        for one in servers:
+            one.kill()
+
+
+def kills(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    """Kill and start servers behind `route`; the row to print. arguments: of `benchmarks.handover`. flags: of `serve`."""
+    with _servers(arguments, flags) as (giver, taker, route):
         bodies = [_body(number) for number in range(arguments.streams)]
         expected = asyncio.run(_answers(taker.url, bodies))
         began = time.monotonic()
@@ -85,14 +95,52 @@ def kills(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]
             row["is_well"] = row["is_free"] and not ends.get("stuck") and not ends.get("wrong")
             rows.append(row)
             print(json.dumps(row), flush=True)
-    finally:
-        for one in servers:
-            one.kill()
     total: Counter[str] = Counter()
     for row in rows:
         total.update({name: row.get(name, 0) for name in ("as_expected", "errors", "wrong", "stuck")})
     is_well = all(row["is_well"] for row in rows)
     return {"what": "kills", "victims": arguments.victims, "kills": len(rows), "is_well": is_well, **total}
+
+
+def kills_under_load(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    """The same while requests come all the time, for `arguments.seconds`; the row to print."""
+    with _servers(arguments, flags) as (giver, taker, route):
+        bodies = [_body(number) for number in range(arguments.streams)]
+        expected = asyncio.run(_answers(taker.url, bodies))
+        ends, killed = asyncio.run(_kill_under_load(route.url, bodies, expected, [giver, taker], arguments.seconds))
+        is_free = _is_free(giver) and _is_free(taker)
+    is_well = is_free and not ends["stuck"] and not ends["wrong"] and bool(ends["as_expected"])
+    found = {name: ends[name] for name in ("as_expected", "errors", "wrong", "stuck")}
+    return {"what": "kills-under-load", "seconds": arguments.seconds, "kills": killed, "is_free": is_free, "is_well": is_well, **found}
+
+
+async def _kill_under_load(
+    url: str, bodies: Sequence[dict[str, Any]], expected: Sequence[str], victims: Sequence[_Server], seconds: float
+) -> tuple[Counter[str], int]:
+    """→ how requests ended, and how often a server was killed."""
+    end, ends, rng, killed = time.monotonic() + seconds, Counter[str](), random.Random(0), 0
+
+    async def stream(http: httpx.AsyncClient, number: int) -> None:
+        while time.monotonic() < end:
+            kind = _kind(await _answer(http, bodies[number]), expected[number])
+            ends[kind] += 1
+            if kind == "errors":
+                await asyncio.sleep(0.1)  # as a client that tries again
+
+    async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE) as http:
+        streams = asyncio.gather(*(stream(http, number) for number in range(len(bodies))))
+        while True:
+            await asyncio.sleep(rng.uniform(0, 8))
+            if time.monotonic() > end:
+                break
+            victim = rng.choice(victims)
+            victim.kill()
+            killed += 1
+            victim.start()
+            await asyncio.to_thread(victim.wait)
+            await asyncio.to_thread(_wait_until_up, url)
+        await streams
+    return ends, killed
 
 
 def _body(number: int) -> dict[str, Any]:
@@ -137,9 +185,15 @@ async def _with_kill(url: str, bodies: Sequence[dict[str, Any]], expected: Seque
     victim.kill()
     ends: Counter[str] = Counter()
     for found, wanted in zip(await answering, expected, strict=True):
-        kind = "as_expected" if found == wanted else "errors" if found.startswith("error: ") else "wrong"
-        ends["stuck" if found.startswith("stuck") else kind] += 1
+        ends[_kind(found, wanted)] += 1
     return dict(ends)
+
+
+def _kind(found: str, expected: str) -> str:
+    """How a request has ended."""
+    if found == expected:
+        return "as_expected"
+    return "errors" if found.startswith("error: ") else "stuck" if found.startswith("stuck") else "wrong"
 
 
 def _is_free(server: _Server) -> bool:

@@ -21,3 +21,13 @@ def test_kills_leave_nothing_behind(tiny_llama_dir: Path, capsys: pytest.Capture
     assert ended.value.code == 0, rows
     assert [row["is_well"] for row in rows] == [True] * 4
     assert rows[-1]["as_expected"] > 0
+
+
+@pytest.mark.slow
+def test_kills_under_load_leave_nothing_behind(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["kills-under-load", str(tiny_llama_dir), "--device", "cpu", "--eager", "--seconds", "20", "--streams", "6", *SERVE])
+    row = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0, row
+    assert row["is_well"]
+    assert row["kills"] > 0
