@@ -51,4 +51,4 @@ def test_experts_move_between_gpus_without_a_capture(tmp_path: Path) -> None:
     found = measure(model, ranks=2, redundant=8, sequences=32, steps=400, device="cuda", num_kv_blocks=4096, capture="all")
     assert found["imbalance_before"] > 1.3
     assert found["imbalance_after"] < 1.15
-    assert found["longest_ms"] < 2 * found["step_ms"]
+    assert found["longest_ms"] < 2 * found["step_ms"], found

@@ -67,7 +67,7 @@ class SpreadExperts:
         self._group, self._device, self._weights = rank_group(EXPERT), device, model.weights
         self._layers = spread_layers(model.plan.transforms)
         self.reset()
-        self._connect()
+        self._rehearse()
 
     def reset(self) -> None:
         """The weights were loaded: every expert is where it was at the start."""
@@ -103,14 +103,20 @@ class SpreadExperts:
             target.copy_(value)
         self._place(moves)
 
-    def _connect(self) -> None:
-        """Send and receive a byte between each two ranks: NCCL connects them at the first one, which takes a tenth of a second."""
-        others = [rank for rank in range(self._group.size) if rank != self._group.rank]
-        byte, bytes_N = (
-            torch.zeros(1, dtype=torch.uint8, device=self._device),
-            torch.zeros(self._group.size, dtype=torch.uint8, device=self._device),
+    def _rehearse(self) -> None:
+        """Move experts to where they are, and a slot between each two ranks to nowhere.
+
+        NCCL connects two ranks when they first meet, which takes a tenth of a second, and CUDA loads kernels and takes pinned memory
+        when they are first needed, which takes milliseconds: none of that shall happen beside a step.
+        """
+        rank, size = self._group.rank, self._group.size
+        self.apply(
+            ExpertMoves(copies=[(number, at * one.slots, at * one.slots) for number, one in enumerate(self._layers) for at in range(size)])
         )
-        exchange([(byte, rank) for rank in others], [(bytes_N[rank : rank + 1], rank) for rank in others], self._group)
+        slots = [self._weights[name][:1] for one in self._layers[:1] for name in one.weights]
+        others = [other for other in range(size) if other != rank]
+        sends = [(slot, other) for other in others for slot in slots]
+        exchange(sends, [(torch.empty_like(slot), other) for other in others for slot in slots], self._group)
 
     def _place(self, moves: ExpertMoves) -> None:
         """Write the tables of the layers that the moves change."""
