@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.jit.cpp import BuildError, find_compiler
 from compile_and_serve.custom_ops.jit.cpu_kernels import (
     cpu_kernel_library,
     cpu_kernels_status,
@@ -20,16 +19,8 @@ from compile_and_serve.custom_ops.jit.cpu_kernels import (
 from compile_and_serve.custom_ops.jit.sources import CSRC
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
+from tests.support.cpp import library_for
 from tests.support.numbers import relative_error
-
-
-@pytest.fixture
-def compiler() -> str:
-    """Path of a C++ compiler. Tests are skipped only if there is none: a failed build is an error."""
-    try:
-        return find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 class CasLinear(ctypes.Structure):
@@ -124,16 +115,6 @@ def test_quantized_linear_through_pointers(compiler: str, dtype: torch.dtype, nu
     library = quantized_cpu_kernel_library()
     assert library is not None, quantized_cpu_kernels_status()
     check_quantized_linear(library, weight_dtype, dtype, num_threads)
-
-
-def library_for(architecture: str, compiler: str, source: Path, folder: Path, optimization: str) -> ctypes.CDLL:
-    """A source file, compiled for an architecture. A test of x86-64-v3 is skipped on a CPU without AVX2."""
-    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
-    path = folder / "kernels.so"
-    flags = ["-std=c++20", optimization, f"-march={architecture}", "-fopenmp", "-fPIC", "-shared", "-w", f"-I{CSRC / 'cpu'}"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
 
 
 @pytest.mark.slow_cases

@@ -45,6 +45,23 @@ bool uses_matrix_unit(int64_t groups) {
         else _tile_dpbsud(sum, x, w);                                       \
     } while (false)
 
+struct TileShape {
+    int rows = 0, row_bytes = 0;  // 0: not used
+};
+
+inline void configure_tiles(const TileShape (&shapes)[8]) {
+    struct {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {};
+        uint8_t rows[16] = {};
+    } tiles;
+    for (int i = 0; i < 8; ++i) {
+        tiles.rows[i] = uint8_t(shapes[i].rows);
+        tiles.row_bytes[i] = uint16_t(shapes[i].row_bytes);
+    }
+    _tile_loadconfig(&tiles);
+}
+
 // The unit's state of one thread. Threads release it, since the kernel saves it at each switch.
 class MatrixUnit {
 public:
@@ -87,18 +104,9 @@ private:
     void configure(int rows) {
         if (rows == rows_) return;
         rows_ = rows;
-        struct {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } tiles;
         const int first = std::min(rows, kUnitSize), second = rows - first;
-        const int rows_of[8] = {first, first, second, second, first, second, kUnitSize, kUnitSize};
-        for (int i = 0; i < 8; ++i) {
-            tiles.rows[i] = uint8_t(rows_of[i]);
-            tiles.row_bytes[i] = rows_of[i] ? 64 : 0;
-        }
-        _tile_loadconfig(&tiles);
+        const TileShape sums{first, 64}, more_sums{second, second ? 64 : 0}, weights{kUnitSize, 64};
+        configure_tiles({sums, sums, more_sums, more_sums, sums, more_sums, weights, weights});
     }
 
     template <class T, int kRowTiles, int kBlocks, bool kAccumulate>
@@ -148,12 +156,48 @@ private:
     }
 };
 
+// Products of two planes of signed bytes with unsigned weights, of kInputs inputs at a time. The state of one thread, as above.
+template <int kInputs>
+class ByteUnit {
+public:
+    ~ByteUnit() {
+        if (rows_) _tile_release();
+    }
+
+    // sums[plane][r][o] = Σ over inputs i of x[r * row_bytes + plane * plane_bytes + i] * weights[i / 4][o][i % 4], for 16 outputs.
+    // rows: at most kUnitSize.
+    void multiply(
+        const int8_t* x, int64_t row_bytes, int64_t plane_bytes, int rows, const uint8_t* weights, int32_t (*sums)[kUnitSize][kLanes]
+    ) {
+        if (rows != rows_) {
+            rows_ = rows;
+            const TileShape sum{rows, 64}, row{rows, kInputs};
+            configure_tiles({sum, sum, row, row, {kInputs / 4, 64}, {}, {}, {}});
+        }
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(4, weights, 64);
+        _tile_loadd(2, x, row_bytes);
+        _tile_dpbsud(0, 2, 4);
+        _tile_loadd(3, x + plane_bytes, row_bytes);
+        _tile_dpbsud(1, 3, 4);
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+    }
+
+private:
+    int rows_ = 0;
+};
+
 #else
 
 template <class T>
 bool uses_matrix_unit(int64_t) {
     return false;
 }
+
+template <int kInputs>
+struct ByteUnit {};  // never used
 
 struct MatrixUnit {  // never called
     template <class T, bool kAccumulate = false, class... Arguments>

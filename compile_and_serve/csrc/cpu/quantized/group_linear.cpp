@@ -7,13 +7,14 @@
 // result has the same bits in any batch.
 //
 // Codes may also be indices of a table of 16 numbers (tables.h). Each is written as one or two bytes, and each byte is a plane with
-// its own products.
+// its own products. A matrix unit multiplies 16 rows by them at a time.
 //
 // Names: T tokens, I inputs, O outputs. A block is 16 outputs by 32 inputs; a part is the 16 or 32 inputs of one scale.
 #include <bit>
 #include <vector>
 
 #include "../activations.h"
+#include "../matrix_unit.h"
 #include "products.h"
 
 namespace cas {
@@ -52,6 +53,8 @@ inline f32x16 load_half(const uint16_t* address) {
     return (f32x16)((u32x16)magnitude | ((bits & 0x8000) << 16));
 #endif
 }
+
+constexpr int kUnitTokens = 8;  // a matrix unit multiplies so many and more
 
 // One token's activations, one entry per block of inputs.
 template <class Whole, int kSplit>
@@ -98,6 +101,24 @@ CAS_INLINE u32x16 high_bits(const uint8_t* codes, int quad) {
     return ((bytes >> (quad % kQuads * kHigh)) & (kHigh == 1 ? 0x01010101u : 0x03030303u)) << 4;
 }
 
+// The codes of two quads of a block that a vector has, or of one if they take a byte each.
+template <int kBits>
+struct Quads {
+    static constexpr int kCount = kBits < 8 ? 2 : 1;
+    u32x16 of[kCount];
+
+    CAS_INLINE Quads(const uint8_t* codes, int vector) {
+        const u32x16 bytes = load_raw<u32x16>(codes + vector * 64);
+        if constexpr (kCount == 1) {
+            of[0] = bytes;
+        } else {
+            of[0] = bytes & 0x0f0f0f0fu, of[1] = (bytes >> 4) & 0x0f0f0f0fu;
+            if constexpr (kBits > 4)
+                unrolled<2>([&](auto i) CAS_INLINE { of[i] = of[i] | high_bits<kBits>(codes, 2 * vector + i); });
+        }
+    }
+};
+
 // kSplit: parts of a block. Decode: `Integers`, or a table of tables.h.
 template <class T, int kBits, int kSplit, class Decode = Integers>
 struct GroupLinear {
@@ -107,7 +128,9 @@ struct GroupLinear {
     static constexpr int kGroupRows = P::kRows;
     using Dots = Codes<kBits>;
     static constexpr int kBlockBytes = kBits * 64;
-    static constexpr bool kNibbles = kBits < 8;
+    static constexpr int kPartInputs = kBlockInputs / kSplit, kPartBytes = kPartInputs * kLanes;
+    static constexpr bool kUsesUnit = CAS_MATRIX_UNIT && requires { &P::together; };
+    using Unit = ByteUnit<kPartInputs>;
     const CasGroupLinear& args;
     const CasLinear& a = args.linear;
     int64_t blocks = (a.in_features + kBlockInputs - 1) / kBlockInputs;  // blocks of inputs
@@ -164,7 +187,7 @@ struct GroupLinear {
     // tile[r][b] = the product of row r and output block b.
     template <int kRows, int kBlocks>
     __attribute__((noinline)) static void multiply(const GroupLinear& self, const X* x, const Weight* weights, float* tile) {
-        constexpr int kSteps = kBlockInputs / kSplit / (kNibbles ? 8 : 4);  // weight vectors of a part
+        constexpr int kQuads = Quads<kBits>::kCount, kSteps = kPartInputs / 4 / kQuads;  // weight vectors of a part
         f32x16 sums[kRows][kBlocks];
         unrolled<kRows>([&](auto r) CAS_INLINE {
             unrolled<kBlocks>([&](auto b) CAS_INLINE { sums[r][b] = f32x16{}; });
@@ -178,31 +201,25 @@ struct GroupLinear {
 #pragma GCC unroll 1
                 for (int step = 0; step < kSteps; ++step) {
                     const int vector = part * kSteps + step;
-                    typename P::Factors low[kPlanes][kBlocks], high[kPlanes][kBlocks];
+                    typename P::Factors factors[kQuads][kPlanes][kBlocks];
                     unrolled<kBlocks>([&](auto b) CAS_INLINE {
                         const uint8_t* codes = weights[b].codes + block * kBlockBytes;
-                        const u32x16 bytes = load_raw<u32x16>(codes + vector * 64);
                         if constexpr (kRows == 1 && kAheadBytes > 0) __builtin_prefetch(codes + vector * 64 + kAheadBytes, 0, kToL2);
-                        u32x16 first = kNibbles ? bytes & 0x0f0f0f0fu : bytes, second = (bytes >> 4) & 0x0f0f0f0fu;
-                        if constexpr (kNibbles && kBits > 4) {
-                            first = first | high_bits<kBits>(codes, 2 * vector);
-                            second = second | high_bits<kBits>(codes, 2 * vector + 1);
-                        }
-                        unrolled<kPlanes>([&](auto p) CAS_INLINE {
-                            const auto decoded = [](u32x16 codes)
-                                CAS_INLINE { return P::factors(Decode::template bytes<decltype(p)::value>(codes)); };
-                            low[p][b] = decoded(first);
-                            if constexpr (kNibbles) high[p][b] = decoded(second);
+                        const Quads<kBits> quads(codes, vector);
+                        unrolled<kQuads>([&](auto q) CAS_INLINE {
+                            unrolled<kPlanes>([&](auto p) CAS_INLINE {
+                                factors[q][p][b] = P::factors(Decode::template bytes<decltype(p)::value>(quads.of[q]));
+                            });
                         });
                     });
                     unrolled<kRows>([&](auto r) CAS_INLINE {
-                        const auto add = [&](auto& values, int quad) CAS_INLINE {
+                        unrolled<kQuads>([&](auto q) CAS_INLINE {
                             unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                                unrolled<kPlanes>([&](auto p) CAS_INLINE { products[p][r][b].add(values[p][b], here[r]->integers, quad); });
+                                unrolled<kPlanes>([&](auto p) CAS_INLINE {
+                                    products[p][r][b].add(factors[q][p][b], here[r]->integers, kQuads * vector + q);
+                                });
                             });
-                        };
-                        add(low, kNibbles ? 2 * vector : vector);
-                        if constexpr (kNibbles) add(high, 2 * vector + 1);
+                        });
                     });
                 }
                 unrolled<kBlocks>([&](auto b) CAS_INLINE {
@@ -239,6 +256,51 @@ struct GroupLinear {
         tiles_of(std::integral_constant<int, 1>{});
     }
 
+    // A block of outputs as bytes: [blocks][kSplit][kPlanes][kPartBytes].
+    void decode(const uint8_t* codes, uint8_t* to) const {
+        constexpr int kQuads = Quads<kBits>::kCount, kPartQuads = kPartInputs / 4;
+        for (int64_t block = 0; block < blocks; ++block, codes += kBlockBytes) {
+            for (int quad = 0; quad < kBlockInputs / 4; quad += kQuads) {
+                const Quads<kBits> quads(codes, quad / kQuads);
+                unrolled<kQuads>([&](auto q) CAS_INLINE {
+                    unrolled<kPlanes>([&](auto p) CAS_INLINE {
+                        const int64_t part = block * kSplit + (quad + q) / kPartQuads;
+                        const int64_t at = (part * kPlanes + p) * kPartBytes + (quad + q) % kPartQuads * 64;
+                        store_raw(to + at, Decode::template bytes<decltype(p)::value>(quads.of[q]));
+                    });
+                });
+            }
+        }
+    }
+
+    // As multiply, for up to kUnitSize rows and one block, whose codes are decoded.
+    void multiply_by_unit(Unit& unit, const X* x, int rows, const uint8_t* decoded, const Weight& weight, float* tile) const {
+        alignas(64) int32_t products[kPlanes][P::kDigits][kUnitSize][kLanes];
+        for (int r = 0; r < rows; ++r) store16(tile + r * kTileWidth, f32x16{});
+        int64_t group = 0, left = args.group_blocks;
+        for (int64_t block = 0; block < blocks; ++block) {
+            for (int part = 0; part < kSplit; ++part) {
+                const int8_t* digits = x[block].integers.digits[0] + part * kPartInputs;
+                for (int p = 0; p < kPlanes; ++p, decoded += kPartBytes)
+                    unit.multiply(digits, blocks * sizeof(X), kBlockInputs, rows, decoded, products[p]);
+                const int64_t at = kSplit == 2 ? block * 2 + part : group;
+                const f32x16 scale = load16(weight.scale + at * kLanes), minimum = load16(weight.minimum + at * kLanes);
+                for (int r = 0; r < rows; ++r) {
+                    const X& here = x[r * blocks + block];
+                    const auto sum_of = [&](int p) CAS_INLINE {
+                        return convert<f32x16>(P::together(load_raw<i32x16>(products[p][0][r]), load_raw<i32x16>(products[p][1][r])));
+                    };
+                    f32x16 product = sum_of(0), sum = load16(tile + r * kTileWidth);
+                    if constexpr (kPlanes == 2) product = product * 256.0f + sum_of(1);
+                    sum += product * (scale * here.scale);
+                    sum += minimum * here.sums[part];
+                    store16(tile + r * kTileWidth, sum);
+                }
+            }
+            if (--left == 0) ++group, left = args.group_blocks;
+        }
+    }
+
     template <Offset kOffset>
     void run() const {
         const int64_t panels = Panel<Dots>::count(a);
@@ -263,16 +325,17 @@ struct GroupLinear {
                 x = static_cast<X*>(scratch(scratch_bytes));
                 for (int64_t t = 0; t < a.num_tokens; ++t) prepare(x + t * blocks, t);
             }
-            alignas(64) float tile[kGroupRows * kTileWidth];
+            alignas(64) float tile[std::max(kGroupRows, kUnitSize) * kTileWidth];
+            Unit unit;
             for (int64_t item = next_item.fetch_add(grab, std::memory_order_relaxed), end = item + grab; item < items;) {
-                this->template compute<kOffset>(item % panels, item / panels, chunks, x, tile);
+                this->template compute<kOffset>(item % panels, item / panels, chunks, x, unit, tile);
                 if (++item == end) item = next_item.fetch_add(grab, std::memory_order_relaxed), end = item + grab;
             }
         }
     }
 
     template <Offset kOffset>
-    void compute(int64_t index, int64_t chunk, int64_t chunks, const X* x, float* tile) const {
+    void compute(int64_t index, int64_t chunk, int64_t chunks, const X* x, Unit& unit, float* tile) const {
         const Panel<Dots> panel(a, index, blocks);
         const int bytes = scale_bytes(args.scale_type), offset_bytes = kOffset == kZeros ? 1 : bytes;
         const int64_t factors = args.factor ? (args.groups + args.factor_groups - 1) / args.factor_groups * args.num_factors * kLanes : 0;
@@ -304,11 +367,19 @@ struct GroupLinear {
             else widen(args.scale_type);
             weights[b] = {panel.weights[b], scale, scale + numbers};
         }
+        const bool by_unit = kUsesUnit && a.num_tokens >= kUnitTokens && uses_matrix_unit<Bytes>(kUnitSize);
+        const int64_t decoded_bytes = by_unit ? blocks * kSplit * kPlanes * kPartBytes : 0;
+        thread_local std::vector<uint8_t> decoded;
+        if (int64_t(decoded.size()) < panel.blocks * decoded_bytes) decoded.resize(panel.blocks * decoded_bytes);
+        for (int b = 0; by_unit && b < panel.blocks; ++b) decode(weights[b].codes, decoded.data() + b * decoded_bytes);
         const int64_t begin = a.num_tokens * chunk / chunks, end = a.num_tokens * (chunk + 1) / chunks;
-        for (int64_t token = begin; token < end; token += kGroupRows) {
-            const int count = int(std::min<int64_t>(kGroupRows, end - token));
+        for (int64_t token = begin, rows = by_unit ? kUnitSize : kGroupRows; token < end; token += rows) {
+            const int count = int(std::min(rows, end - token));
             const X* first = x + token * blocks;
             int b = 0;
+            if constexpr (kUsesUnit)
+                for (; by_unit && b < panel.blocks; ++b)
+                    multiply_by_unit(unit, first, count, decoded.data() + b * decoded_bytes, weights[b], tile + b * kLanes);
             if constexpr (kPlanes == 1 && P::kRowsTwo > 0)
                 for (; count <= P::kRowsTwo && b + 2 <= panel.blocks; b += 2)
                     multiply_rows<2>(*this, first, count, weights + b, tile + b * kLanes);

@@ -52,8 +52,10 @@ struct DigitProducts {
             unrolled<kDigits>([&](auto d) CAS_INLINE { of[d] = D::add(of[d], factors, load_raw<int32_t>(x.digits[d] + 4 * quad)); });
         }
 
-        CAS_INLINE i32x16 total() const { return (of[0] << 8) + of[1]; }
+        CAS_INLINE i32x16 total() const { return together(of[0], of[1]); }
     };
+
+    CAS_INLINE static i32x16 together(i32x16 high, i32x16 low) { return (high << 8) + low; }
 };
 
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -1,0 +1,91 @@
+// The instructions of Intel's matrix unit that csrc/cpu/matrix_unit.h uses, for CPUs without one. Compile with -include.
+#pragma once
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define __AMX_TILE__ 1
+#define __AMX_INT8__ 1
+#define __AMX_BF16__ 1
+
+namespace emulated {
+
+struct Config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+inline thread_local Config config;
+inline thread_local uint8_t tiles[8][16][64];
+
+inline void configure(const void* from) {
+    std::memcpy(&config, from, sizeof(config));
+    std::memset(tiles, 0, sizeof(tiles));
+}
+
+inline void zero(int tile) { std::memset(tiles[tile], 0, sizeof(tiles[tile])); }
+
+inline void load(int tile, const void* from, int64_t stride) {
+    zero(tile);
+    for (int r = 0; r < config.rows[tile]; ++r)
+        std::memcpy(tiles[tile][r], static_cast<const char*>(from) + r * stride, config.row_bytes[tile]);
+}
+
+inline void store(int tile, void* to, int64_t stride) {
+    for (int r = 0; r < config.rows[tile]; ++r)
+        std::memcpy(static_cast<char*>(to) + r * stride, tiles[tile][r], config.row_bytes[tile]);
+}
+
+// sums[r][o] += Σ x[r][i] * w[i / 4][o][i % 4]: signed bytes with unsigned ones.
+inline void multiply_bytes(int sums, int x, int w) {
+    for (int r = 0; r < config.rows[sums]; ++r) {
+        for (int o = 0; o < config.row_bytes[sums] / 4; ++o) {
+            int32_t sum;
+            std::memcpy(&sum, tiles[sums][r] + 4 * o, 4);
+            for (int i = 0; i < config.row_bytes[x]; ++i) sum += int8_t(tiles[x][r][i]) * tiles[w][i / 4][4 * o + i % 4];
+            std::memcpy(tiles[sums][r] + 4 * o, &sum, 4);
+        }
+    }
+}
+
+inline float to_float(const uint8_t* bf16) {
+    uint16_t bits;
+    std::memcpy(&bits, bf16, 2);
+    const uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+
+// The same of pairs of bfloat16.
+inline void multiply_bf16(int sums, int x, int w) {
+    for (int r = 0; r < config.rows[sums]; ++r) {
+        for (int o = 0; o < config.row_bytes[sums] / 4; ++o) {
+            float sum;
+            std::memcpy(&sum, tiles[sums][r] + 4 * o, 4);
+            for (int i = 0; i < config.row_bytes[x] / 2; ++i)
+                sum += to_float(tiles[x][r] + 2 * i) * to_float(tiles[w][i / 2] + 4 * o + i % 2 * 2);
+            std::memcpy(tiles[sums][r] + 4 * o, &sum, 4);
+        }
+    }
+}
+
+}  // namespace emulated
+
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbsud
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(from) emulated::configure(from)
+#define _tile_release() void()
+#define _tile_zero(tile) emulated::zero(tile)
+#define _tile_loadd(tile, from, stride) emulated::load(tile, from, stride)
+#define _tile_stored(tile, to, stride) emulated::store(tile, to, stride)
+#define _tile_dpbsud(sums, x, w) emulated::multiply_bytes(sums, x, w)
+#define _tile_dpbf16ps(sums, x, w) emulated::multiply_bf16(sums, x, w)
+#define syscall(...) 0L
