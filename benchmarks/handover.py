@@ -8,7 +8,8 @@
     python -m benchmarks.handover kills-under-load MODEL [--seconds 300] [--streams 8] [flags of serve …]
 
 MODEL needs only a config.json for all but `kills…`, which starts servers: weights and prompts are random. Two engines run on devices 0
-and 1 (`--device cpu`: both on the CPU), without HTTP. All requests are greedy and run to their full length.
+and 1 (`--device cpu`: both on the CPU), without HTTP; with `--givers N --takers M` N + M engines, which `pair` means below, too. All
+requests are greedy and run to their full length.
 
 `one`: a request at a time, once the engines have captured and measured what they do while they serve, or after `--settle` seconds: until
 then a request waits for such work. `prompt_ms`: until the first engine has answered. `second_ms`: from then on until the other engine gave
@@ -16,7 +17,7 @@ the second token. `decode_ms`: of a later token. `handover_ms`: second_ms - deco
 Parts of second_ms: `first_ms`: until the other engine sent the first token back, so had taken the request in. `load_ms`: from the order to
 fetch blocks until the request could go on. `queue_ms`: that it waited else. `step_ms`: the step of the second token. `limit_ms`: of
 handover_ms on GPUs. `to_come`: what the other engine had still to capture. `replays`: its graphs.
-`load`: `pair` against `mixed`, two replicas that do both. Arrivals are a Poisson process. `gap_ms`: between two tokens of a request.
+`load`: `pair` against `mixed`, as many replicas that do both. Arrivals are a Poisson process. `gap_ms`: between two tokens of a request.
 `gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
 `--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms: `--rate` is doubled, then the distance is halved.
@@ -61,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("one", "load", "rates", "gpu", "kills", "kills-under-load"))
     parser.add_argument("model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--connector", default="auto", help="kv_connector of both engines")
+    parser.add_argument("--connector", default="auto", help="kv_connector of all engines")
+    parser.add_argument("--givers", type=int, default=1, help="engines that compute prompts")
+    parser.add_argument("--takers", type=int, default=1, help="engines that go on")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prompt", type=int, default=4000, help="tokens")
     parser.add_argument("--new", type=int, default=200, help="tokens")
@@ -89,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def _measure(arguments: argparse.Namespace) -> None:
     what = arguments.what
     pair_rows: dict[str, dict[str, Any]] = {}
-    async with _pair(arguments) as pair:
+    async with _apart(arguments) as pair:
         if what in ("one", "gpu"):
             _say(arguments, await _one(pair, arguments))
         if what in ("load", "gpu"):
@@ -189,32 +192,38 @@ class _Engine:
         await self.client.shutdown(drain=False)
 
 
-class _Pair:
-    """Two engines, of which one computes prompts."""
+class _Apart:
+    """Engines that compute prompts, the givers, and others that go on. Of each kind the one with the fewest requests gets the next."""
 
-    def __init__(self, giver: _Engine, taker: _Engine) -> None:
-        self.giver, self.taker, self.vocab_size = giver, taker, 0
-        self.is_early = False
-        self._given: dict[str, Any] | None = None  # by the giver, last
-        self.engines = giver, taker
+    def __init__(self, givers: Sequence[_Engine], takers: Sequence[_Engine], *, is_early: bool) -> None:
+        self.givers, self.takers, self.is_early, self.vocab_size = givers, takers, is_early, 0
+        self._given: dict[int, dict[str, Any] | None] = {}  # by each giver, last
+        self.engines = *givers, *takers
 
     async def run(self, request: EngineRequest) -> tuple[_Seen, float]:
         """What the other engine gave, and when the first one had answered."""
-        early = request.request_id + " early" if self.is_early and self._given is not None else ""
+        index, giver = min(enumerate(self.givers), key=lambda one: len(one[1].seen))
+        taker = min(self.takers, key=lambda one: len(one.seen))
+        given = self._given.get(index)
+        early = request.request_id + " early" if self.is_early and given is not None else ""
         loads: list[Awaitable[_Seen]] = []
         if early:
-            params = early_params(self._given or {}, early)
-            loads = [self.taker.run(msgspec.structs.replace(request, request_id=early, kv_transfer=params))]
+            params = early_params(given or {}, early)
+            loads = [taker.run(msgspec.structs.replace(request, request_id=early, kv_transfer=params))]
         give = msgspec.structs.replace(request, kv_transfer=GIVE | {OWN: {"early": early}})
-        first, *_ = await asyncio.gather(self.giver.run(give), *loads)
+        first, *_ = await asyncio.gather(giver.run(give), *loads)
         assert first.last is not None
-        self._given = first.last.kv_transfer
+        self._given[index] = first.last.kv_transfer
         answered = time.perf_counter()
-        return await self.taker.run(msgspec.structs.replace(request, kv_transfer=first.last.kv_transfer)), answered
+        return await taker.run(msgspec.structs.replace(request, kv_transfer=first.last.kv_transfer)), answered
+
+    def seen(self) -> dict[str, _Seen]:
+        """Of the requests that takers have."""
+        return {name: seen for taker in self.takers for name, seen in taker.seen.items()}
 
 
 class _Mixed:
-    """Two replicas that do both."""
+    """As many replicas that do both."""
 
     def __init__(self, engine: _Engine) -> None:
         self.engine, self.vocab_size = engine, 0
@@ -222,6 +231,9 @@ class _Mixed:
 
     async def run(self, request: EngineRequest) -> tuple[_Seen, float]:
         return await self.engine.run(request), time.perf_counter()
+
+    def seen(self) -> dict[str, _Seen]:
+        return self.engine.seen
 
 
 def _config(arguments: argparse.Namespace, **options: Any) -> Any:
@@ -239,19 +251,19 @@ def _config(arguments: argparse.Namespace, **options: Any) -> Any:
 
 
 @asynccontextmanager
-async def _pair(arguments: argparse.Namespace) -> AsyncIterator[_Pair]:
+async def _apart(arguments: argparse.Namespace) -> AsyncIterator[_Apart]:
+    roles = ["kv_producer"] * arguments.givers + ["kv_consumer"] * arguments.takers
     engines = []
-    for index, role in enumerate(("kv_producer", "kv_consumer")):
+    for index, role in enumerate(roles):
         config = _config(arguments, kv_transfer_config={"kv_role": role, "kv_connector": arguments.connector})
         if arguments.device != "cpu":
             config = replace(config, parallel=replace(config.parallel, device_index=index))
         engines.append(_Engine(make_client(config)))
-    pair = _Pair(*engines)
-    pair.is_early = arguments.early
+    apart = _Apart(engines[: arguments.givers], engines[arguments.givers :], is_early=arguments.early)
     try:
         for engine in engines:
-            pair.vocab_size = await engine.start()
-        yield pair
+            apart.vocab_size = await engine.start()
+        yield apart
     finally:
         for engine in engines:
             await engine.stop()
@@ -259,7 +271,7 @@ async def _pair(arguments: argparse.Namespace) -> AsyncIterator[_Pair]:
 
 @asynccontextmanager
 async def _mixed(arguments: argparse.Namespace) -> AsyncIterator[_Mixed]:
-    mixed = _Mixed(_Engine(make_client(_config(arguments, data_parallel_size=2))))
+    mixed = _Mixed(_Engine(make_client(_config(arguments, data_parallel_size=arguments.givers + arguments.takers))))
     try:
         mixed.vocab_size = await mixed.engine.start()
         yield mixed
@@ -275,7 +287,7 @@ def _request(rng: random.Random, name: str, vocab_size: int, prompt: int, new: i
     )
 
 
-async def _one(pair: _Pair, arguments: argparse.Namespace) -> dict[str, Any]:
+async def _one(pair: _Apart, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(0)
     rows: list[dict[str, float]] = []
     for number in range(arguments.runs + 2):  # two to warm up
@@ -298,19 +310,19 @@ async def _one(pair: _Pair, arguments: argparse.Namespace) -> dict[str, Any]:
     for name in rows[0]:
         values = sorted(one[name] * 1e3 for one in kept)
         found[name] = {"p50": round(values[len(values) // 2], 2), "max": round(values[-1], 2)}
-    stats = pair.taker.stats
+    stats = pair.takers[0].stats
     if stats is not None:
         found["failures"] = stats.kv_tiers.get("handover_failures")
         found |= {"to_come": stats.pending_work, "replays": stats.graph_replays}
     return found | {"limit_ms": LIMIT_MS}
 
 
-async def _settle(engines: _Pair | _Mixed, arguments: argparse.Namespace) -> None:
+async def _settle(engines: _Apart | _Mixed, arguments: argparse.Namespace) -> None:
     await asyncio.gather(*(engine.settle(arguments.settle) for engine in engines.engines))
 
 
 async def _load(
-    engines: _Pair | _Mixed, arguments: argparse.Namespace, rate: float, prompt: int, new: int, *, may_stop: bool = False
+    engines: _Apart | _Mixed, arguments: argparse.Namespace, rate: float, prompt: int, new: int, *, may_stop: bool = False
 ) -> dict[str, Any]:
     """may_stop: as soon as all requests have been sent, if the limits are exceeded by then; the row's figures end there."""
     rng = random.Random(f"{rate} {prompt} {new}")  # no prefix of the run before
@@ -333,7 +345,7 @@ async def _load(
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
         running.append(asyncio.create_task(one(request)))
         at += rng.expovariate(rate)
-    if may_stop and _is_beyond(arguments, sent, engines.engines[-1].seen | seen):
+    if may_stop and _is_beyond(arguments, sent, engines.seen() | seen):
         for task in running:
             task.cancel()
         await asyncio.gather(*(engine.forget() for engine in engines.engines))
@@ -349,10 +361,10 @@ async def _load(
         "gap_ms": _percentiles(gaps),
         "ttft_s": _percentiles([seen.times[0] - sent for seen, sent, _ in found]),
     }
-    if isinstance(engines, _Pair) and engines.taker.stats is not None:
-        row["handover"] = {
-            name: value for name, value in engines.taker.stats.kv_tiers.items() if "taken" in name or "fail" in name or "_p" in name
-        }
+    if isinstance(engines, _Apart):
+        tiers = [taker.stats.kv_tiers for taker in engines.takers if taker.stats is not None]
+        names = [name for name in tiers[0] if "taken" in name or "fail" in name or "_p" in name]
+        row["handover"] = {name: (max if "_p" in name else sum)(one[name] for one in tiers) for name in names}
     return row
 
 
@@ -364,7 +376,7 @@ def _is_beyond(arguments: argparse.Namespace, sent: dict[str, float], seen: dict
     return _percentiles(firsts)["p99"] > arguments.ttft_limit or (bool(gaps) and _percentiles(gaps)["p99"] > arguments.gap_limit)
 
 
-async def _highest_rate(engines: _Pair | _Mixed, arguments: argparse.Namespace, prompt: int, new: int) -> dict[str, Any]:
+async def _highest_rate(engines: _Apart | _Mixed, arguments: argparse.Namespace, prompt: int, new: int) -> dict[str, Any]:
     """By doubling, then by halving the distance twice."""
     low, high, best = 0.0, arguments.rate, dict[str, Any]()
     is_bounded = False
