@@ -136,40 +136,37 @@ def _linear_attention_kernel(
                 tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
 
         # The new tokens.
-        last = length
-        if PART == TO_CHECKPOINT:
-            last = end
-        if PART == TO_BEGIN:
-            last = computed
+        if PART == TO_BEGIN:  # which has no output
             tl.store(states_ptr + states + state_KC, state, mask=ok_KC)
-        for position in range(computed, last):
-            if position == end and position > computed:
-                tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
-            token = (start + position - computed).to(tl.int64)
-            entry = position % RING
-            k_raw_K = tl.load(k_ptr + token * k_stride + key_head * k_head_stride + rows_K, mask=ok_K, other=0.0)
-            q_K = tl.load(q_ptr + token * q_stride + key_head * q_head_stride + rows_K, mask=ok_K, other=0.0).to(tl.float32)
-            u_C = tl.load(v_ptr + token * v_stride + head * v_head_stride + cols_C, mask=ok_C, other=0.0).to(tl.float32)
-            k_K = k_raw_K.to(tl.float32)
-            if PER_CHANNEL:
-                decay_K = tl.load(decay_ptr + (token * NUM_HEADS + head) * K + rows_K, mask=ok_K, other=0.0)
-                state = state * tl.exp(decay_K)[:, None]
-                if is_first and position >= end:
-                    tl.store(new_decays + entry * K + rows_K, decay_K, mask=ok_K)
-            else:
-                decay = tl.load(decay_ptr + token * NUM_HEADS + head)
-                state = state * tl.exp(decay)
-                if is_first and position >= end:
-                    tl.store(new_decays + entry, decay)
-            if HAS_BETA:
-                u_C = tl.load(beta_ptr + token * NUM_HEADS + head) * (u_C - tl.sum(state * k_K[:, None], axis=0))
-            state += k_K[:, None] * u_C[None, :]
-            out_C = tl.sum(state * q_K[:, None], axis=0)
-            tl.store(out_ptr + (token * NUM_HEADS + head) * V + cols_C, out_C.to(out_ptr.dtype.element_ty), mask=ok_C)
-            if position >= end:
-                tl.store(new_values + entry * V + cols_C, u_C, mask=ok_C)
-                if is_first and head % GROUP == 0:
-                    tl.store(new_keys + entry * K + rows_K, k_raw_K, mask=ok_K)
+        else:
+            for position in range(computed, end if PART == TO_CHECKPOINT else length):
+                if position == end and position > computed:
+                    tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
+                token = (start + position - computed).to(tl.int64)
+                entry = position % RING
+                k_raw_K = tl.load(k_ptr + token * k_stride + key_head * k_head_stride + rows_K, mask=ok_K, other=0.0)
+                q_K = tl.load(q_ptr + token * q_stride + key_head * q_head_stride + rows_K, mask=ok_K, other=0.0).to(tl.float32)
+                u_C = tl.load(v_ptr + token * v_stride + head * v_head_stride + cols_C, mask=ok_C, other=0.0).to(tl.float32)
+                k_K = k_raw_K.to(tl.float32)
+                if PER_CHANNEL:
+                    decay_K = tl.load(decay_ptr + (token * NUM_HEADS + head) * K + rows_K, mask=ok_K, other=0.0)
+                    state = state * tl.exp(decay_K)[:, None]
+                    if is_first and position >= end:
+                        tl.store(new_decays + entry * K + rows_K, decay_K, mask=ok_K)
+                else:
+                    decay = tl.load(decay_ptr + token * NUM_HEADS + head)
+                    state = state * tl.exp(decay)
+                    if is_first and position >= end:
+                        tl.store(new_decays + entry, decay)
+                if HAS_BETA:
+                    u_C = tl.load(beta_ptr + token * NUM_HEADS + head) * (u_C - tl.sum(state * k_K[:, None], axis=0))
+                state += k_K[:, None] * u_C[None, :]
+                out_C = tl.sum(state * q_K[:, None], axis=0)
+                tl.store(out_ptr + (token * NUM_HEADS + head) * V + cols_C, out_C.to(out_ptr.dtype.element_ty), mask=ok_C)
+                if position >= end:
+                    tl.store(new_values + entry * V + cols_C, u_C, mask=ok_C)
+                    if is_first and head % GROUP == 0:
+                        tl.store(new_keys + entry * K + rows_K, k_raw_K, mask=ok_K)
         if PART == TO_CHECKPOINT:
             tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
         if PART != TO_BEGIN:

@@ -39,6 +39,7 @@ for name, sizes in {
         constants = UNITS | sizes | {"RING": 48, "BLOCK_K": 128, "BLOCK_C": 32, "PART": part}
         constants |= {} if has_states else {"states_ptr": None}
         constants |= {} if sizes["HAS_BETA"] else {"beta_ptr": None}
+        constants |= {"out_ptr": None} if part == 3 else {}
         kernel = compiled(_linear_attention_kernel, constants, type_of, 4)
         found[f"{name} {part} {has_states}"] = {"shared": kernel.metadata.shared, "spills": ".local" in kernel.asm["ptx"]}
 sizes = {"D": 8192, "RING": 18, "UNITS": 8, "CHANNELS": 128, "BLOCK_C": 256}
