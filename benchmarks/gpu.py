@@ -215,15 +215,15 @@ class Bench:
         if self.worker is None or not self.has_experts:
             return {}
         runners = self.worker._graphs.runners if self.worker._graphs is not None else ()
-        kept = [(runner._full, runner._waiting) for runner in runners]
+        kept = [(runner._full, runner._waiting, runner._piecewise) for runner in runners]
         for runner in runners:
-            runner._full, runner._waiting = {}, []
+            runner._full, runner._waiting, runner._piecewise = {}, [], None
         try:
             with counting_experts() as layers:
                 self.generate(self.prompts(batch, 128), [9] * batch)
         finally:
-            for runner, (full, waiting) in zip(runners, kept, strict=True):
-                runner._full, runner._waiting = full, waiting
+            for runner, graphs in zip(runners, kept, strict=True):
+                runner._full, runner._waiting, runner._piecewise = graphs
         distinct = [layer.mean_distinct(batch) for layer in layers.values()]
         busiest = [layer.tokens.sort(descending=True).values for layer in layers.values()]
         shares = [(top[: max(1, len(top) // 8)].sum() / top.sum()).item() for top in busiest]

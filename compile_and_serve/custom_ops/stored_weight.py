@@ -34,6 +34,19 @@ def random_bits(limit: int | None = None) -> Fill:
     return fill
 
 
+def near_middle(bits: int) -> Fill:
+    """Packed zero points: 2^(bits − 1) or 1 less, so that weights are as often negative as positive; any bits where words share points."""
+    if 32 % bits:
+        return random_bits()
+    each = sum(1 << at for at in range(0, 32, bits))  # 1 in each point of a word
+
+    def fill(tensor: torch.Tensor, std: float, generator: torch.Generator) -> object:
+        random_bits()(tensor, std, generator)
+        return tensor.bitwise_and_(each).add_(each * ((1 << bits - 1) - 1))
+
+    return fill
+
+
 def around(value: Callable[[float], float]) -> Fill:
     """Scales: `value(std of the weight)`, up to a sixteenth more or less."""
 
@@ -67,9 +80,9 @@ def shuffled_groups(group_size: int) -> Fill:
 
 
 def codes_std(bits: int, table: str = "") -> float:
-    """Standard deviation of the numbers that random codes mean: integers less a random zero point, or a table's."""
+    """Standard deviation of the numbers that random codes mean: integers less a zero point near their middle, or a table's."""
     if not table:
-        return math.sqrt(((1 << 2 * bits) - 1) / 6)
+        return math.sqrt(((1 << 2 * bits) - 1) / 12)
     return math.sqrt(sum(value * value for value in TABLES[table]) / len(TABLES[table]))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor
+from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, near_middle
 from compile_and_serve.custom_ops.weight_functions import weight_function
 from compile_and_serve.models.quantization.checkpoint_format import FormatFields, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import integer, is_ignored, require
@@ -53,7 +53,7 @@ def awq_weight(name: str, linear: nn.Linear, group_size: int) -> QuantizedWeight
         ),
         tensors=(
             StoredTensor(name=f"{name}.qweight", shape=(in_features, out_features // 8), dtype=torch.int32),
-            StoredTensor(name=f"{name}.qzeros", shape=(groups, out_features // 8), dtype=torch.int32),
+            StoredTensor(name=f"{name}.qzeros", shape=(groups, out_features // 8), dtype=torch.int32, fill=near_middle(4)),
             scales_tensor(f"{name}.scales", (groups, out_features), torch.float16, 4),
         ),
     )

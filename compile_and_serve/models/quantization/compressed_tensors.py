@@ -29,6 +29,7 @@ from compile_and_serve.custom_ops.stored_weight import (
     StoredTensor,
     StoredWeight,
     TensorPart,
+    near_middle,
     scaled_weight,
     shuffled_groups,
 )
@@ -180,7 +181,8 @@ def _packed(name: str, linear: nn.Linear, group: _Group) -> QuantizedWeight:
     scale_dtype = _SCALE_DTYPES.get(str(group.model_dtype), torch.float32)
     codes = StoredTensor(name=f"{name}.weight_packed", shape=(out_features, -(-in_features * bits // 32)), dtype=torch.int32)
     scale = scales_tensor(f"{name}.weight_scale", (out_features, groups), scale_dtype, bits)
-    zeros = StoredTensor(name=f"{name}.weight_zero_point", shape=(-(-out_features * bits // 32), groups), dtype=torch.int32)
+    shape = -(-out_features * bits // 32), groups
+    zeros = StoredTensor(name=f"{name}.weight_zero_point", shape=shape, dtype=torch.int32, fill=near_middle(bits))
     order = StoredTensor(name=f"{name}.weight_g_idx", shape=(in_features,), dtype=torch.int32, fill=shuffled_groups(group_size))
     is_symmetric, has_order = weights.get("symmetric", True), actorder in ("group", "dynamic") and groups > 1
     return QuantizedWeight(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, shuffled_groups
+from compile_and_serve.custom_ops.stored_weight import GroupedParts, QuantizedWeight, StoredTensor, near_middle, shuffled_groups
 from compile_and_serve.custom_ops.weight_functions import weight_function
 from compile_and_serve.models.quantization.checkpoint_format import FormatFields, register_checkpoint_format
 from compile_and_serve.models.quantization.config_fields import as_list, integer, is_ignored, require
@@ -90,7 +90,7 @@ def gptq_weight(name: str, linear: nn.Linear, bits: int, group_size: int, *, sto
         ),
         tensors=(
             StoredTensor(name=f"{name}.qweight", shape=(in_features * bits // 32, out_features), dtype=torch.int32),
-            StoredTensor(name=f"{name}.qzeros", shape=(groups, out_features * bits // 32), dtype=torch.int32),
+            StoredTensor(name=f"{name}.qzeros", shape=(groups, out_features * bits // 32), dtype=torch.int32, fill=near_middle(bits)),
             scales_tensor(f"{name}.scales", (groups, out_features), torch.float16, bits),
             *([order] if has_order else []),
         ),
