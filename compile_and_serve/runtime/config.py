@@ -16,6 +16,8 @@ from compile_and_serve.custom_ops.device_names import is_device_name
 from compile_and_serve.custom_ops.mesh import SINGLE_RANK, Coordinates, Mesh
 from compile_and_serve.option_fields import at_least, json_object, option, parse_count, parse_size
 from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig
+from compile_and_serve.runtime.kv_config import KVEventsConfig, KVTransferConfig
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
@@ -370,83 +372,6 @@ class ParallelConfig:
         False, "Let the number of data-parallel groups that share experts be changed while serving, by /scale_elastic_ep."
     )
     disable_custom_all_reduce: bool = _parallel_option(False, "Use NCCL for all-reduces even if the ranks can access each other's memory.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeculativeConfig:
-    """How tokens are drafted. The names are vLLM's.
-
-    method: the name of a registered `DraftMethod`. model: the drafter: a folder, a .gguf file, a known name or a Hub id.
-    num_speculative_tokens: the most draft tokens of a sequence in one step.
-    prompt_lookup_min, prompt_lookup_max: lengths of the suffixes that ngram looks up, the longest first; None: 3 and 5. If only one is
-    given, it is both.
-    suffix_decoding_max_tree_depth: the longest suffix that is compared, in tokens. suffix_decoding_max_cached_requests: how many past
-    outputs are kept; 0: none. suffix_decoding_max_spec_factor: draft tokens per matched token.
-    suffix_decoding_min_token_prob: drafts end where their estimated probability falls below it.
-    disable_by_batch_size: no drafts while at least this many sequences decode; None: measured step times decide alone.
-    synthetic_acceptance_rate: for benchmarks with random weights. There is a draft for every token, and each is accepted with this
-    probability, given the one before it, whatever the model says. How many are checked is decided as usual. The output is meaningless.
-    """
-
-    method: str
-    model: str | None = None
-    num_speculative_tokens: int
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
-    disable_by_batch_size: int | None = None
-    synthetic_acceptance_rate: float | None = None
-    draft_sample_method: str = "probabilistic"
-
-    @property
-    def ngram_lengths(self) -> tuple[int, int]:
-        """Shortest and longest suffix that ngram looks up."""
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        if shortest is None and longest is None:
-            return 3, 5
-        return shortest or longest or 0, longest or shortest or 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVEventsConfig:
-    """How events of the prefix cache are published. The names and defaults are vLLM's.
-
-    endpoint: of a PUB socket. replay_endpoint: of a ROUTER socket; None: batches are sent once. Replica r uses the port r behind each.
-    buffer_steps: batches that are kept for replays. hwm: batches that wait for a slow subscriber. max_queue_size: that wait to be sent.
-    """
-
-    enable_kv_cache_events: bool = False
-    publisher: str = "null"
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVTransferConfig:
-    """How blocks of the KV cache go to other engines, or come from them (`runtime/connector/handover`).
-
-    engine_id: unique. role: computes prompts for others, continues their requests, or both. transport: auto is the fastest that both sides
-    have. host, port: where other engines ask for blocks; replica r has the port r behind it. peers: hosts from which blocks are taken,
-    beside this one and `host`; "*": all. lease_seconds: how long blocks are kept for the other engine. load_seconds: after which a prompt
-    whose blocks have not come is computed. secret: of the engine's own processes.
-    """
-
-    engine_id: str
-    role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
-    transport: Literal["auto", "socket", "cuda_ipc", "nixl"] = "auto"
-    host: str = "127.0.0.1"
-    port: int = 0
-    peers: tuple[str, ...] = ()
-    lease_seconds: float = 30.0
-    load_seconds: float = 10.0
-    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

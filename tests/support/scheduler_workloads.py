@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.connector.connector import SchedulerConnector
 from compile_and_serve.runtime.drafting.payoff import Payoff
 from compile_and_serve.runtime.drafting.speculator import Speculator
@@ -18,6 +17,7 @@ from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import StateGroupInfo
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 from tests.support.drafters import all_that_fit
 from tests.support.scheduler_harness import Driver, assert_as_alone, make_scheduler, random_requests, run_random_workload
 

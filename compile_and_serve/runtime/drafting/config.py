@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.method import known_methods, method_of
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 MAX_DRAFT_TOKENS = 64
 

@@ -20,11 +20,12 @@ from compile_and_serve.custom_ops.staged_arrays import StagedArrays
 from compile_and_serve.custom_ops.step import INPUT_IDS, Step
 from compile_and_serve.models.drafters.drafter_spec import DrafterSpec
 from compile_and_serve.models.spec import ModelSpec
-from compile_and_serve.runtime.config import EngineConfig, SpeculativeConfig
+from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.drafting.compiled_drafter import CompiledDrafter
 from compile_and_serve.runtime.sampling.decode_step import DecodeStep
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.side_model import SideModel
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 StepOf = Callable[[int], DecodeStep]
 

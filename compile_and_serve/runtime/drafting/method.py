@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from compile_and_serve.plugins import load_plugins
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.host_drafter import HostDrafter
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.drafting.device_drafts import DeviceDrafts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.host_drafter import copy_from
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 MAX_OCCURRENCES = 64  # of the shortest suffix, that are compared
 

@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.host_drafter import ConstantDrafter, HostDrafter
 from compile_and_serve.runtime.drafting.method import method_of
 from compile_and_serve.runtime.drafting.payoff import Acceptance, Payoff
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from compile_and_serve.runtime.config import SpeculativeConfig
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 MAX_OCCURRENCES = 32  # of the last two tokens, that are compared
 MAX_CORPUS_TOKENS = 1 << 20  # of past outputs

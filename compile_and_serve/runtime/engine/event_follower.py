@@ -9,8 +9,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from compile_and_serve.runtime.config import KVEventsConfig
 from compile_and_serve.runtime.engine.router import Router
+from compile_and_serve.runtime.kv_config import KVEventsConfig
 from compile_and_serve.runtime.kv_events.config import endpoint_of_replica, is_bound
 from compile_and_serve.runtime.kv_events.wire import EventBatch
 

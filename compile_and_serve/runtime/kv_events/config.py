@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from compile_and_serve.option_fields import json_object
-from compile_and_serve.runtime.config import KVEventsConfig
+from compile_and_serve.runtime.kv_config import KVEventsConfig
 
 _NAME = "kv_events_config"
 

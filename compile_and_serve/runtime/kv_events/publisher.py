@@ -15,7 +15,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from compile_and_serve.runtime.config import KVEventsConfig
+from compile_and_serve.runtime.kv_config import KVEventsConfig
 from compile_and_serve.runtime.kv_events.config import endpoint_of_replica, is_bound
 from compile_and_serve.runtime.kv_events.wire import END_OF_REPLAY, EventBatch
 

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.handover.config import parse_kv_transfer_config
 from compile_and_serve.runtime.connector.handover.params import early_params
 from compile_and_serve.runtime.connector.handover.wire import Channel
 from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Sibling
 from compile_and_serve.runtime.options import make_engine_config
 from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of, write_tiny_model

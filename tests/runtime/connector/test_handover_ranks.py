@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.handover import direct
 from compile_and_serve.runtime.connector.handover.control import ControlServer
 from compile_and_serve.runtime.connector.handover.copies import HandoverCopies
@@ -22,6 +21,7 @@ from compile_and_serve.runtime.connector.handover.pages import plan_pulls
 from compile_and_serve.runtime.connector.handover.wire import GroupInfo, RankInfo, TransferError
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.connector.page_memory import PageMemory, PagePiece
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 from tests.support.processes import wait_until
 
 PAGES, HEADS, HEAD_BYTES, LATENT_BYTES = 12, 4, 6, 10

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.config import parse_speculative_config
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 
 def test_json_and_mapping_say_the_same() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.payoff import Acceptance, Payoff
 from compile_and_serve.runtime.drafting.speculator import Speculator
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 
 
 def simulate(

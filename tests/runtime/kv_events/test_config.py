@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compile_and_serve.runtime.config import KVEventsConfig
+from compile_and_serve.runtime.kv_config import KVEventsConfig
 from compile_and_serve.runtime.kv_events.config import endpoint_of_replica, is_bound, parse_kv_events_config
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from compile_and_serve.runtime.config import KVEventsConfig
 from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.kv_config import KVEventsConfig
 from compile_and_serve.runtime.kv_events.publisher import EventPublisher
 from compile_and_serve.runtime.kv_events.wire import AllBlocksCleared, BlockRemoved, EventBatch
 from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from compile_and_serve.runtime.config import SpeculativeConfig
 from compile_and_serve.runtime.drafting.speculator import Speculator
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 from tests.support.drafters import check_every_draft
 from tests.support.scheduler_harness import Driver, assert_as_alone, expected_answer, make_request, make_scheduler
 

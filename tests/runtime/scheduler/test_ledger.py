@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from compile_and_serve.custom_ops.step_data import MediaItem, StepArray
-from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
 from compile_and_serve.runtime.connector.messages import FinishedTransfers
 from compile_and_serve.runtime.drafting.speculator import Speculator
@@ -25,6 +25,7 @@ from compile_and_serve.runtime.scheduler.move_requests import adopt, take_all
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_ledger import StepLedger
 from compile_and_serve.runtime.scheduler.step_messages import EncoderInfo, ModelRunnerOutput, SchedulerOutput, StateGroupInfo
+from compile_and_serve.runtime.speculative_config import SpeculativeConfig
 from tests.support.scheduler_harness import VOCAB, Cell, Driver, FakeRunner, make_request, make_scheduler, next_token
 
 STEP = 0.1  # seconds of a step, on the test's clock

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.handover.index import HandoverIndex
 from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 from compile_and_serve.runtime.messages import RequestOutput, Sibling
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, StateGroupInfo

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compile_and_serve.option_fields import json_object
-from compile_and_serve.runtime.config import KVTransferConfig
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from compile_and_serve.custom_ops.platforms.protocol import TimedEvent
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.connector import WorkerConnector
 from compile_and_serve.runtime.connector.handover.direct import DirectReaders, copies_of
 from compile_and_serve.runtime.connector.handover.lender import Lender
@@ -25,6 +24,7 @@ from compile_and_serve.runtime.connector.handover.transports import direct_trans
 from compile_and_serve.runtime.connector.handover.wire import Announce, Channel, Done, Granted, Pull, RankInfo, TransferError
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers, StepTransfers
 from compile_and_serve.runtime.connector.page_memory import PageMemory
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.connector import PrefixQuery, SchedulerConnector
 from compile_and_serve.runtime.connector.handover.config import of_replica
 from compile_and_serve.runtime.connector.handover.control import ControlServer, Releases
 from compile_and_serve.runtime.connector.handover.orders import FetchOrders, LendOrders, encode_orders
 from compile_and_serve.runtime.connector.handover.params import OWN, OwnParams, Taken, direction_of, early_lease, read_taken
 from compile_and_serve.runtime.connector.messages import BlockTransfer, FinishedTransfers
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.handover.orders import FetchOrders
 from compile_and_serve.runtime.connector.handover.wire import Ask, Channel, RankInfo, Ranks, TransferError
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 
 _MAX_IDLE = 8  # connections to one rank
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from compile_and_serve.runtime.config import KVTransferConfig
 from compile_and_serve.runtime.connector.connector import ConnectorError
 from compile_and_serve.runtime.connector.handover.cuda_ipc import CudaIpc
 from compile_and_serve.runtime.connector.handover.direct import CannotReadDirectlyError, DirectTransport
 from compile_and_serve.runtime.connector.handover.nixl import Nixl, nixl_library
 from compile_and_serve.runtime.connector.handover.pages import PageBytes
+from compile_and_serve.runtime.kv_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 
