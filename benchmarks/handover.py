@@ -20,7 +20,8 @@ handover_ms on GPUs. `to_come`: what the other engine had still to capture. `rep
 `load`: `pair` against `mixed`, as many replicas that do both. Arrivals are a Poisson process. `gap_ms`: between two tokens of a request.
 `gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
-`--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms: `--rate` is doubled, then the distance is halved.
+`--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms, and first tokens do not wait longer and longer (`growth`). `--rate` is
+doubled, then the distance is halved. Give it loads that are longer than a request: `--seconds 30`.
 `kills`: two servers behind `route`; one is killed (-9, while answers are on their way) and started again. Every request must end: as it
 should, or with an error. Then blocks and leases of both must be free. `stuck`: requests that did not end. The exit status is 1 if anything
 was not so. `kills-under-load`: requests come all the time, and either side is killed some seconds after both were up.
@@ -32,9 +33,10 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -53,6 +55,7 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 
 GIVE = {"do_remote_decode": True, "do_remote_prefill": False}
 LIMIT_MS = 15.0
+MOST_GROWTH = 2.0  # of the median time to the first token, from the first third of a load to its last: beyond that, requests pile up
 
 Client = AsyncEngineClient | DataParallelClient
 
@@ -81,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=8)
     arguments, flags = parser.parse_known_args(argv)
     if arguments.what.startswith("kills"):
+        if (arguments.givers, arguments.takers) != (1, 1):
+            parser.error("kills have one giver and one taker")
         row = (kills if arguments.what == "kills" else kills_under_load)(arguments, flags)
         _say(arguments, row)
         raise SystemExit(not row["is_well"])
@@ -100,7 +105,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
         if what == "rates":
             for ratio in arguments.ratios.split(","):
                 pair_rows[ratio] = await _highest_rate(pair, arguments, *map(int, ratio.split(":")))
-                _say(arguments, {"what": "rates", "ratio": ratio, "pair": pair_rows[ratio]})
+                _say(arguments, {"what": "rates of the pair", "ratio": ratio, "pair": pair_rows[ratio]})
     if not pair_rows:
         return
     async with _mixed(arguments) as mixed:
@@ -132,10 +137,10 @@ class _Seen:
 
 
 class _Engine:
-    """An engine's client, and who waits for its requests. failures: sentences of requests that failed."""
+    """An engine's client, and who waits for its requests. num_chosen: requests that it has, or will have."""
 
     def __init__(self, client: Client) -> None:
-        self.client, self.seen = client, dict[str, _Seen]()
+        self.client, self.seen, self.num_chosen = client, dict[str, _Seen](), 0
         self.stats: EngineStats | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -192,30 +197,43 @@ class _Engine:
         await self.client.shutdown(drain=False)
 
 
+@contextmanager
+def _chosen(engines: Sequence[_Engine]) -> Iterator[_Engine]:
+    """The engine with the fewest requests, which has one more meanwhile."""
+    engine = min(engines, key=lambda one: one.num_chosen)
+    engine.num_chosen += 1
+    try:
+        yield engine
+    finally:
+        engine.num_chosen -= 1
+
+
 class _Apart:
-    """Engines that compute prompts, the givers, and others that go on. Of each kind the one with the fewest requests gets the next."""
+    """Engines that compute prompts, the givers, and others that go on, the takers."""
 
     def __init__(self, givers: Sequence[_Engine], takers: Sequence[_Engine], *, is_early: bool) -> None:
         self.givers, self.takers, self.is_early, self.vocab_size = givers, takers, is_early, 0
-        self._given: dict[int, dict[str, Any] | None] = {}  # by each giver, last
+        self._given: dict[_Engine, dict[str, Any] | None] = {}  # by each giver, last
         self.engines = *givers, *takers
 
     async def run(self, request: EngineRequest) -> tuple[_Seen, float]:
         """What the other engine gave, and when the first one had answered."""
-        index, giver = min(enumerate(self.givers), key=lambda one: len(one[1].seen))
-        taker = min(self.takers, key=lambda one: len(one.seen))
-        given = self._given.get(index)
-        early = request.request_id + " early" if self.is_early and given is not None else ""
-        loads: list[Awaitable[_Seen]] = []
-        if early:
-            params = early_params(given or {}, early)
-            loads = [taker.run(msgspec.structs.replace(request, request_id=early, kv_transfer=params))]
-        give = msgspec.structs.replace(request, kv_transfer=GIVE | {OWN: {"early": early}})
-        first, *_ = await asyncio.gather(giver.run(give), *loads)
-        assert first.last is not None
-        self._given[index] = first.last.kv_transfer
-        answered = time.perf_counter()
-        return await taker.run(msgspec.structs.replace(request, kv_transfer=first.last.kv_transfer)), answered
+        with ExitStack() as chosen:
+            taker = chosen.enter_context(_chosen(self.takers)) if self.is_early else None
+            with _chosen(self.givers) as giver:
+                given = self._given.get(giver)
+                early = request.request_id + " early" if given is not None and taker is not None else ""
+                loads: list[Awaitable[_Seen]] = []
+                if early and taker is not None:
+                    params = early_params(given or {}, early)
+                    loads = [taker.run(msgspec.structs.replace(request, request_id=early, kv_transfer=params))]
+                give = msgspec.structs.replace(request, kv_transfer=GIVE | {OWN: {"early": early}})
+                first, *_ = await asyncio.gather(giver.run(give), *loads)
+            assert first.last is not None
+            self._given[giver] = first.last.kv_transfer
+            answered = time.perf_counter()
+            taker = taker or chosen.enter_context(_chosen(self.takers))
+            return await taker.run(msgspec.structs.replace(request, kv_transfer=first.last.kv_transfer)), answered
 
     def seen(self) -> dict[str, _Seen]:
         """Of the requests that takers have."""
@@ -324,73 +342,87 @@ async def _settle(engines: _Apart | _Mixed, arguments: argparse.Namespace) -> No
 async def _load(
     engines: _Apart | _Mixed, arguments: argparse.Namespace, rate: float, prompt: int, new: int, *, may_stop: bool = False
 ) -> dict[str, Any]:
-    """may_stop: as soon as all requests have been sent, if the limits are exceeded by then; the row's figures end there."""
-    rng = random.Random(f"{rate} {prompt} {new}")  # no prefix of the run before
-    await asyncio.gather(*(engines.run(_request(rng, f"warm {number}", engines.vocab_size, prompt, 16)) for number in range(4)))
+    """may_stop: as soon as all requests have been sent, if the limits cannot be met any more; the row says `is_beyond` alone."""
+    rng = random.Random(f"{rate} {prompt} {new}")  # no prefix of a load before
+    num_warm = 4 * (arguments.givers + arguments.takers) // 2
+    await asyncio.gather(*(engines.run(_request(rng, f"warm {number}", engines.vocab_size, prompt, 16)) for number in range(num_warm)))
     await _settle(engines, arguments)
     began = time.perf_counter()
-    running: list[asyncio.Task[tuple[_Seen, float, float]]] = []
+    running: list[asyncio.Task[tuple[_Seen, float]]] = []
+    sent_at: dict[str, float] = {}
+    ended: dict[str, _Seen] = {}
     at = 0.0
-    sent: dict[str, float] = {}
-    seen: dict[str, _Seen] = {}  # of those that have ended
 
-    async def one(request: EngineRequest) -> tuple[_Seen, float, float]:
-        name = request.request_id
-        sent[name] = time.perf_counter()
-        seen[name], answered = await engines.run(request)
-        return seen[name], sent[name], answered
+    async def one(request: EngineRequest) -> tuple[_Seen, float]:
+        ended[request.request_id], _ = await engines.run(request)
+        return ended[request.request_id], sent_at[request.request_id]
 
     while at < arguments.seconds:
         request = _request(rng, f"load {len(running)}", engines.vocab_size, prompt, new)
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        sent_at[request.request_id] = time.perf_counter()
         running.append(asyncio.create_task(one(request)))
         at += rng.expovariate(rate)
-    if may_stop and _is_beyond(arguments, sent, engines.seen() | seen):
+    for task in running:
+        if task.done():
+            task.result()  # raises if the request failed
+    if may_stop and _is_beyond(arguments, new, sent_at, engines.seen() | ended):
         for task in running:
             task.cancel()
         await asyncio.gather(*(engine.forget() for engine in engines.engines))
         return {"rate": rate, "is_beyond": True}
     found = await asyncio.gather(*running)
     seconds = time.perf_counter() - began
-    gaps = [(after - before) * 1e3 for seen, _, _ in found for before, after in pairwise(seen.times)]
+    gaps = [(after - before) * 1e3 for seen, _ in found for before, after in pairwise(seen.times)]
+    firsts = [seen.times[0] - sent for seen, sent in found]
+    third = max(1, len(firsts) // 3)
     row = {
         "rate": rate,
         "requests": len(found),
         "seconds": round(seconds, 2),
-        "tok_s": round(sum(len(seen.times) for seen, _, _ in found) / seconds, 1),
+        "tok_s": round(sum(len(seen.times) for seen, _ in found) / seconds, 1),
         "gap_ms": _percentiles(gaps),
-        "ttft_s": _percentiles([seen.times[0] - sent for seen, sent, _ in found]),
+        "ttft_s": _percentiles(firsts),
+        "growth": round(statistics.median(firsts[-third:]) / statistics.median(firsts[:third]), 2),
     }
     if isinstance(engines, _Apart):
         tiers = [taker.stats.kv_tiers for taker in engines.takers if taker.stats is not None]
-        names = [name for name in tiers[0] if "taken" in name or "fail" in name or "_p" in name]
-        row["handover"] = {name: (max if "_p" in name else sum)(one[name] for one in tiers) for name in names}
+        names = [name for name in next(iter(tiers), {}) if "taken" in name or "fail" in name or "_p" in name]
+        row["handover"] = {name: (max if "_p" in name else sum)(one.get(name, 0.0) for one in tiers) for name in names}
     return row
 
 
-def _is_beyond(arguments: argparse.Namespace, sent: dict[str, float], seen: dict[str, _Seen]) -> bool:
-    """Whether the limits are exceeded already. seen: of requests that were sent, as far as there is anything to see."""
+def _is_beyond(arguments: argparse.Namespace, new: int, sent_at: dict[str, float], seen: dict[str, _Seen]) -> bool:
+    """Whether p99 of all first tokens, or of all gaps, must exceed its limit. seen: of requests that were sent, as far as it goes."""
     now = time.perf_counter()
-    firsts = [(seen[name].times if name in seen and seen[name].times else [now])[0] - began for name, began in sent.items()]
-    gaps = [(after - before) * 1e3 for one in seen.values() for before, after in pairwise(one.times)]
-    return _percentiles(firsts)["p99"] > arguments.ttft_limit or (bool(gaps) and _percentiles(gaps)["p99"] > arguments.gap_limit)
+    firsts = [(seen[name].times if name in seen and seen[name].times else [now])[0] - began for name, began in sent_at.items()]
+    num_late = sum(first > arguments.ttft_limit for first in firsts)
+    num_long = sum((after - before) * 1e3 > arguments.gap_limit for one in seen.values() for before, after in pairwise(one.times))
+    return 100 * num_late > len(firsts) or 100 * num_long > len(firsts) * (new - 1)
 
 
 async def _highest_rate(engines: _Apart | _Mixed, arguments: argparse.Namespace, prompt: int, new: int) -> dict[str, Any]:
-    """By doubling, then by halving the distance twice."""
+    """By doubling, then by halving what is between, in six loads at most. `is_bounded`: a higher rate was beyond the limits."""
     low, high, best = 0.0, arguments.rate, dict[str, Any]()
     is_bounded = False
     for _ in range(6):
         rate = (low + high) / 2 if is_bounded else high
         row = await _load(engines, arguments, rate, prompt, new, may_stop=True)
-        if "is_beyond" not in row and row["ttft_s"]["p99"] <= arguments.ttft_limit and row["gap_ms"]["p99"] <= arguments.gap_limit:
+        if _holds(arguments, row):
             low, best = rate, row
             high = high if is_bounded else 2 * high
         else:
             high, is_bounded = rate, True
         if is_bounded and high - low <= 0.15 * high:
             break
-    return best or {"rate": 0.0}
+    return (best or {"rate": 0.0}) | {"is_bounded": is_bounded}
+
+
+def _holds(arguments: argparse.Namespace, row: dict[str, Any]) -> bool:
+    """Whether the limits are kept, and would be if the load went on."""
+    if "is_beyond" in row or row["growth"] > MOST_GROWTH:
+        return False
+    return bool(row["ttft_s"]["p99"] <= arguments.ttft_limit and row["gap_ms"]["p99"] <= arguments.gap_limit)
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -79,7 +79,7 @@ def kills(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]
     """Kill and start servers behind `route`; the row to print. arguments: of `benchmarks.handover`. flags: of `serve`."""
     with _servers(arguments, flags) as (giver, taker, route):
         bodies = [_body(number) for number in range(arguments.streams)]
-        expected = asyncio.run(_answers(taker.url, bodies))
+        expected = _expected(taker, bodies)
         began = time.monotonic()
         asyncio.run(_answers(route.url, bodies))
         duration = time.monotonic() - began
@@ -106,7 +106,7 @@ def kills_under_load(arguments: argparse.Namespace, flags: Sequence[str]) -> dic
     """The same while requests come all the time, for `arguments.seconds`; the row to print."""
     with _servers(arguments, flags) as (giver, taker, route):
         bodies = [_body(number) for number in range(arguments.streams)]
-        expected = asyncio.run(_answers(taker.url, bodies))
+        expected = _expected(taker, bodies)
         ends, killed = asyncio.run(_kill_under_load(route.url, bodies, expected, [giver, taker], arguments.seconds))
         is_free = _is_free(giver) and _is_free(taker)
     is_well = is_free and not ends["stuck"] and not ends["wrong"] and bool(ends["as_expected"])
@@ -134,7 +134,7 @@ async def _kill_under_load(
             if time.monotonic() > end:
                 break
             victim = rng.choice(victims)
-            victim.kill()
+            await asyncio.to_thread(victim.kill)
             killed += 1
             victim.start()
             await asyncio.to_thread(victim.wait)
@@ -146,6 +146,15 @@ async def _kill_under_load(
 def _body(number: int) -> dict[str, Any]:
     text = f"{number} " + "once upon a time " * (1 + number * 3 % 11)
     return {"prompt": text, "max_tokens": 96, "temperature": 0.0, "ignore_eos": True, "stream": number % 2 == 1}
+
+
+def _expected(server: _Server, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """The texts of a server that nobody kills."""
+    texts = asyncio.run(_answers(server.url, bodies))
+    for text in texts:
+        if text.startswith(("error: ", "stuck", "wrong: ")):
+            raise RuntimeError(f"{server.url} does not answer as it should: {text}")
+    return texts
 
 
 async def _answers(url: str, bodies: Sequence[dict[str, Any]]) -> list[str]:
@@ -191,9 +200,9 @@ async def _with_kill(url: str, bodies: Sequence[dict[str, Any]], expected: Seque
 
 def _kind(found: str, expected: str) -> str:
     """How a request has ended."""
-    if found == expected:
-        return "as_expected"
-    return "errors" if found.startswith("error: ") else "stuck" if found.startswith("stuck") else "wrong"
+    if found.startswith("stuck"):
+        return "stuck"
+    return "as_expected" if found == expected else "errors" if found.startswith("error: ") else "wrong"
 
 
 def _is_free(server: _Server) -> bool:

@@ -34,15 +34,23 @@ def random_bits(limit: int | None = None) -> Fill:
     return fill
 
 
-def near_middle(bits: int) -> Fill:
-    """Packed zero points: 2^(bits − 1) or 1 less, so that weights are as often negative as positive; any bits where words share points."""
-    if 32 % bits:
-        return random_bits()
-    each = sum(1 << at for at in range(0, 32, bits))  # 1 in each point of a word
+def near_middle(bits: int, *, less: int = 0) -> Fill:
+    """Packed zero points: 2^(bits − 1) or 1 less, so that weights are as often negative as positive. less: what is taken off when stored.
+
+    They are a stream of bits along the last dimension, from the lowest bit of a word on.
+    """
+    words = bits // math.gcd(bits, 32)  # after which a point begins with a word again
+    shifts = range(0, 32 * words, bits)
 
     def fill(tensor: torch.Tensor, std: float, generator: torch.Generator) -> object:
-        random_bits()(tensor, std, generator)
-        return tensor.bitwise_and_(each).add_(each * ((1 << bits - 1) - 1))
+        points = torch.randint(0, 2, (tensor.numel() // words, len(shifts)), device=tensor.device, generator=generator)
+        points += (1 << bits - 1) - 1 - less
+        packed = torch.zeros(len(points), words + 1, dtype=torch.int64, device=tensor.device)
+        for point, shift in zip(points.unbind(1), shifts, strict=True):
+            whole = point << shift % 32
+            packed[:, shift // 32] += whole & 0xFFFFFFFF
+            packed[:, shift // 32 + 1] += whole >> 32
+        return tensor.copy_(packed[:, :words].reshape(tensor.shape))
 
     return fill
 

@@ -7,7 +7,7 @@ import pytest
 from compile_and_serve.custom_ops.jit.cpp import BuildError, find_compiler
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def compiler() -> str:
     """Path of a C++ compiler. Tests are skipped only if there is none: a failed build is an error."""
     try:

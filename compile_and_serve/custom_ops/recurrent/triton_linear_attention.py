@@ -167,9 +167,8 @@ def _linear_attention_kernel(
                     tl.store(new_values + entry * V + cols_C, u_C, mask=ok_C)
                     if is_first and head % GROUP == 0:
                         tl.store(new_keys + entry * K + rows_K, k_raw_K, mask=ok_K)
-        if PART == TO_CHECKPOINT:
-            tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
-        if PART != TO_BEGIN:
+            if PART == TO_CHECKPOINT:
+                tl.store(checkpoint_ptr + target + state_KC, state.to(checkpoint_ptr.dtype.element_ty), mask=ok_KC)
             tl.store(new_values + RING * V + cols_C, tl.zeros((BLOCK_C,), tl.float32) + end.to(tl.float32), mask=ok_C)
 
 

@@ -90,7 +90,12 @@ def gptq_weight(name: str, linear: nn.Linear, bits: int, group_size: int, *, sto
         ),
         tensors=(
             StoredTensor(name=f"{name}.qweight", shape=(in_features * bits // 32, out_features), dtype=torch.int32),
-            StoredTensor(name=f"{name}.qzeros", shape=(groups, out_features * bits // 32), dtype=torch.int32, fill=near_middle(bits)),
+            StoredTensor(
+                name=f"{name}.qzeros",
+                shape=(groups, out_features * bits // 32),
+                dtype=torch.int32,
+                fill=near_middle(bits, less=int(stores_less)),
+            ),
             scales_tensor(f"{name}.scales", (groups, out_features), torch.float16, bits),
             *([order] if has_order else []),
         ),

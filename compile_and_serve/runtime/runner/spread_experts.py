@@ -109,11 +109,9 @@ class SpreadExperts:
         NCCL connects two ranks when they first meet, which takes a tenth of a second, and CUDA loads kernels and takes pinned memory
         when they are first needed, which takes milliseconds: none of that shall happen beside a step.
         """
-        rank, size = self._group.rank, self._group.size
-        self.apply(
-            ExpertMoves(copies=[(number, at * one.slots, at * one.slots) for number, one in enumerate(self._layers) for at in range(size)])
-        )
-        slots = [self._weights[name][:1] for one in self._layers[:1] for name in one.weights]
+        rank, size, first = self._group.rank, self._group.size, self._layers[:1]
+        self.apply(ExpertMoves(copies=[(0, at * one.slots, at * one.slots) for one in first for at in range(size)]))
+        slots = [self._weights[name][:1] for one in first for name in one.weights]
         others = [other for other in range(size) if other != rank]
         sends = [(slot, other) for other in others for slot in slots]
         exchange(sends, [(torch.empty_like(slot), other) for other in others for slot in slots], self._group)

@@ -126,12 +126,13 @@ def test_modules_that_are_not_quantized(plain: Path, tmp_path: Path) -> None:
 
 
 def test_dummy_weights_are_random_bits(plain: Path, tmp_path: Path) -> None:
-    for config in (AWQ, FORMATS["gptq-act-order"], FORMATS["w4a16"]):
+    for config in (AWQ, FORMATS["gptq-act-order"], FORMATS["gptq-3-bits"], FORMATS["w4a16"]):
         settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
         (tmp_path / "config.json").write_text(json.dumps(settings))
         model = load(tmp_path, EAGER, load_format="dummy")
         weight = model.module.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined, union-attr]
         assert 0.6 < weight.std() / settings["initializer_range"] < 1.2
+        assert abs(weight.mean()) < 0.15 * weight.std()  # 0.11 where 8 of 0 to 15 means 0
         assert logits(model).isfinite().all()
 
 

@@ -39,6 +39,8 @@ constexpr int64_t kAheadBytes = 0;
 constexpr int64_t kAheadBytes = 4096;
 #endif
 
+constexpr int kMinUnitTokens = 8;  // a matrix unit multiplies so many and more: estimated, not measured
+
 inline f32x16 load_half(const uint16_t* address) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
@@ -54,7 +56,9 @@ inline f32x16 load_half(const uint16_t* address) {
 #endif
 }
 
-constexpr int kUnitTokens = 8;  // a matrix unit multiplies so many and more
+struct alignas(64) Line {
+    uint8_t bytes[64];
+};
 
 // One token's activations, one entry per block of inputs.
 template <class Whole, int kSplit>
@@ -367,11 +371,18 @@ struct GroupLinear {
             else widen(args.scale_type);
             weights[b] = {panel.weights[b], scale, scale + numbers};
         }
-        const bool by_unit = kUsesUnit && a.num_tokens >= kUnitTokens && uses_matrix_unit<Bytes>(kUnitSize);
-        const int64_t decoded_bytes = by_unit ? blocks * kSplit * kPlanes * kPartBytes : 0;
-        thread_local std::vector<uint8_t> decoded;
-        if (int64_t(decoded.size()) < panel.blocks * decoded_bytes) decoded.resize(panel.blocks * decoded_bytes);
-        for (int b = 0; by_unit && b < panel.blocks; ++b) decode(weights[b].codes, decoded.data() + b * decoded_bytes);
+        bool by_unit = false;
+        const uint8_t* decoded[kMaxTileBlocks];
+        if constexpr (kUsesUnit) {
+            by_unit = a.num_tokens >= kMinUnitTokens && uses_matrix_unit<Bytes>(kUnitSize);
+            thread_local std::vector<Line> lines;
+            const int64_t of_block = by_unit ? blocks * kSplit * kPlanes * kPartBytes / int64_t(sizeof(Line)) : 0;
+            if (int64_t(lines.size()) < panel.blocks * of_block) lines.resize(panel.blocks * of_block);
+            for (int b = 0; by_unit && b < panel.blocks; ++b) {
+                decode(weights[b].codes, lines[b * of_block].bytes);
+                decoded[b] = lines[b * of_block].bytes;
+            }
+        }
         const int64_t begin = a.num_tokens * chunk / chunks, end = a.num_tokens * (chunk + 1) / chunks;
         for (int64_t token = begin, rows = by_unit ? kUnitSize : kGroupRows; token < end; token += rows) {
             const int count = int(std::min(rows, end - token));
@@ -379,7 +390,7 @@ struct GroupLinear {
             int b = 0;
             if constexpr (kUsesUnit)
                 for (; by_unit && b < panel.blocks; ++b)
-                    multiply_by_unit(unit, first, count, decoded.data() + b * decoded_bytes, weights[b], tile + b * kLanes);
+                    multiply_by_unit(unit, first, count, decoded[b], weights[b], tile + b * kLanes);
             if constexpr (kPlanes == 1 && P::kRowsTwo > 0)
                 for (; count <= P::kRowsTwo && b + 2 <= panel.blocks; b += 2)
                     multiply_rows<2>(*this, first, count, weights + b, tile + b * kLanes);
