@@ -240,6 +240,22 @@ def test_a_request_that_is_given_up_ends_its_lease(start: Callable[..., EngineCo
     assert giver.stats().kv_tiers["handover_leases_released"] == 1
 
 
+def test_a_lease_may_end_before_the_ranks_know_of_it(start: Callable[..., EngineCore]) -> None:
+    giver, taker = start(), start()
+    one = mixed_requests()[4]
+    giver.add_request(msgspec.structs.replace(one, kv_transfer=dict(GIVE)))
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = giver.step().outputs
+    assert outputs[0].kv_transfer is not None
+    taker.add_request(msgspec.structs.replace(one, kv_transfer=outputs[0].kv_transfer))
+    taker.abort(["r4"])
+    transfers = giver._scheduler._transfers
+    assert transfers is not None
+    wait_until(lambda: transfers._connector.has_released, 10)
+    check_nothing_is_held(giver, taker)
+
+
 def test_leases_do_not_stop_other_requests_for_ever(start: Callable[..., EngineCore]) -> None:
     """Blocks that are lent come back when the lease ends, and the request that waits for them goes on."""
     giver = start(transfer={"kv_connector_extra_config": {"lease_seconds": 0.3}}, num_kv_blocks=40, max_model_len=120)

@@ -82,13 +82,6 @@ class HandoverCopies(WorkerConnector):
                 threading.Event().wait(_ANNOUNCE_SECONDS)
 
     def start(self, transfers: StepTransfers) -> None:
-        if transfers.cancelled:
-            self._lender.end(transfers.cancelled)
-            for transfer_id in transfers.cancelled:
-                if (fetch := self._fetches.get(transfer_id)) is not None:
-                    fetch.is_cancelled = True
-                    if fetch.channel is not None:
-                        fetch.channel.close()
         for transfer in transfers.stores:
             orders = decode_orders(transfer.meta)
             assert isinstance(orders, LendOrders)
@@ -98,6 +91,14 @@ class HandoverCopies(WorkerConnector):
             assert isinstance(orders, FetchOrders)
             fetch = self._fetches[transfer.transfer_id] = _Fetch(transfer, self._pages.platform.record_timed_event())
             fetch.done = (self._waiters if orders.waits else self._threads).submit(self._fetch, fetch, orders)
+        # Last: a lease may have begun and ended between two steps.
+        if transfers.cancelled:
+            self._lender.end(transfers.cancelled)
+            for transfer_id in transfers.cancelled:
+                if (fetch := self._fetches.get(transfer_id)) is not None:
+                    fetch.is_cancelled = True
+                    if fetch.channel is not None:
+                        fetch.channel.close()
 
     def poll(self) -> FinishedTransfers:
         ended = FinishedTransfers(finished=self._lender.take_ended())
