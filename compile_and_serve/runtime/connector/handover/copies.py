@@ -95,10 +95,10 @@ class HandoverCopies(WorkerConnector):
         if transfers.cancelled:
             self._lender.end(transfers.cancelled)
             for transfer_id in transfers.cancelled:
-                if (fetch := self._fetches.get(transfer_id)) is not None:
-                    fetch.is_cancelled = True
-                    if fetch.channel is not None:
-                        fetch.channel.close()
+                if (begun := self._fetches.get(transfer_id)) is not None:
+                    begun.is_cancelled = True
+                    if begun.channel is not None:
+                        begun.channel.close()
 
     def poll(self) -> FinishedTransfers:
         ended = FinishedTransfers(finished=self._lender.take_ended())
