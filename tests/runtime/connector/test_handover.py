@@ -58,6 +58,16 @@ def given_by(giver: EngineCore, one: EngineRequest) -> dict[str, Any]:
     return output.kv_transfer
 
 
+def given_at_once_by(giver: EngineCore, one: EngineRequest) -> dict[str, Any]:
+    """The same, without the step that tells the ranks."""
+    giver.add_request(msgspec.structs.replace(one, kv_transfer=dict(GIVE)))
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = giver.step().outputs
+    assert outputs[0].kv_transfer is not None
+    return outputs[0].kv_transfer
+
+
 def taken_by(taker: EngineCore, one: EngineRequest, params: dict[str, Any]) -> list[RequestOutput]:
     return run_requests(taker, [msgspec.structs.replace(one, kv_transfer=params)])[one.request_id]
 
@@ -161,14 +171,10 @@ def test_blocks_may_be_asked_for_before_the_ranks_know_that_they_are_lent(
     patient = {"kv_connector_extra_config": {"load_seconds": 60}}
     giver, taker = start(transfer=patient), start(transfer=patient)
     one = mixed_requests()[4]
-    giver.add_request(msgspec.structs.replace(one, kv_transfer=dict(GIVE)))
-    outputs: list[RequestOutput] = []
-    while not outputs:
-        outputs = giver.step().outputs
-    assert outputs[0].kv_transfer is not None
+    params = given_at_once_by(giver, one)
     later = threading.Timer(0.2, giver.step)
     later.start()
-    assert tokens_of({"r4": taken_by(taker, one, outputs[0].kv_transfer)})["r4"] == expected["r4"]
+    assert tokens_of({"r4": taken_by(taker, one, params)})["r4"] == expected["r4"]
     later.join()
     assert taker.stats().kv_tiers["handover_failures"] == 0
     check_nothing_is_held(giver, taker)
@@ -243,12 +249,8 @@ def test_a_request_that_is_given_up_ends_its_lease(start: Callable[..., EngineCo
 def test_a_lease_may_end_before_the_ranks_know_of_it(start: Callable[..., EngineCore]) -> None:
     giver, taker = start(), start()
     one = mixed_requests()[4]
-    giver.add_request(msgspec.structs.replace(one, kv_transfer=dict(GIVE)))
-    outputs: list[RequestOutput] = []
-    while not outputs:
-        outputs = giver.step().outputs
-    assert outputs[0].kv_transfer is not None
-    taker.add_request(msgspec.structs.replace(one, kv_transfer=outputs[0].kv_transfer))
+    params = given_at_once_by(giver, one)
+    taker.add_request(msgspec.structs.replace(one, kv_transfer=params))
     taker.abort(["r4"])
     transfers = giver._scheduler._transfers
     assert transfers is not None
