@@ -56,7 +56,7 @@ inline f32x16 load_half(const uint16_t* address) {
 #endif
 }
 
-struct alignas(64) Line {
+struct alignas(64) Line {  // of the cache
     uint8_t bytes[64];
 };
 
