@@ -92,6 +92,8 @@ def measure(
         "num_threads": 1 if device == "cpu" else None,
         "async_scheduling": device != "cpu",
     }
+    if device == "cuda":
+        common |= {"num_kv_blocks": 4096, "capture": "all"}  # no graph is captured between the steps that are timed
     spread = {f"{over}_parallel_size": ranks, "enable_expert_parallel": True}
     plain, _, _ = _run(model, sequences, steps, common | options | (spread if device == "cuda" else {}))
     balance = {"step_interval": STEPS_OF_A_WINDOW, "window_size": STEPS_OF_A_WINDOW, "num_redundant_experts": redundant}

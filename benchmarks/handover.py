@@ -1,15 +1,15 @@
 """What it costs to hand a request over to another engine, what that brings, and what happens when one side is killed. Prints JSON lines.
 
     python -m benchmarks.handover one MODEL [--prompt 4000] [--runs 10] [--early]
-    python -m benchmarks.handover load MODEL [--rate 7] [--prompt 4000] [--new 200] [--seconds 30]
+    python -m benchmarks.handover load MODEL [--loads 4000:200:7,1000:200:16] [--seconds 30] [--burst 0]
     python -m benchmarks.handover rates MODEL [--ratios 4000:200,1000:200,1000:1000] [--seconds 15]
     python -m benchmarks.handover gpu MODEL                    # one, then load
     python -m benchmarks.handover kills MODEL [--kills 200] [--victims givers|takers|both] [--streams 8] [flags of serve …]
     python -m benchmarks.handover kills-under-load MODEL [--seconds 300] [--streams 8] [flags of serve …]
 
 MODEL needs only a config.json for all but `kills…`, which starts servers: weights and prompts are random. Two engines run on devices 0
-and 1 (`--device cpu`: both on the CPU), without HTTP; with `--givers N --takers M` N + M engines, which `pair` means below, too. All
-requests are greedy and run to their full length.
+and 1 (`--device cpu`: both on the CPU), without HTTP. `--layouts 1+3,2+2`: 1 engine that computes prompts and 3 that go on, then 2 and 2.
+All requests are greedy and run to their full length.
 
 `one`: a request at a time, once the engines have captured and measured what they do while they serve, or after `--settle` seconds: until
 then a request waits for such work. `prompt_ms`: until the first engine has answered. `second_ms`: from then on until the other engine gave
@@ -17,8 +17,9 @@ the second token. `decode_ms`: of a later token. `handover_ms`: second_ms - deco
 Parts of second_ms: `first_ms`: until the other engine sent the first token back, so had taken the request in. `load_ms`: from the order to
 fetch blocks until the request could go on. `queue_ms`: that it waited else. `step_ms`: the step of the second token. `limit_ms`: of
 handover_ms on GPUs. `to_come`: what the other engine had still to capture. `replays`: its graphs.
-`load`: `pair` against `mixed`, as many replicas that do both. Arrivals are a Poisson process. `gap_ms`: between two tokens of a request.
-`gap_ratio`, `tok_s_ratio`: of the pair to the mixed replicas.
+`load`: each layout, then `mixed`: as many replicas that do both. `--loads`: prompt tokens, output tokens, requests per second of a Poisson
+process. `gap_ms`: between two tokens of a request. `gap_ratio`, `tok_s_ratio`: to the mixed replicas. `burst`: after each load, `--burst`
+requests with the same tokens all at once.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
 `--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms, and first tokens do not wait longer and longer (`growth`). `--rate` is
 doubled, then the distance is halved. Give it loads that are longer than a request: `--seconds 30`.
@@ -35,7 +36,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -66,17 +67,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--connector", default="auto", help="kv_connector of all engines")
-    parser.add_argument("--givers", type=int, default=1, help="engines that compute prompts")
-    parser.add_argument("--takers", type=int, default=1, help="engines that go on")
+    parser.add_argument("--layouts", type=_numbers("+"), default="1+1", help="engines that compute prompts + engines that go on, …")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--prompt", type=int, default=4000, help="tokens")
-    parser.add_argument("--new", type=int, default=200, help="tokens")
+    parser.add_argument("--prompt", type=int, default=4000, help="tokens of `one`")
     parser.add_argument("--early", action="store_true", help="fetch blocks of prompts that take several steps while they are computed")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait, at most, for what engines capture while they serve")
-    parser.add_argument("--rate", type=float, default=7.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of load")
-    parser.add_argument("--ratios", default="4000:200,1000:200,1000:1000")
+    parser.add_argument("--loads", type=_numbers(":"), default="4000:200:7", help="prompt tokens:output tokens:requests per second, …")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
+    parser.add_argument("--burst", type=int, default=0, help="requests at once after each load")
+    parser.add_argument("--rate", type=float, default=7.0, help="of `rates`, to begin with")
+    parser.add_argument("--ratios", type=_numbers(":"), default="4000:200,1000:200,1000:1000")
     parser.add_argument("--ttft-limit", type=float, default=2.0, help="seconds")
     parser.add_argument("--gap-limit", type=float, default=60.0, help="milliseconds")
     parser.add_argument("--kills", type=int, default=200)
@@ -84,42 +85,62 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=8)
     arguments, flags = parser.parse_known_args(argv)
     if arguments.what.startswith("kills"):
-        if (arguments.givers, arguments.takers) != (1, 1):
+        if arguments.layouts != [(1, 1)]:
             parser.error("kills have one giver and one taker")
         row = (kills if arguments.what == "kills" else kills_under_load)(arguments, flags)
         _say(arguments, row)
         raise SystemExit(not row["is_well"])
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if len({sum(layout) for layout in arguments.layouts}) > 1:
+        parser.error("all layouts need the same number of engines")
     asyncio.run(_measure(arguments))
 
 
+def _numbers(separator: str) -> Callable[[str], list[tuple[int, ...]]]:
+    """Reads comma-separated groups of numbers."""
+    return lambda text: [tuple(int(number) for number in group.split(separator)) for group in text.split(",")]
+
+
 async def _measure(arguments: argparse.Namespace) -> None:
-    what = arguments.what
-    pair_rows: dict[str, dict[str, Any]] = {}
-    async with _apart(arguments) as pair:
-        if what in ("one", "gpu"):
-            _say(arguments, await _one(pair, arguments))
-        if what in ("load", "gpu"):
-            pair_rows["load"] = await _load(pair, arguments, arguments.rate, arguments.prompt, arguments.new)
-        if what == "rates":
-            for ratio in arguments.ratios.split(","):
-                pair_rows[ratio] = await _highest_rate(pair, arguments, *map(int, ratio.split(":")))
-                _say(arguments, {"what": "rates of the pair", "ratio": ratio, "pair": pair_rows[ratio]})
-    if not pair_rows:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}  # by layout and load, without mixed ones
+    for layout in arguments.layouts:
+        name = "+".join(map(str, layout))
+        async with _apart(arguments, *layout) as apart:
+            if arguments.what in ("one", "gpu"):
+                _say(arguments, await _one(apart, arguments))
+            if arguments.what != "one":
+                async for load, row in _under_load(apart, arguments):
+                    rows[name, load] = row
+                    _say(arguments, {"what": arguments.what, "engines": name, "load": load, **row})
+    if not rows:
         return
     async with _mixed(arguments) as mixed:
-        for name, row in pair_rows.items():
-            if name == "load":
-                other = await _load(mixed, arguments, arguments.rate, arguments.prompt, arguments.new)
-                ratios = {
-                    "gap_ratio": round(row["gap_ms"]["p99"] / other["gap_ms"]["p99"], 3),
-                    "tok_s_ratio": round(row["tok_s"] / other["tok_s"], 3),
-                }
-                _say(arguments, {"what": "load", "pair": row, "mixed": other, **ratios})
-            else:
-                other = await _highest_rate(mixed, arguments, *map(int, name.split(":")))
-                _say(arguments, {"what": "rates", "ratio": name, "pair": row, "mixed": other})
+        async for load, row in _under_load(mixed, arguments):
+            ratios = {}
+            for layout, of_load in rows:
+                if of_load == load and arguments.what != "rates":
+                    apart_row = rows[layout, load]
+                    ratios[layout] = {
+                        "gap_ratio": round(apart_row["gap_ms"]["p99"] / row["gap_ms"]["p99"], 3),
+                        "tok_s_ratio": round(apart_row["tok_s"] / row["tok_s"], 3),
+                    }
+                    if arguments.burst:
+                        ratios[layout]["burst_tok_s_ratio"] = round(apart_row["burst"]["tok_s"] / row["burst"]["tok_s"], 3)
+            _say(arguments, {"what": arguments.what, "engines": "mixed", "load": load, **row, "ratios": ratios})
+
+
+async def _under_load(engines: _Apart | _Mixed, arguments: argparse.Namespace) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Each load's name and row."""
+    if arguments.what == "rates":
+        for prompt, new in arguments.ratios:
+            yield f"{prompt}:{new}", await _highest_rate(engines, arguments, prompt, new)
+        return
+    for prompt, new, rate in arguments.loads:
+        row = await _load(engines, arguments, rate, prompt, new)
+        if arguments.burst:
+            row["burst"] = await _burst(engines, arguments.burst, prompt, new)
+        yield f"{prompt}:{new}", row
 
 
 def _say(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
@@ -255,8 +276,8 @@ class _Mixed:
 
 
 def _config(arguments: argparse.Namespace, **options: Any) -> Any:
-    ratios = arguments.ratios if arguments.what == "rates" else f"{arguments.prompt}:{max(arguments.new, 32)}"
-    longest = max(sum(map(int, ratio.split(":"))) for ratio in ratios.split(",")) + 64
+    ratios = arguments.ratios if arguments.what == "rates" else [load[:2] for load in arguments.loads]
+    longest = max(*map(sum, ratios), arguments.prompt + 32) + 64
     return make_engine_config(
         arguments.model,
         load_format="dummy",
@@ -269,18 +290,18 @@ def _config(arguments: argparse.Namespace, **options: Any) -> Any:
 
 
 @asynccontextmanager
-async def _apart(arguments: argparse.Namespace) -> AsyncIterator[_Apart]:
-    roles = ["kv_producer"] * arguments.givers + ["kv_consumer"] * arguments.takers
+async def _apart(arguments: argparse.Namespace, num_givers: int, num_takers: int) -> AsyncIterator[_Apart]:
+    roles = ["kv_producer"] * num_givers + ["kv_consumer"] * num_takers
     engines = []
     for index, role in enumerate(roles):
         config = _config(arguments, kv_transfer_config={"kv_role": role, "kv_connector": arguments.connector})
         if arguments.device != "cpu":
             config = replace(config, parallel=replace(config.parallel, device_index=index))
         engines.append(_Engine(make_client(config)))
-    apart = _Apart(engines[: arguments.givers], engines[arguments.givers :], is_early=arguments.early)
+    apart = _Apart(engines[:num_givers], engines[num_givers:], is_early=arguments.early)
     try:
-        for engine in engines:
-            apart.vocab_size = await engine.start()
+        apart.vocab_size = await engines[0].start()  # alone: what it compiles, the others load
+        await asyncio.gather(*(engine.start() for engine in engines[1:]))
         yield apart
     finally:
         for engine in engines:
@@ -289,7 +310,7 @@ async def _apart(arguments: argparse.Namespace) -> AsyncIterator[_Apart]:
 
 @asynccontextmanager
 async def _mixed(arguments: argparse.Namespace) -> AsyncIterator[_Mixed]:
-    mixed = _Mixed(_Engine(make_client(_config(arguments, data_parallel_size=arguments.givers + arguments.takers))))
+    mixed = _Mixed(_Engine(make_client(_config(arguments, data_parallel_size=sum(arguments.layouts[0])))))
     try:
         mixed.vocab_size = await mixed.engine.start()
         yield mixed
@@ -344,7 +365,7 @@ async def _load(
 ) -> dict[str, Any]:
     """may_stop: as soon as all requests have been sent, if the limits cannot be met any more; the row says `is_beyond` alone."""
     rng = random.Random(f"{rate} {prompt} {new}")  # no prefix of a load before
-    num_warm = 4 * (arguments.givers + arguments.takers) // 2
+    num_warm = 2 * sum(arguments.layouts[0])
     await asyncio.gather(*(engines.run(_request(rng, f"warm {number}", engines.vocab_size, prompt, 16)) for number in range(num_warm)))
     await _settle(engines, arguments)
     began = time.perf_counter()
@@ -390,6 +411,15 @@ async def _load(
         names = [name for name in next(iter(tiers), {}) if "taken" in name or "fail" in name or "_p" in name]
         row["handover"] = {name: (max if "_p" in name else sum)(one.get(name, 0.0) for one in tiers) for name in names}
     return row
+
+
+async def _burst(engines: _Apart | _Mixed, count: int, prompt: int, new: int) -> dict[str, Any]:
+    rng = random.Random(f"burst {prompt} {new}")
+    requests = [_request(rng, f"burst {number}", engines.vocab_size, prompt, new) for number in range(count)]
+    began = time.perf_counter()
+    await asyncio.gather(*(engines.run(request) for request in requests))
+    seconds = time.perf_counter() - began
+    return {"requests": count, "seconds": round(seconds, 2), "tok_s": round(count * new / seconds, 1)}
 
 
 def _is_beyond(arguments: argparse.Namespace, new: int, sent_at: dict[str, float], seen: dict[str, _Seen]) -> bool:

@@ -1,4 +1,4 @@
-"""On two GPUs: experts spread over ranks say what one GPU says, with graphs, with data-parallel attention, and while experts move."""
+"""On several GPUs: experts spread over ranks say what one GPU says, with graphs, with data-parallel attention, and while experts move."""
 
 from __future__ import annotations
 
@@ -38,17 +38,26 @@ def run(folder: Path, cache_dir: Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "GptOssForCausalLM"])
-@pytest.mark.parametrize("over", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=["tensor", "data"])
-def test_two_gpus_say_what_one_says(architecture: str, over: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "over",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+        pytest.param({"data_parallel_size": 2}, id="data"),
+        pytest.param({"data_parallel_size": 4}, id="data over four", marks=pytest.mark.multigpu(4)),
+        pytest.param({"tensor_parallel_size": 2, "data_parallel_size": 2}, id="both", marks=pytest.mark.multigpu(4)),
+    ],
+)
+def test_several_gpus_say_what_one_says(architecture: str, over: dict[str, int], tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", architecture)
     expected = run(folder, tmp_path / "cache", tensor_parallel_size=1)
     assert run(folder, tmp_path / "cache", **SPREAD, **over) == expected
 
 
-def test_experts_move_between_gpus_without_a_capture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.multigpu(4))])
+def test_experts_move_between_gpus_without_a_capture(ranks: int, tmp_path: Path) -> None:
     """Steps replay the graphs that there were before, and are not much longer while experts move."""
     model = write_skewed(tmp_path / "model", 64)
-    found = measure(model, ranks=2, redundant=8, sequences=32, steps=400, device="cuda", num_kv_blocks=4096, capture="all")
+    found = measure(model, ranks=ranks, redundant=8, sequences=32, steps=400, device="cuda")
     assert found["imbalance_before"] > 1.3
     assert found["imbalance_after"] < 1.15
     assert found["longest_ms"] < 2 * found["step_ms"], found

@@ -246,8 +246,16 @@ def test_stages_use_the_artifact_of_one_rank(folder: Path, tmp_path: Path, expec
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("options", [{"cudagraph_mode": "none"}, {}, {"async_scheduling": False}], ids=["no graphs", "graphs", "sync"])
-def test_two_gpus(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"cudagraph_mode": "none"}, id="no graphs"),
+        pytest.param({}, id="graphs"),
+        pytest.param({"async_scheduling": False}, id="sync"),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor", marks=pytest.mark.multigpu(4)),
+    ],
+)
+def test_several_gpus(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("STAGES_TEST_PLAIN_PIECES")
         from compile_and_serve.compiler import inductor, pipeline
@@ -258,12 +266,12 @@ def test_two_gpus(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None
         one = start_one(folder, **given)
         wanted = tokens_of(run_requests(one, mixed_requests()))
         one.shutdown()
-        two = start(folder, **(given | options))
+        several = start(folder, **(given | options))
         for _ in range(3):
-            assert tokens_of(run_requests(two, mixed_requests())) == wanted
-            while two.idle():
+            assert tokens_of(run_requests(several, mixed_requests())) == wanted
+            while several.idle():
                 pass
-        two.shutdown()
+        several.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -121,26 +121,30 @@ def test_two_ranks_become_four_and_two_again(model_dir: Path, expected: dict[str
 
 
 @pytest.mark.multigpu
-def test_a_second_gpu_joins_and_leaves_under_load(model_dir: Path, tmp_path: Path, expected_on_cuda: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 4, 2), marks=pytest.mark.multigpu(4))])
+def test_gpus_join_and_leave_under_load(
+    sizes: tuple[int, ...], model_dir: Path, tmp_path: Path, expected_on_cuda: dict[str, list[int]]
+) -> None:
     core = EngineCore(tiny_config(model_dir, cache_dir=tmp_path, **OPTIONS | GRAPHS))
     try:
-        scale_under_load(core, expected_on_cuda, (2, 1))
+        scale_under_load(core, expected_on_cuda, sizes)
     finally:
         core.shutdown()
 
 
-def kill_one_of_two(core: EngineCore, expected: dict[str, list[int]]) -> None:
-    """The requests of its group end with a sentence that names it, and those of the other group go on."""
+def kill_a_rank(core: EngineCore, expected: dict[str, list[int]]) -> None:
+    """The requests of its group end with a sentence that names it, and those of the other groups go on."""
+    sentence = f"Rank 1 of {core.executor.mesh.size} was ended by signal 9"
     try:
         load = Load(core)
         load.add(mixed_requests()[:6])
         load.step()
         os.kill(core.executor._host._processes[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 9") as caught:
+        with pytest.raises(RankFailedError, match=sentence) as caught:
             load.finish(expected)
         ended = {output.request_id: output for output in elastic_of(core).fail(caught.value).outputs}
         assert 0 < len(ended) < 6
-        assert {output.error for output in ended.values()} == {"Rank 1 of 2 was ended by signal 9."}
+        assert {output.error for output in ended.values()} == {sentence + "."}
         elastic_of(core).restart()
         while core.has_work():
             load.step()
@@ -156,10 +160,13 @@ def kill_one_of_two(core: EngineCore, expected: dict[str, list[int]]) -> None:
 
 @pytest.mark.slow
 def test_the_ranks_are_started_again_when_one_is_killed(model_dir: Path, expected: dict[str, list[int]]) -> None:
-    kill_one_of_two(EngineCore(tiny_config(model_dir, enable_elastic_ep=True, data_parallel_attention_size=2, **OPTIONS)), expected)
+    kill_a_rank(EngineCore(tiny_config(model_dir, enable_elastic_ep=True, data_parallel_attention_size=2, **OPTIONS)), expected)
 
 
 @pytest.mark.multigpu
-def test_two_gpus_are_started_again_when_a_rank_is_killed(model_dir: Path, tmp_path: Path, expected_on_cuda: dict[str, list[int]]) -> None:
-    options = OPTIONS | GRAPHS | {"data_parallel_attention_size": 2, "cache_dir": tmp_path}
-    kill_one_of_two(EngineCore(tiny_config(model_dir, **options)), expected_on_cuda)
+@pytest.mark.parametrize("num_gpus", [2, pytest.param(4, marks=pytest.mark.multigpu(4))])
+def test_gpus_are_started_again_when_a_rank_is_killed(
+    num_gpus: int, model_dir: Path, tmp_path: Path, expected_on_cuda: dict[str, list[int]]
+) -> None:
+    options = OPTIONS | GRAPHS | {"data_parallel_attention_size": num_gpus, "cache_dir": tmp_path}
+    kill_a_rank(EngineCore(tiny_config(model_dir, **options)), expected_on_cuda)
