@@ -1,11 +1,13 @@
 """Skewed routing on ranks with experts of their own, before and after the balancer moved experts. Prints a JSON line.
 
     python -m benchmarks.expert_balance [--ranks 2] [--experts 64] [--redundant 8] [--sequences 32] [--steps 240] [--device cpu]
+                                       [--hidden 64] [--layers 2]
 
 A small random GLM-4.5 whose biases of the choice send half of the pairs of token and expert to 5 % of the experts. `imbalance_before`,
 `imbalance_after`: pairs of the busiest rank over those of the mean rank, by the experts' counted tokens, the mean of the layers.
 `tokens_equal`: greedy tokens are those of one rank (on CUDA: of the same ranks without the balancer). `step_ms`: the median of decode
-steps, `longest_ms`: the longest of those beside which experts moved, `longest_still_ms`: of the others.
+steps, `longest_ms`: the longest of those beside which experts moved, `longest_still_ms`: of the others. `longest_at`: the five longest,
+each with its number and whether experts moved.
 """
 
 from __future__ import annotations
@@ -40,12 +42,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_skewed(Path(folder) / "model", arguments.experts, hidden=arguments.hidden)
-        row = measure(model, **{name: value for name, value in vars(arguments).items() if name not in ("experts", "hidden")})
-    print(json.dumps({"experts": arguments.experts, "hidden": arguments.hidden} | row | environment()), flush=True)
+        model = write_skewed(Path(folder) / "model", arguments.experts, hidden=arguments.hidden, layers=arguments.layers)
+        row = measure(model, **{name: value for name, value in vars(arguments).items() if name not in ("experts", "hidden", "layers")})
+    print(
+        json.dumps({"experts": arguments.experts, "hidden": arguments.hidden, "layers": arguments.layers} | row | environment()), flush=True
+    )
 
 
 def write_skewed(folder: Path, num_experts: int, *, hidden: int = 64, layers: int = 2) -> Path:
@@ -101,6 +106,7 @@ def measure(
     still = [seconds for seconds, moves in times if not moves]
     moving = [seconds for seconds, moves in times if moves]
     median = statistics.median(still)
+    longest = sorted(range(len(times)), key=lambda at: -times[at][0])
     return found | {
         "ranks": ranks,
         "over": over,
@@ -110,6 +116,7 @@ def measure(
         "step_ms": round(1000 * median, 3),
         "longest_ms": round(1000 * max(moving, default=0.0), 3),
         "longest_still_ms": round(1000 * max(still), 3),
+        "longest_at": [[at, round(1000 * times[at][0], 3), times[at][1]] for at in longest[:5]],
         "steps_with_moves": len(moving),
     }
 

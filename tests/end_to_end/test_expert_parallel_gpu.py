@@ -56,7 +56,7 @@ def test_several_gpus_say_what_one_says(architecture: str, over: dict[str, int],
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.multigpu(4))])
 def test_experts_move_between_gpus_without_a_capture(ranks: int, tmp_path: Path) -> None:
     """Steps replay the graphs that there were before, and are not much longer while experts move."""
-    model = write_skewed(tmp_path / "model", 64)
+    model = write_skewed(tmp_path / "model", 64, hidden=1024, layers=8)
     found = measure(model, ranks=ranks, redundant=8, sequences=32, steps=400, device="cuda")
     assert found["imbalance_before"] > 1.3
     assert found["imbalance_after"] < 1.15

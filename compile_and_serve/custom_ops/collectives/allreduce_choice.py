@@ -163,7 +163,7 @@ def choose_allreduce(
 
     def of_rank_0(kept: Measurement | None) -> Measurement | None:
         values = [kept]
-        dist.broadcast_object_list(values, src=0, group=group.process_group, device=device)
+        dist.broadcast_object_list(values, group_src=0, group=group.process_group, device=device)
         return values[0]
 
     def best(*, quantized: bool) -> AllreduceChoice:

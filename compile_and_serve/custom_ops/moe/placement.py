@@ -35,7 +35,12 @@ def even_turns(experts: Sequence[int], num_experts: int) -> torch.Tensor:
     slots_of: list[list[int]] = [[] for _ in range(num_experts)]
     for slot, expert in enumerate(experts):
         slots_of[expert].append(slot)
-    return torch.tensor([[slots[turn % len(slots)] for turn in range(TURNS)] for slots in slots_of])
+    return torch.tensor([evenly(slots) for slots in slots_of])
+
+
+def evenly(slots: Sequence[int]) -> list[int]:
+    """The slot of each turn of an expert whose slots have equally many turns."""
+    return [slots[turn % len(slots)] for turn in range(TURNS)]
 
 
 def table_of_rank(slots_XC: torch.Tensor, slots: int, rank: int) -> torch.Tensor:

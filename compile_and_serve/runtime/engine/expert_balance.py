@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from compile_and_serve.runtime.engine.expert_placement import Turns, balanced, balanced_turns, imbalance, loads_of_ranks, moves_between
+from compile_and_serve.runtime.engine.expert_placement import (
+    Move,
+    Turns,
+    balanced,
+    balanced_turns,
+    imbalance,
+    loads_of_ranks,
+    moves_between,
+)
 from compile_and_serve.runtime.eplb_config import ExpertBalanceConfig
 from compile_and_serve.runtime.scheduler.step_messages import ExpertMoves, SchedulerOutput, SpreadInfo
 
@@ -27,7 +35,10 @@ class ExpertBalancer:
         self.placements = [list(one) for one in self.spread.placements]
         self.turns: list[Turns] = [{} for _ in self.placements]
         self.num_plans = self.num_moves = 0
-        self._queue: deque[tuple[int, tuple[tuple[int, int], ...], Turns | None]] = deque()
+        self._loads: list[list[int]] = []  # that the last plan is about
+        self._unplanned: deque[int] = deque()  # layers
+        self._moving: deque[_MovingLayer] = deque()
+        self._balance: list[tuple[float, float]] = []  # of each layer of the last plan: imbalance before it, and with it
         self._steps = 0
         self._planned_at = 0  # step
         self._counts: deque[tuple[int, list[list[int]]]] = deque()  # step, tokens of each expert of each layer up to there
@@ -45,30 +56,29 @@ class ExpertBalancer:
 
     @property
     def is_moving(self) -> bool:
-        """Whether moves are left of the last plan."""
-        return bool(self._queue)
+        """Whether the last plan is not done yet."""
+        return bool(self._unplanned or self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """A step is about to be launched: give it its share of the moves."""
         self._steps += 1
-        if not self._queue:
+        if self._unplanned:
+            self._plan_layer(self._unplanned.popleft())  # one a step, because it takes milliseconds
+        if not self._moving:
             return
         moves, num_bytes = ExpertMoves(), 0
-        changed: set[int] = set()
-        while self._queue:
-            layer, copies, turns = self._queue[0]
-            size = len(copies) * self.spread.bytes_of_expert
-            # Moves of one layer may build on one another, so a step has one of each layer at most.
-            if (moves.copies and num_bytes + size > self._config.bytes_per_step) or (copies and layer in changed):
+        for _ in range(len(self._moving)):  # moves of a layer build on one another, so a step has one of each layer at most
+            layer = self._moving[0]
+            num_bytes += len(layer.copies) * self.spread.bytes_of_expert
+            if moves.copies and num_bytes > self._config.bytes_per_step:
                 break
-            self._queue.popleft()
-            num_bytes += size
-            if copies:
-                changed.add(layer)
-                self.num_moves += 1
-                moves.copies += [(layer, slot, source) for slot, source in copies]
-            if turns is not None:
-                moves.turns.append((layer, turns))
+            self._moving.popleft()
+            self.num_moves += bool(layer.copies)
+            moves.copies += [(layer.number, slot, source) for slot, source in layer.copies]
+            if layer.advance():
+                self._moving.append(layer)
+            else:
+                moves.turns.append((layer.number, self.turns[layer.number]))
         for one in (scheduled, *scheduled.groups):
             one.expert_moves = moves
 
@@ -80,48 +90,43 @@ class ExpertBalancer:
         self._counts.append((self._steps, now))
         while len(self._counts) > 1 and self._counts[1][0] <= self._steps - config.window_size:
             self._counts.popleft()
-        if self._queue or self._steps - self._planned_at < config.step_interval or len(now) != len(self.placements):
+        if self.is_moving or self._steps - self._planned_at < config.step_interval or len(now) != len(self.placements):
             return
         self._planned_at = self._steps
-        self._plan(now if len(self._counts) == 1 else _since(self._counts[0][1], now))
-
-    def _plan(self, loads: Sequence[Sequence[int]]) -> None:
-        num_ranks, of_plan = self.spread.num_ranks, []
-        for layer, counts in enumerate(loads):
-            current = self.placements[layer]
-            worst = imbalance(loads_of_ranks(counts, current, self.turns[layer], num_ranks))
-            target = balanced(counts, current, num_ranks)
-            turns = balanced_turns(counts, target, num_ranks)
-            best = imbalance(loads_of_ranks(counts, target, turns, num_ranks))
-            if not any(counts) or worst - best < WORTH_IT * worst:
-                of_plan.append((worst, worst))
-                continue
-            of_plan.append((worst, best))
-            self._queue.extend((layer, move.copies, None) for move in moves_between(current, target))
-            self._queue.append((layer, (), turns))
-            self.placements[layer], self.turns[layer] = target, turns
         self.num_plans += 1
-        # Layers take turns, so that a step moves experts of several.
-        self._queue = deque(_round_robin(self._queue))
-        if self._config.log_balancedness:
-            worst, best = (sum(one[at] for one in of_plan) / len(of_plan) for at in (0, 1))
-            logger.info("Experts: the busiest rank has %.2f times the mean, %.2f after %d moves.", worst, best, len(self._queue))
+        self._loads = now if len(self._counts) == 1 else _since(self._counts[0][1], now)
+        self._unplanned.extend(range(len(now)))
+        self._balance.clear()
+
+    def _plan_layer(self, layer: int) -> None:
+        loads, current, num_ranks = self._loads[layer], self.placements[layer], self.spread.num_ranks
+        worst = imbalance(loads_of_ranks(loads, current, self.turns[layer], num_ranks))
+        target = balanced(loads, current, num_ranks)
+        turns = balanced_turns(loads, target, num_ranks)
+        best = imbalance(loads_of_ranks(loads, target, turns, num_ranks))
+        is_worth_it = any(loads) and worst - best >= WORTH_IT * worst
+        self._balance.append((worst, best if is_worth_it else worst))
+        if is_worth_it:
+            self._moving.append(_MovingLayer(layer, moves_between(current, target)))
+            self.placements[layer], self.turns[layer] = target, turns
+        if self._config.log_balancedness and not self._unplanned:
+            worst, best = (sum(one[at] for one in self._balance) / len(self._balance) for at in (0, 1))
+            logger.info("Experts: the busiest rank has %.2f times the mean, %.2f once they have moved.", worst, best)
+
+
+class _MovingLayer:
+    """A layer on the way to its placement. copies: its next move, if one is left."""
+
+    def __init__(self, number: int, moves: Iterator[Move]) -> None:
+        self.number, self._moves = number, moves
+        self.advance()
+
+    def advance(self) -> bool:
+        """Go on to the next move. → whether there is one"""
+        move = next(self._moves, None)
+        self.copies = () if move is None else move.copies
+        return move is not None
 
 
 def _since(before: Sequence[Sequence[int]], now: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[b - a for a, b in zip(*layer, strict=True)] for layer in zip(before, now, strict=True)]
-
-
-def _round_robin(
-    queue: Sequence[tuple[int, tuple[tuple[int, int], ...], Turns | None]],
-) -> list[tuple[int, tuple[tuple[int, int], ...], Turns | None]]:
-    of_layers: dict[int, deque[tuple[int, tuple[tuple[int, int], ...], Turns | None]]] = {}
-    for one in queue:
-        of_layers.setdefault(one[0], deque()).append(one)
-    found = []
-    while of_layers:
-        for layer in list(of_layers):
-            found.append(of_layers[layer].popleft())
-            if not of_layers[layer]:
-                del of_layers[layer]
-    return found

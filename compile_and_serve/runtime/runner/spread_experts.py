@@ -18,7 +18,7 @@ from compile_and_serve.compiler.weights.transforms import WeightTransform
 from compile_and_serve.custom_ops.collectives.collectives import exchange, rank_group
 from compile_and_serve.custom_ops.library import EXPERT_SLOTS
 from compile_and_serve.custom_ops.mesh import EXPERT, Mesh
-from compile_and_serve.custom_ops.moe.placement import even_turns, first_experts, table_of_rank
+from compile_and_serve.custom_ops.moe.placement import even_turns, evenly, first_experts, table_of_rank
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.weight_functions import Expression
 from compile_and_serve.runtime.scheduler.step_messages import ExpertMoves, SpreadInfo
@@ -72,6 +72,7 @@ class SpreadExperts:
     def reset(self) -> None:
         """The weights were loaded: every expert is where it was at the start."""
         self._placements = [first_experts(one.num_experts, one.slots, self._group.size) for one in self._layers]
+        self._turns = [even_turns(at, one.num_experts) for one, at in zip(self._layers, self._placements, strict=True)]  # int64 [X, C]
 
     def info(self) -> SpreadInfo:
         """What the engine is told. Bytes are of the largest layer."""
@@ -119,13 +120,16 @@ class SpreadExperts:
     def _place(self, moves: ExpertMoves) -> None:
         """Write the tables of the layers that the moves change."""
         before = {number: list(self._placements[number]) for number, _, _ in moves.copies}
+        changed: dict[int, set[int]] = {number: set() for number in before}  # experts by layer
         for number, slot, source in moves.copies:
+            changed[number] |= {before[number][slot], before[number][source]}
             self._placements[number][slot] = before[number][source]
         turns = dict(moves.turns)
         platform = platform_of(self._device)
         for number in sorted({*before, *turns}):
-            layer = self._layers[number]
-            slots_XC = even_turns(self._placements[number], layer.num_experts)
+            layer, placement, slots_XC = self._layers[number], self._placements[number], self._turns[number]
+            for expert in changed.get(number, ()):
+                slots_XC[expert] = torch.tensor(evenly([slot for slot, one in enumerate(placement) if one == expert]))
             for expert, slots in turns.get(number, {}).items():
                 slots_XC[expert] = torch.tensor(slots)
             table: np.ndarray = table_of_rank(slots_XC, layer.slots, self._group.rank).numpy()

@@ -60,7 +60,7 @@ def test_moves_come_in_small_pieces_once_they_are_worth_it() -> None:
         balancer.take(tokens)
         return 0 if scheduled.expert_moves is None else 100 * len(scheduled.expert_moves.copies)
 
-    assert [step(even) for _ in range(6)] == [0] * 6
+    assert [step(even) for _ in range(7)] == [0] * 7
     assert balancer.num_plans == 1
     assert not balancer.is_moving
     sizes = [step(busy) for _ in range(40)]
