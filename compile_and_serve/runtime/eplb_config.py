@@ -17,7 +17,7 @@ class ExpertBalanceConfig:
 
     window_size: steps whose tokens count. step_interval: steps between two plans. num_redundant_experts: slots beyond one for each expert.
     log_balancedness: log the mean load of a rank over the largest, with each plan.
-    bytes_per_step: weights that a rank receives beside a step at most, but one exchange of two experts.
+    bytes_per_step: weights that a rank receives beside a step at most, but one exchange of two experts. There are two moves at most.
     """
 
     window_size: int = 1000

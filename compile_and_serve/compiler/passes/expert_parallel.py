@@ -30,7 +30,8 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE, GATHER_TOKENS, SCATTER_TOKENS
+from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE
+from compile_and_serve.custom_ops.collectives.tokens import GATHER_TOKENS, SCATTER_TOKENS
 from compile_and_serve.custom_ops.library import EXPERT_PLACEMENT, EXPERT_SLOTS
 from compile_and_serve.custom_ops.mesh import DATA, EXPERT, TENSOR
 from compile_and_serve.custom_ops.moe.experts import EXPERTS

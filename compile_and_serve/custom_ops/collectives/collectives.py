@@ -1,5 +1,4 @@
-"""Collectives over named groups of ranks: `cas::all_reduce`, `cas::all_gather`, `cas::gather_tokens`, `cas::scatter_tokens`, and how a
-process joins its groups.
+"""Collectives over named groups of ranks: `cas::all_reduce`, `cas::all_gather`, and how a process joins its groups.
 
 A process joins the groups of its mesh (`join_groups`) before it runs a sharded model. A collective names the axis whose group it is over;
 the graph depends on the mesh but not on the rank, so that all ranks run the same pieces.
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.library import define
-from compile_and_serve.custom_ops.mesh import DATA, PIPE, TENSOR, Axis, Mesh
+from compile_and_serve.custom_ops.mesh import PIPE, TENSOR, Axis, Mesh
 from compile_and_serve.custom_ops.platform import platform_of
 
 
@@ -202,7 +201,7 @@ def gather_parts(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return all_N
 
 
-def _all_reduce_reference(x_N: Sequence[torch.Tensor], group: Axis = TENSOR) -> torch.Tensor:
+def sum_of_parts(x_N: Sequence[torch.Tensor], group: Axis = TENSOR) -> torch.Tensor:
     math_dtype = torch.promote_types(x_N[0].dtype, torch.float32)
     total = x_N[0].to(math_dtype)
     for x in x_N[1:]:
@@ -218,34 +217,13 @@ def _all_gather_reference(x_N: Sequence[torch.Tensor], size: int, length: int, g
 def _all_reduce_cpu(x: torch.Tensor, group: Axis = TENSOR) -> torch.Tensor:
     # Gathered, then summed in the order of ranks with one rounding: every rank has the same bits, and a row's sum does not depend on the
     # row's index in the batch, as it does in a ring.
-    return _all_reduce_reference(gather_parts(x, rank_group(group)).unbind(0))
+    return sum_of_parts(gather_parts(x, rank_group(group)).unbind(0))
 
 
 def _all_reduce_cuda(x: torch.Tensor, group: Axis = TENSOR) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=rank_group(group).process_group)
     return total
-
-
-def _gather_tokens(x_TD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    return gather_parts(x_TD, rank_group(group)).flatten(0, 1)
-
-
-def _scatter_tokens_reference(x_N: Sequence[torch.Tensor], size: int, group: Axis = DATA) -> torch.Tensor:
-    """For the verifier, whose groups have the same tokens: each gets what the first one gets."""
-    return _all_reduce_reference([x.chunk(size)[0] for x in x_N])
-
-
-def _scatter_tokens_cpu(x_PD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    own = rank_group(group)
-    parts_NND = gather_parts(x_PD.unflatten(0, (size, -1)), own)
-    return _all_reduce_reference(parts_NND[:, own.rank].unbind(0))
-
-
-def _scatter_tokens_cuda(x_PD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    total_TD = x_PD.new_empty(x_PD.shape[0] // size, *x_PD.shape[1:])
-    dist.reduce_scatter_tensor(total_TD, x_PD.contiguous(), group=rank_group(group).process_group)
-    return total_TD
 
 
 def _all_gather(x: torch.Tensor, size: int, length: int, group: Axis = TENSOR) -> torch.Tensor:
@@ -256,7 +234,7 @@ ALL_REDUCE = define(
     "all_reduce(Tensor x, str group='tensor') -> Tensor",
     version=1,
     fake=lambda x, *_: x.new_empty(x.shape),
-    across_ranks=_all_reduce_reference,
+    across_ranks=sum_of_parts,
     row_wise=True,
     CPU=_all_reduce_cpu,
     CUDA=_all_reduce_cuda,
@@ -267,23 +245,6 @@ ALL_GATHER = define(
     fake=lambda x, size, length, *_: x.new_empty(*x.shape[:-1], length),
     across_ranks=_all_gather_reference,
     CompositeExplicitAutograd=_all_gather,
-)
-
-
-GATHER_TOKENS = define(
-    "gather_tokens(Tensor x, int size, str group='data') -> Tensor",
-    version=1,
-    fake=lambda x, size, *_: x.new_empty(size * x.shape[0], *x.shape[1:]),
-    across_ranks=lambda x_N, *_: torch.cat(x_N),
-    CompositeExplicitAutograd=_gather_tokens,
-)
-SCATTER_TOKENS = define(
-    "scatter_tokens(Tensor x, int size, str group='data') -> Tensor",
-    version=1,
-    fake=lambda x, size, *_: x.new_empty(x.shape[0] // size, *x.shape[1:]),
-    across_ranks=_scatter_tokens_reference,
-    CPU=_scatter_tokens_cpu,
-    CUDA=_scatter_tokens_cuda,
 )
 
 
@@ -298,13 +259,3 @@ def all_gather(x: torch.Tensor, size: int, length: int, group: Axis = TENSOR) ->
     size: N, of the group, which the graph was compiled for. N · D ≥ length; the rest is padding of the last ranks.
     """
     return ALL_GATHER(x, size, length, group)
-
-
-def gather_tokens(x_TD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    """The rows of all ranks of a group behind one another, in the order of ranks. Every rank has as many. size: N. [T, …] → [N · T, …]"""
-    return GATHER_TOKENS(x_TD, size, group)
-
-
-def scatter_tokens(x_PD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    """Σ over the group's ranks of x, of which each rank gets its own rows: the inverse order of `gather_tokens`. [N · T, …] → [T, …]"""
-    return SCATTER_TOKENS(x_PD, size, group)

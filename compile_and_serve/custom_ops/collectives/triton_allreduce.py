@@ -342,7 +342,7 @@ def takes_pushed(x_TD: torch.Tensor, memory: SymmetricMemory) -> bool:
     return takes(x_TD, memory) and x_TD.shape[0] <= memory.layout.max_pushed_rows and x_TD.itemsize == 2
 
 
-def _resident(block: int, device: torch.device) -> dict[str, int]:
+def resident(block: int, device: torch.device) -> dict[str, int]:
     """Warps of a program over `block` features, and a limit of registers with which all programs are resident at once."""
     warps = max(1, min(16, block // 512))
     limit = {"maxnreg": min(255, 65536 // (PROGRAMS_PER_SM * 32 * warps))} if platform_of(device).runs_triton_kernels else {}
@@ -376,7 +376,7 @@ def pushed_allreduce_add_rms_norm(
         x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, *(quantized or (None, None)), RANK=memory.rank, SIZE=layout.size,
         NUM_PROGRAMS=layout.num_programs, PUSHED_ROWS=layout.pushed_rows, BLOCK=block,
         ROW_BLOCK=next_power_of_2(row_values), ROW_VALUES=row_values, EMPTY_BITS=EMPTY, PDL=pdl,
-        **quantize_constants(quantized), **launch_options(pdl), **_resident(block, x_TD.device),
+        **quantize_constants(quantized), **launch_options(pdl), **resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD
 
@@ -432,6 +432,6 @@ def launch_with_slots(
         layout.flags_offset, *(quantized or (None, None)), *more,
         RANK=memory.rank, SIZE=layout.size, PADDED_SIZE=next_power_of_2(layout.size), NUM_PROGRAMS=layout.num_programs, BLOCK=block,
         PDL=pdl, **constants, **quantize_constants(quantized),
-        **launch_options(pdl), **_resident(block, x_TD.device),
+        **launch_options(pdl), **resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD

@@ -323,6 +323,8 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     facts: dict[str, int | float | str] = {"attention_backend": backend_names}
     if rank.mesh.tensor > 1 and platform_of(device).runs_cuda_kernels:
         facts["all_reduce"] = _choose_allreduce(config, spec, device, dtype, on_stage)
+    if rank.mesh.data > 1 and platform_of(device).runs_cuda_kernels:
+        facts["token_exchange"] = _choose_token_exchange(config, spec, device, dtype)
 
     with memory_for("compiling the model", device, memory.LOADING):
         stage = None if stages is None else rank.coordinates[PIPE]
@@ -413,7 +415,7 @@ def _choose_allreduce(config: EngineConfig, spec: ModelSpec, device: torch.devic
         return "over NCCL: --disable-custom-all-reduce"
     if "fuse_allreduce_add_rms_norm" in config.compile.disabled_passes:
         return "over NCCL: the pass fuse_allreduce_add_rms_norm is off"
-    hidden_size = (spec.config.get("text_config") or spec.config).get("hidden_size")
+    hidden_size = _hidden_size(spec)
     if hidden_size is None:
         return "over NCCL: the model's config says no hidden_size"
     from compile_and_serve.custom_ops.collectives.allreduce_choice import choose_allreduce
@@ -428,3 +430,17 @@ def _choose_allreduce(config: EngineConfig, spec: ModelSpec, device: torch.devic
     )
     on_stage("all-reduce", time.perf_counter() - start, how)
     return how
+
+
+def _choose_token_exchange(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """How tokens of data-parallel groups get to the experts of all ranks and back, as a sentence."""
+    hidden_size = _hidden_size(spec)
+    if config.parallel.disable_custom_all_reduce or hidden_size is None:
+        return "over NCCL: " + ("--disable-custom-all-reduce" if hidden_size else "the model's config says no hidden_size")
+    from compile_and_serve.custom_ops.collectives.tokens import map_token_memory
+
+    return map_token_memory(num_features=hidden_size, dtype=dtype, max_rows=config.scheduler.token_budget, device=device)
+
+
+def _hidden_size(spec: ModelSpec) -> int | None:
+    return (spec.config.get("text_config") or spec.config).get("hidden_size")

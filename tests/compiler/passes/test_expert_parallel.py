@@ -13,7 +13,8 @@ import torch
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.passes.expert_parallel import PLACEMENT
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
-from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE, GATHER_TOKENS, SCATTER_TOKENS
+from compile_and_serve.custom_ops.collectives.collectives import ALL_REDUCE
+from compile_and_serve.custom_ops.collectives.tokens import GATHER_TOKENS, SCATTER_TOKENS
 from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.moe.placement import even_turns, first_experts, take_experts
 from compile_and_serve.custom_ops.moe.turns import TURNS

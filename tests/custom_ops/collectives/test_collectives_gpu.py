@@ -16,6 +16,8 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
 from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
 from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce, rank_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
+from compile_and_serve.custom_ops.collectives.tokens import gather_tokens, map_token_memory, scatter_tokens
+from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.triton_common import num_sms
 from compile_and_serve.custom_ops.tuning.tuner import Tuner, device_name
@@ -154,3 +156,49 @@ def test_ranks_measure_together_and_keep_one_choice(tmp_path: Path) -> None:
     assert isinstance(choice, AllreduceChoice)
     assert choice.sentence() == measured
     assert kept == f"{measured}, as measured at an earlier start"
+
+
+def tokens_of_rank(rank: int, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 * rows + rank)
+    own, weights = torch.randn(rows, FEATURES, generator=draw), torch.randn(rows, 16, generator=draw)
+    return own.bfloat16(), weights, torch.randn(size * rows, FEATURES, generator=draw).bfloat16()
+
+
+def exchange_tokens(rank: int, size: int, is_mapped: bool) -> list[tuple[torch.Tensor, ...]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if is_mapped:
+        said = map_token_memory(num_features=FEATURES, dtype=torch.bfloat16, max_rows=ROWS[-1], device=device)
+        assert said.startswith("over symmetric memory up to"), said
+    found = []
+    for rows in ROWS:
+        own, weights, results = (x.to(device) for x in tokens_of_rank(rank, rows, size))
+
+        def work(own: torch.Tensor = own, weights: torch.Tensor = weights, results: torch.Tensor = results) -> tuple[torch.Tensor, ...]:
+            return gather_tokens(own, size), gather_tokens(weights, size), scatter_tokens(results, size)
+
+        called = [x.cpu() for x in work()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            replayed = [part for factor in (-1.0, 1.0, 2.0, 1.0) for part in work(own * factor, weights * factor, results * factor)]
+        for _ in range(REPLAYS):
+            graph.replay()
+            torch.cuda.synchronize()
+            for at, factor in enumerate((-1.0, 1.0, 2.0, 1.0)):
+                for part, first in zip(replayed[3 * at : 3 * at + 3], called, strict=True):
+                    assert torch.equal(part.cpu(), first * factor), f"{rows} rows times {factor} differ in a graph"
+        found.append(tuple(called))
+    return found
+
+
+@pytest.mark.parametrize(("size", "is_mapped"), [(2, True), (2, False), pytest.param(4, True, marks=FOUR)])
+def test_tokens_come_to_all_ranks_and_sums_go_back(size: int, is_mapped: bool, tmp_path: Path) -> None:
+    mesh = Mesh(data=size, expert_parallel=True)
+    by_rank = run_ranks(size, exchange_tokens, size, is_mapped, folder=tmp_path, device="cuda", sees_all=False, mesh=mesh)
+    for at, rows in enumerate(ROWS):
+        parts = [tokens_of_rank(rank, rows, size) for rank in range(size)]
+        for rank in range(size):
+            own, weights, added = by_rank[rank][at]
+            assert torch.equal(own, torch.cat([one for one, _, _ in parts]))
+            assert torch.equal(weights, torch.cat([one for _, one, _ in parts]))
+            total = torch.stack([one[rank * rows : (rank + 1) * rows].double() for _, _, one in parts]).sum(0)
+            assert relative_error(added, total) < 2**-8
