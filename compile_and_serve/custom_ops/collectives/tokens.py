@@ -33,12 +33,6 @@ class _GroupMemory:
 _mapped: _GroupMemory | None = None  # of the process's group along the data axis: see `rank_group`
 
 
-def use_token_memory(memory: SymmetricMemory) -> None:
-    """From now on, tokens travel over this memory where they fit. Every rank of the data group calls it."""
-    global _mapped
-    _mapped = _GroupMemory(group=rank_group(DATA), memory=memory)
-
-
 def map_token_memory(*, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device) -> str:
     """Let tokens of the data group travel over symmetric memory. Every rank calls it, outside of a capture.
 
@@ -46,6 +40,7 @@ def map_token_memory(*, num_features: int, dtype: torch.dtype, max_rows: int, de
     """
     from compile_and_serve.custom_ops.triton_common import num_sms
 
+    global _mapped
     group = rank_group(DATA)
     rows = min(MAX_ROWS, group.size * max_rows)
     layout = layout_for(group.size, num_features, dtype, rows, num_sms(device), has_parts=False)
@@ -54,7 +49,7 @@ def map_token_memory(*, num_features: int, dtype: torch.dtype, max_rows: int, de
         if group.rank == 0:
             log.warning("Tokens of data-parallel groups go over NCCL alone: %s.", memory)
         return f"over NCCL: {memory}"
-    use_token_memory(memory)
+    _mapped = _GroupMemory(group=group, memory=memory)
     return f"over symmetric memory up to {layout.max_rows} rows, then over NCCL"
 
 
