@@ -8,8 +8,8 @@
     python -m benchmarks.handover kills-under-load MODEL [--seconds 300] [--streams 8] [flags of serve …]
 
 MODEL needs only a config.json for all but `kills…`, which starts servers: weights and prompts are random. Two engines run on devices 0
-and 1 (`--device cpu`: both on the CPU), without HTTP. `--layouts 1+3,2+2`: 1 engine that computes prompts and 3 that go on, then 2 and 2.
-All requests are greedy and run to their full length.
+and 1 (`--device cpu`: both on the CPU), without HTTP. `--layouts 1+3,2+2`: 1 engine that computes prompts and 3 that go on, then 2 and 2,
+instead of 1 and 1. All requests are greedy and run to their full length.
 
 `one`: a request at a time, once the engines have captured and measured what they do while they serve, or after `--settle` seconds: until
 then a request waits for such work. `prompt_ms`: until the first engine has answered. `second_ms`: from then on until the other engine gave
@@ -19,7 +19,7 @@ fetch blocks until the request could go on. `queue_ms`: that it waited else. `st
 handover_ms on GPUs. `to_come`: what the other engine had still to capture. `replays`: its graphs.
 `load`: each layout, then `mixed`: as many replicas that do both. `--loads`: prompt tokens, output tokens, requests per second of a Poisson
 process. `gap_ms`: between two tokens of a request. `gap_ratio`, `tok_s_ratio`: to the mixed replicas. `burst`: after each load, `--burst`
-requests with the same tokens all at once.
+requests with as many tokens all at once. `handover`: since the engines started.
 `rates`: for each ratio of prompt to output tokens, the highest rate at which p99 of the time to the first token stays below
 `--ttft-limit` seconds and p99 of the gaps below `--gap-limit` ms, and first tokens do not wait longer and longer (`growth`). `--rate` is
 doubled, then the distance is halved. Give it loads that are longer than a request: `--seconds 30`.
@@ -67,17 +67,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--connector", default="auto", help="kv_connector of all engines")
-    parser.add_argument("--layouts", type=_numbers("+"), default="1+1", help="engines that compute prompts + engines that go on, …")
+    parser.add_argument(
+        "--layouts", type=_numbers("+", int, int), default="1+1", help="engines that compute prompts + engines that go on, …"
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prompt", type=int, default=4000, help="tokens of `one`")
     parser.add_argument("--early", action="store_true", help="fetch blocks of prompts that take several steps while they are computed")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait, at most, for what engines capture while they serve")
-    parser.add_argument("--loads", type=_numbers(":"), default="4000:200:7", help="prompt tokens:output tokens:requests per second, …")
+    parser.add_argument(
+        "--loads", type=_numbers(":", int, int, float), default="4000:200:7", help="prompt tokens:output tokens:requests per second, …"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--burst", type=int, default=0, help="requests at once after each load")
     parser.add_argument("--rate", type=float, default=7.0, help="of `rates`, to begin with")
-    parser.add_argument("--ratios", type=_numbers(":"), default="4000:200,1000:200,1000:1000")
+    parser.add_argument("--ratios", type=_numbers(":", int, int), default="4000:200,1000:200,1000:1000")
     parser.add_argument("--ttft-limit", type=float, default=2.0, help="seconds")
     parser.add_argument("--gap-limit", type=float, default=60.0, help="milliseconds")
     parser.add_argument("--kills", type=int, default=200)
@@ -97,9 +101,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     asyncio.run(_measure(arguments))
 
 
-def _numbers(separator: str) -> Callable[[str], list[tuple[int, ...]]]:
-    """Reads comma-separated groups of numbers."""
-    return lambda text: [tuple(int(number) for number in group.split(separator)) for group in text.split(",")]
+def _numbers(separator: str, *kinds: Callable[[str], Any]) -> Callable[[str], list[tuple[Any, ...]]]:
+    """Reads comma-separated groups of numbers of these kinds. Raises `ValueError` if a group has others, or more or fewer."""
+
+    def numbers(text: str) -> list[tuple[Any, ...]]:
+        groups = [group.split(separator) for group in text.split(",")]
+        return [tuple(kind(number) for kind, number in zip(kinds, group, strict=True)) for group in groups]
+
+    return numbers
 
 
 async def _measure(arguments: argparse.Namespace) -> None:
@@ -108,7 +117,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
         name = "+".join(map(str, layout))
         async with _apart(arguments, *layout) as apart:
             if arguments.what in ("one", "gpu"):
-                _say(arguments, await _one(apart, arguments))
+                _say(arguments, {"engines": name, **await _one(apart, arguments)})
             if arguments.what != "one":
                 async for load, row in _under_load(apart, arguments):
                     rows[name, load] = row
@@ -118,8 +127,8 @@ async def _measure(arguments: argparse.Namespace) -> None:
     async with _mixed(arguments) as mixed:
         async for load, row in _under_load(mixed, arguments):
             ratios = {}
-            for layout, of_load in rows:
-                if of_load == load and arguments.what != "rates":
+            for layout, of_load in rows if arguments.what != "rates" else ():
+                if of_load == load:
                     apart_row = rows[layout, load]
                     ratios[layout] = {
                         "gap_ratio": round(apart_row["gap_ms"]["p99"] / row["gap_ms"]["p99"], 3),
@@ -127,7 +136,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
                     }
                     if arguments.burst:
                         ratios[layout]["burst_tok_s_ratio"] = round(apart_row["burst"]["tok_s"] / row["burst"]["tok_s"], 3)
-            _say(arguments, {"what": arguments.what, "engines": "mixed", "load": load, **row, "ratios": ratios})
+            _say(arguments, {"what": arguments.what, "engines": "mixed", "load": load, **row} | ({"ratios": ratios} if ratios else {}))
 
 
 async def _under_load(engines: _Apart | _Mixed, arguments: argparse.Namespace) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -139,8 +148,8 @@ async def _under_load(engines: _Apart | _Mixed, arguments: argparse.Namespace) -
     for prompt, new, rate in arguments.loads:
         row = await _load(engines, arguments, rate, prompt, new)
         if arguments.burst:
-            row["burst"] = await _burst(engines, arguments.burst, prompt, new)
-        yield f"{prompt}:{new}", row
+            row["burst"] = await _burst(engines, arguments.burst, prompt, new, rate)
+        yield f"{prompt}:{new}:{rate:g}", row
 
 
 def _say(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
@@ -413,8 +422,8 @@ async def _load(
     return row
 
 
-async def _burst(engines: _Apart | _Mixed, count: int, prompt: int, new: int) -> dict[str, Any]:
-    rng = random.Random(f"burst {prompt} {new}")
+async def _burst(engines: _Apart | _Mixed, count: int, prompt: int, new: int, rate: float) -> dict[str, Any]:
+    rng = random.Random(f"burst {prompt} {new} {rate}")  # no prefix of a burst before
     requests = [_request(rng, f"burst {number}", engines.vocab_size, prompt, new) for number in range(count)]
     began = time.perf_counter()
     await asyncio.gather(*(engines.run(request) for request in requests))

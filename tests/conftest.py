@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_cases_to_the_slow_tests(items)
     num_gpus = torch.cuda.device_count()
     for item in items:
-        several = item.get_closest_marker("multigpu")
-        needed = (*several.args, 2)[0] if several is not None else int("gpu" in item.keywords)
+        numbers = [(*marker.args, 2)[0] for marker in item.iter_markers("multigpu")]
+        needed = max(numbers, default=int("gpu" in item.keywords))
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
 

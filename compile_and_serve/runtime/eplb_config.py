@@ -16,8 +16,8 @@ class ExpertBalanceConfig:
     """When experts are placed anew.
 
     window_size: steps whose tokens count. step_interval: steps between two plans. num_redundant_experts: slots beyond one for each expert.
-    log_balancedness: log the mean load of a rank over the largest, with each plan.
-    bytes_per_step: weights that a rank receives beside a step at most, but one exchange of two experts. There are two moves at most.
+    log_balancedness: log the load of the busiest rank over the mean, with each plan.
+    bytes_per_step: weights that a rank receives beside a step at most, but one exchange of two experts. A step has two moves at most.
     """
 
     window_size: int = 1000

@@ -22,6 +22,8 @@ def run(folder: Path, cache_dir: Path, **options: Any) -> list[Any]:
     given: dict[str, Any] = {"load_format": "auto", "enforce_eager": False, "cache_dir": cache_dir, "block_size": 16, "num_kv_blocks": 256}
     given |= {"device": "cuda", "attention_backend": "triton", "max_model_len": 128, "max_num_batched_tokens": 32}
     core = EngineCore(tiny_config(folder, **given | options))
+    if "data_parallel_size" in options:
+        assert str(core.info.compile_report["token_exchange"]).startswith("over symmetric memory")
     requests = [
         request(f"r{i}", [(i * 131 + at * at * 7 + at * 31) % 317 + 3 for at in range(length)], max_tokens=24, ignore_eos=True)
         for i, length in enumerate((1, 15, 40, 7))

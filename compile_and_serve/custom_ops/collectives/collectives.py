@@ -202,6 +202,7 @@ def gather_parts(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def sum_of_parts(x_N: Sequence[torch.Tensor], group: Axis = TENSOR) -> torch.Tensor:
+    """Σ of the ranks' tensors, in float32 or wider in the order of ranks, with one rounding."""
     math_dtype = torch.promote_types(x_N[0].dtype, torch.float32)
     total = x_N[0].to(math_dtype)
     for x in x_N[1:]:

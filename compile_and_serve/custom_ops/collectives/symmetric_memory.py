@@ -36,7 +36,7 @@ class BufferLayout:
     of each program from each rank (pushed rows); and one slot for every other rank's part of each row that this rank may sum.
 
     num_programs: at most, of one kernel; each has `rows_per_program` rows of `row_bytes` (a multiple of 16). has_parts: whether there are
-    slots for parts.
+    slots for parts. has_pushed: whether there are slots for pushed rows.
     """
 
     size: int
@@ -44,6 +44,7 @@ class BufferLayout:
     rows_per_program: int
     num_programs: int
     has_parts: bool = True
+    has_pushed: bool = True
 
     @property
     def max_rows(self) -> int:
@@ -63,7 +64,7 @@ class BufferLayout:
     @property
     def pushed_rows(self) -> int:
         """Rows of each program that other ranks can push."""
-        return min(self.rows_per_program, MAX_PUSHED_ROWS)
+        return min(self.rows_per_program, MAX_PUSHED_ROWS) if self.has_pushed else 0
 
     @property
     def max_pushed_rows(self) -> int:

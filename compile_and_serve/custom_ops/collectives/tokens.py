@@ -15,13 +15,19 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.collectives.collectives import RankGroup, gather_parts, rank_group, sum_of_parts
-from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import (
+    MAX_BYTES,
+    PROGRAMS_PER_SM,
+    BufferLayout,
+    SymmetricMemory,
+    map_symmetric_memory,
+)
 from compile_and_serve.custom_ops.library import define
 from compile_and_serve.custom_ops.mesh import DATA, Axis
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 8192  # of all ranks together over symmetric memory; NCCL moves more as fast
+MAX_TOKENS = 8192  # of all ranks together over symmetric memory; NCCL moves more as fast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,32 +39,53 @@ class _GroupMemory:
 _mapped: _GroupMemory | None = None  # of the process's group along the data axis: see `rank_group`
 
 
-def map_token_memory(*, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device) -> str:
+def token_layout(size: int, num_features: int, dtype: torch.dtype, max_tokens: int, num_sms: int) -> BufferLayout:
+    """The layout for steps of up to max_tokens tokens of each rank, or fewer within MAX_TOKENS and MAX_BYTES.
+
+    A program has a slot of each rank for each of its tokens. num_sms: multiprocessors of each device.
+    """
+    row_bytes = -(-num_features * dtype.itemsize // 16) * 16
+    programs = PROGRAMS_PER_SM * num_sms
+    tokens = max(1, min(max_tokens, MAX_TOKENS // size, MAX_BYTES // (2 * row_bytes * size)))
+    return BufferLayout(
+        size=size,
+        row_bytes=row_bytes,
+        rows_per_program=size * -(-tokens // programs),
+        num_programs=programs,
+        has_parts=False,
+        has_pushed=False,
+    )
+
+
+def map_token_memory(*, num_features: int, dtype: torch.dtype, max_tokens: int, device: torch.device) -> str:
     """Let tokens of the data group travel over symmetric memory. Every rank calls it, outside of a capture.
 
-    num_features, dtype: of a token. max_rows: of a rank's largest step. → a sentence, with the reason where NCCL moves all
+    num_features, dtype: of a token. max_tokens: of a rank's largest step. → a sentence, with the reason where NCCL moves all
     """
     from compile_and_serve.custom_ops.triton_common import num_sms
 
     global _mapped
     group = rank_group(DATA)
-    rows = min(MAX_ROWS, group.size * max_rows)
-    layout = layout_for(group.size, num_features, dtype, rows, num_sms(device), has_parts=False)
+    layout = token_layout(group.size, num_features, dtype, max_tokens, num_sms(device))
     memory = map_symmetric_memory(group.rank, layout, group.process_group, device)
     if isinstance(memory, str):
         if group.rank == 0:
             log.warning("Tokens of data-parallel groups go over NCCL alone: %s.", memory)
         return f"over NCCL: {memory}"
     _mapped = _GroupMemory(group=group, memory=memory)
-    return f"over symmetric memory up to {layout.max_rows} rows, then over NCCL"
+    how = f"over symmetric memory up to {layout.max_rows // group.size} of each rank, then over NCCL"
+    if group.rank == 0:
+        log.info("Tokens of data-parallel groups go %s.", how)
+    return how
 
 
-def _memory_for(num_rows: int, row: torch.Tensor, axis: Axis) -> SymmetricMemory | None:
+def _memory_for(num_rows: int, row_bytes: int, axis: Axis) -> SymmetricMemory | None:
+    """The memory, if rows of each rank fit into it."""
+    if _mapped is None or _mapped.group is not rank_group(axis):
+        return None
     from compile_and_serve.custom_ops.collectives.triton_tokens import fits  # Triton is imported where it is used
 
-    if _mapped is None or _mapped.group is not rank_group(axis) or not fits(num_rows, row, _mapped.memory):
-        return None
-    return _mapped.memory
+    return _mapped.memory if fits(num_rows, row_bytes, _mapped.memory) else None
 
 
 def _gather_tokens(x_TD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
@@ -66,7 +93,7 @@ def _gather_tokens(x_TD: torch.Tensor, size: int, group: Axis = DATA) -> torch.T
 
 
 def _gather_tokens_cuda(x_TD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    memory = _memory_for(x_TD.shape[0], x_TD[:1], group)
+    memory = _memory_for(x_TD.shape[0], x_TD.shape[1] * x_TD.itemsize, group)
     if memory is None:
         return _gather_tokens(x_TD, size, group)
     from compile_and_serve.custom_ops.collectives.triton_tokens import gather_rows
@@ -86,7 +113,7 @@ def _scatter_tokens(x_PD: torch.Tensor, size: int, group: Axis = DATA) -> torch.
 
 
 def _scatter_tokens_cuda(x_PD: torch.Tensor, size: int, group: Axis = DATA) -> torch.Tensor:
-    memory = _memory_for(x_PD.shape[0] // size, x_PD[:1], group)
+    memory = _memory_for(x_PD.shape[0] // size, x_PD.shape[1] * x_PD.itemsize, group)
     if memory is not None:
         from compile_and_serve.custom_ops.collectives.triton_tokens import scatter_rows
 

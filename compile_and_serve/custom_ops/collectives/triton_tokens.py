@@ -110,11 +110,11 @@ def _scatter_kernel(
     tl.store(launches_ptr + program, launch)
 
 
-def fits(num_rows: int, row: torch.Tensor, memory: SymmetricMemory) -> bool:
-    """Whether the buffers hold `num_rows` rows like `row` of each rank, in whole pieces of 16 bytes."""
-    layout, num_bytes = memory.layout, row.numel() * row.itemsize
+def fits(num_rows: int, row_bytes: int, memory: SymmetricMemory) -> bool:
+    """Whether the buffers hold so many rows of each rank, which have to be of whole words."""
+    layout = memory.layout
     slots = layout.size * -(-num_rows // layout.num_programs)
-    return num_rows > 0 and num_bytes % 16 == 0 and num_bytes <= layout.row_bytes and slots <= layout.rows_per_program
+    return num_rows > 0 and row_bytes % 4 == 0 and row_bytes <= layout.row_bytes and slots <= layout.rows_per_program
 
 
 def gather_rows(x_TD: torch.Tensor, memory: SymmetricMemory) -> torch.Tensor:

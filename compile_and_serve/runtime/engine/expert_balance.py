@@ -121,6 +121,7 @@ class _MovingLayer:
 
     def __init__(self, number: int, moves: Iterator[Move]) -> None:
         self.number, self._moves = number, moves
+        self.copies: tuple[tuple[int, int], ...] = ()
         self.advance()
 
     def advance(self) -> bool:

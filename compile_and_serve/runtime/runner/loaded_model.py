@@ -108,6 +108,20 @@ class LoadedModel:
         added = 0 if self.drafter is None else self.drafter.page_bytes(pages.tokens_per_page)
         return replace(pages, page_bytes=pages.page_bytes + added)
 
+    def choose_token_exchange(self) -> None:
+        """Choose how tokens of data-parallel groups get to the experts of all ranks and back. Every rank calls it, once it has joined."""
+        hidden_size = _hidden_size(self.spec)
+        if self.config.parallel.disable_custom_all_reduce:
+            how = "over NCCL: --disable-custom-all-reduce"
+        elif hidden_size is None:
+            how = "over NCCL: the model's config says no hidden_size"
+        else:
+            from compile_and_serve.custom_ops.collectives.tokens import map_token_memory
+
+            max_tokens = self.config.scheduler.token_budget
+            how = map_token_memory(num_features=hidden_size, dtype=self.dtype, max_tokens=max_tokens, device=self.device)
+        self.facts["token_exchange"] = how
+
     def num_pages(self, free_bytes: int) -> int:
         """As `plan_num_pages`."""
         scheduler, shares_host_memory = self.config.scheduler, platform_of(self.device).shares_host_memory
@@ -323,8 +337,6 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     facts: dict[str, int | float | str] = {"attention_backend": backend_names}
     if rank.mesh.tensor > 1 and platform_of(device).runs_cuda_kernels:
         facts["all_reduce"] = _choose_allreduce(config, spec, device, dtype, on_stage)
-    if rank.mesh.data > 1 and platform_of(device).runs_cuda_kernels:
-        facts["token_exchange"] = _choose_token_exchange(config, spec, device, dtype)
 
     with memory_for("compiling the model", device, memory.LOADING):
         stage = None if stages is None else rank.coordinates[PIPE]
@@ -430,16 +442,6 @@ def _choose_allreduce(config: EngineConfig, spec: ModelSpec, device: torch.devic
     )
     on_stage("all-reduce", time.perf_counter() - start, how)
     return how
-
-
-def _choose_token_exchange(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
-    """How tokens of data-parallel groups get to the experts of all ranks and back, as a sentence."""
-    hidden_size = _hidden_size(spec)
-    if config.parallel.disable_custom_all_reduce or hidden_size is None:
-        return "over NCCL: " + ("--disable-custom-all-reduce" if hidden_size else "the model's config says no hidden_size")
-    from compile_and_serve.custom_ops.collectives.tokens import map_token_memory
-
-    return map_token_memory(num_features=hidden_size, dtype=dtype, max_rows=config.scheduler.token_budget, device=device)
 
 
 def _hidden_size(spec: ModelSpec) -> int | None:

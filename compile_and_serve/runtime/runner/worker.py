@@ -96,6 +96,8 @@ class Worker:
         if before_join is not None and loads_first:
             before_join()
             join_ranks(rank, device, on_stage)
+        if rank.mesh.data > 1 and rank.mesh.of_axis(EXPERT) > 1 and platform.runs_cuda_kernels:
+            loaded.choose_token_exchange()
         self._graphs = loaded.graph_runners(logs=rank.index == 0)
         self._said_all_captured = False
         self._started: WarmUp | None = None  # the runner with its cache and what remains of its warm-up; None while the worker sleeps

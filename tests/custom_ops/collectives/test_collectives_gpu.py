@@ -101,7 +101,7 @@ def check_launches_one_by_one(x: torch.Tensor, residual: torch.Tensor, weight: t
             torch.testing.assert_close((even.double() + odd.double()) / 2, residual.double(), rtol=2**-6, atol=2**-3)
 
 
-FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
+FOUR = pytest.mark.multigpu(4)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def tokens_of_rank(rank: int, rows: int, size: int) -> tuple[torch.Tensor, torch
 def exchange_tokens(rank: int, size: int, is_mapped: bool) -> list[tuple[torch.Tensor, ...]]:
     device = torch.device("cuda", torch.cuda.current_device())
     if is_mapped:
-        said = map_token_memory(num_features=FEATURES, dtype=torch.bfloat16, max_rows=ROWS[-1], device=device)
+        said = map_token_memory(num_features=FEATURES, dtype=torch.bfloat16, max_tokens=ROWS[-2], device=device)
         assert said.startswith("over symmetric memory up to"), said
     found = []
     for rows in ROWS:

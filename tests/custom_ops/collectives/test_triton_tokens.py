@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it", allow_module_level=True)
 
-from compile_and_serve.custom_ops.collectives.symmetric_memory import BufferLayout, SymmetricMemory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import MAX_BYTES, BufferLayout, SymmetricMemory
+from compile_and_serve.custom_ops.collectives.tokens import token_layout
 from compile_and_serve.custom_ops.collectives.triton_tokens import fits, gather_rows, scatter_rows
 from tests.support.symmetric_ranks import run_symmetric_ranks
 
@@ -21,7 +22,7 @@ FIRST_LAUNCH = 2**31 - 3  # counts are about to wrap around, which must not matt
 
 
 def layout(size: int) -> BufferLayout:
-    return BufferLayout(size=size, row_bytes=FEATURES * 4, rows_per_program=2 * size, num_programs=5, has_parts=False)
+    return BufferLayout(size=size, row_bytes=FEATURES * 4, rows_per_program=2 * size, num_programs=5, has_parts=False, has_pushed=False)
 
 
 def operands(rank: int, size: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,13 +59,32 @@ def test_tokens_come_to_all_ranks_and_sums_go_back(size: int) -> None:
             torch.testing.assert_close(added, total, rtol=limit, atol=0.0)
 
 
-def test_rows_fit_that_the_buffers_hold() -> None:
-    memory = SymmetricMemory(
-        rank=0, layout=layout(2), owned=None, **dict.fromkeys(("addresses_N", "launches", "turns", "steps"), torch.empty(0))
+def memory_of(layout: BufferLayout) -> SymmetricMemory:
+    return SymmetricMemory(
+        rank=0, layout=layout, owned=None, **dict.fromkeys(("addresses_N", "launches", "turns", "steps"), torch.empty(0))
     )
-    row = torch.zeros(1, FEATURES)
+
+
+def test_rows_fit_that_the_buffers_hold() -> None:
+    memory, row = memory_of(layout(2)), FEATURES * 4
     assert fits(10, row, memory)  # two slots of each of 5 programs for each of 2 ranks
+    assert fits(10, 8, memory)
     assert not fits(11, row, memory)
     assert not fits(0, row, memory)
-    assert not fits(1, torch.zeros(1, FEATURES + 4), memory)
-    assert not fits(1, torch.zeros(1, 3), memory)
+    assert not fits(1, row + 4, memory)
+    assert not fits(1, 6, memory)
+
+
+@pytest.mark.parametrize(("size", "max_tokens"), [(2, 32), (4, 60), (4, 300), (3, 2500), (8, 200), (4, 2048)])
+def test_a_layout_holds_the_steps_that_it_is_for(size: int, max_tokens: int) -> None:
+    made = token_layout(size, 2048, torch.bfloat16, max_tokens, 132)
+    assert fits(max_tokens, 4096, memory_of(made))
+    assert fits(made.max_rows // size, 4096, memory_of(made))
+    assert not fits(made.max_rows // size + 1, 4096, memory_of(made))
+    assert made.max_rows <= 8192 + size * made.num_programs
+    assert made.num_bytes < 2 * made.max_rows * 4096 + 100_000
+
+
+def test_a_layout_keeps_within_its_bytes() -> None:
+    made = token_layout(8, 16384, torch.bfloat16, 16384, 132)
+    assert made.max_rows * made.row_bytes * 2 <= MAX_BYTES + 2 * 8 * made.num_programs * made.row_bytes
