@@ -57,7 +57,7 @@ def run_make(tmp_path: Path) -> RunMake:
         record.write_text("")
         make = shutil.which("make")
         assert make is not None
-        inherited = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS", "MAKELEVEL")}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("ARGS", "DEVICE", "MAKEFLAGS", "MAKELEVEL")}
         done = subprocess.run(
             [make, *arguments],
             cwd=tmp_path,
