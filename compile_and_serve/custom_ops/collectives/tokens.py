@@ -27,7 +27,7 @@ from compile_and_serve.custom_ops.mesh import DATA, Axis
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 8192  # of all ranks together over symmetric memory; NCCL moves more as fast
+MAX_TOKENS = 8192  # of all ranks together over symmetric memory, which bounds the buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def map_token_memory(*, num_features: int, dtype: torch.dtype, max_tokens: int, 
             log.warning("Tokens of data-parallel groups go over NCCL alone: %s.", memory)
         return f"over NCCL: {memory}"
     _mapped = _GroupMemory(group=group, memory=memory)
-    how = f"over symmetric memory up to {layout.max_rows // group.size} of each rank, then over NCCL"
+    how = f"over symmetric memory up to {layout.max_rows // group.size} tokens of each rank, then over NCCL"
     if group.rank == 0:
         log.info("Tokens of data-parallel groups go %s.", how)
     return how

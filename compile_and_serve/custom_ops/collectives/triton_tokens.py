@@ -1,8 +1,9 @@
 """Tokens of groups brought to all ranks, and their sums brought back, over symmetric memory in one shot.
 
-A rank writes its rows into its own buffer, signals the other ranks, waits for their signals, and reads from all buffers: `gather_rows` all
-rows, `scatter_rows` every rank's part of its own rows, which it adds in float32 in the order of ranks, with one rounding. Slots, flags and
-counts of launches are those of the one-shot all-reduce (`triton_allreduce.py` says why no barrier is needed at the end).
+A rank writes its rows into its own buffer, signals the other ranks, and waits for their signals. Then it reads from all buffers.
+`gather_rows` reads all rows. `scatter_rows` reads every rank's part of this rank's rows, and adds the parts in float32 in the order of
+ranks, with one rounding. Slots, flags and counts of launches are used as by the one-shot all-reduce; `triton_allreduce.py` says why no
+barrier is needed at the end.
 
 Shape legend: T rows of each rank, D features, W words of 4 bytes in a row, N ranks, P = N · T rows.
 """
