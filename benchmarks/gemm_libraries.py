@@ -59,7 +59,8 @@ class Candidate(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A linear of a layer. linear: what our op takes. weight: [O, I] in bfloat16, or 4-bit codes with their scales and zero points."""
+    """A linear of a layer. linear: what our op takes. weight: [O, I] in bfloat16, or 4-bit codes with their scales and
+    zero points; empty where `linear` holds it in 8 bits."""
 
     site: str
     x_TI: torch.Tensor
@@ -85,13 +86,15 @@ class Case(NamedTuple):
         return quantize_rows(y_TO, torch.float8_e4m3fn, per_group=self.linear.scale.dim() == 2) if self.quantizes else y_TO
 
     def reference(self, rows: torch.Tensor) -> torch.Tensor:
-        x_RI, weight_OI = self.x_TI[rows].float(), self.weight[0].float()
+        x_RI = self.x_TI[rows].float()
         if isinstance(self.linear, QuantizedLinear):
             x_RI = _dequantized(self.operand, rows)
             weight_OI = dequantize_weight(self.linear.weight_OI, self.linear.scale, torch.float32)
         elif isinstance(self.linear, GroupLinear):
             codes, scale, zeros = self.weight
             weight_OI = (codes.float() - _per_input(zeros)) * _per_input(scale)
+        else:
+            weight_OI = self.weight[0].float()
         y_RO = x_RI @ weight_OI.T
         if self.silu_mul:
             gate, up = y_RO.chunk(2, -1)

@@ -64,7 +64,8 @@ class ExpertBalancer:
         """A step is about to be launched: give it its share of the moves."""
         self._steps += 1
         if self._unplanned:
-            self._plan_layer(self._unplanned.popleft())  # one a step, because it takes milliseconds
+            self._plan_layer(self._unplanned.popleft())  # one a step, and no moves beside it, because it takes a millisecond
+            return
         if not self._moving:
             return
         moves, num_bytes = ExpertMoves(), 0
