@@ -88,7 +88,7 @@ FLAGS = {
     "cache verify": {"--cache-dir"},
     "cache prune": {"--older-than", "--all", "--cache-dir", "--kv-offload-dir"},
     "bench serve": {
-        "--base-url", "--model", "--endpoint", "--num-prompts", "--request-rate", "--max-concurrency", "--input-len",
+        "--base-url", "--model", "--endpoint", "--num-prompts", "--turns", "--request-rate", "--max-concurrency", "--input-len",
         "--output-len", "--random-range-ratio", "--num-clients", "--ignore-eos", "--no-ignore-eos", "--api-key", "--seed", "--timeout",
         "--output-json", "--verbose", "-v",
     },

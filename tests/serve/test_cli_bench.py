@@ -198,6 +198,28 @@ def test_serve_draws_lengths_around_their_means() -> None:
     assert 5 <= min(tokens) < max(tokens) <= 15
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_each_turn_of_a_conversation_begins_with_all_that_was_said(endpoint: str) -> None:
+    with server() as (url, handler):
+        sizes = ["--num-prompts", "2", "--turns", "3", "--max-concurrency", "1", "--input-len", "4", "--output-len", "8"]
+        code, out, err = run("bench", "serve", "--base-url", url, "--endpoint", endpoint, *sizes)
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["completed"], row["turns"], row["prompt_tokens"]) == (6, 3, 66)
+    said = [
+        body["prompt"] if endpoint == "completions" else [message["content"] for message in body["messages"]] for body in handler.bodies
+    ]
+    assert said[0] != said[3]
+    for first, *later in (said[:3], said[3:]):
+        for before, now in zip([first, *later], later, strict=False):
+            assert now[: len(before)] == before
+            assert len(now) > len(before)
+    answered = "ab " * 4
+    assert answered in said[1]
+    if endpoint == "chat":
+        assert [message["role"] for message in handler.bodies[2]["messages"]] == ["user", "assistant", "user", "assistant", "user"]
+
+
 def test_serve_from_several_processes() -> None:
     with server(together=3) as (url, handler):
         sizes = ["--num-prompts", "7", "--input-len", "5", "--output-len", "8", "--random-range-ratio", "0.5"]

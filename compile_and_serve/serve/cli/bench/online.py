@@ -1,4 +1,4 @@
-"""`bench serve`: a load generator for any server with OpenAI's API. It sends streamed requests."""
+"""`bench serve`: a load generator for any server with OpenAI's API. It sends streamed requests, or conversations of several."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import httpx
 
 MOSTLY_BUSY = 0.8
+Conversation = tuple[Sequence[str], int]  # what a user says, turn by turn, and the tokens of each answer
 _WORDS = (
     "time way year work government day man world life part house course case system place end group company party "
     "information school fact money point example state business night area water thing family head hand order side "
@@ -49,7 +50,8 @@ def serve_bench_command(
     base_url: Annotated[str, typer.Option(help="The server's URL without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="By default the first model that the server lists.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    num_prompts: Annotated[int, typer.Option(help="Total number of requests.")] = 100,
+    num_prompts: Annotated[int, typer.Option(help="Total number of requests, or of conversations.")] = 100,
+    turns: Annotated[int, typer.Option(help="Requests of a conversation. Each begins with all that was said before.")] = 1,
     request_rate: Annotated[float, typer.Option(help="Requests per second, as a Poisson process; inf sends all at once.")] = math.inf,
     max_concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent requests.")] = None,
     input_len: Annotated[int, typer.Option(help="Words per prompt; a word is about one token.")] = 128,
@@ -71,7 +73,7 @@ def serve_bench_command(
         raise ValueError(f"--endpoint must be completions or chat, got {endpoint!r}.")
     if not request_rate > 0:
         raise ValueError(f"--request-rate must be positive, got {request_rate}.")
-    for name, value in (("num-prompts", num_prompts), ("input-len", input_len), ("output-len", output_len)):
+    for name, value in (("num-prompts", num_prompts), ("turns", turns), ("input-len", input_len), ("output-len", output_len)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}.")
     if max_concurrency is not None and max_concurrency < 1:
@@ -93,12 +95,12 @@ def serve_bench_command(
         extra={"temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {}),
     )
     generator = random.Random(seed)
-    input_lens = random_lengths(generator, num_prompts, input_len, random_range_ratio)
+    input_lens = random_lengths(generator, num_prompts * turns, input_len, random_range_ratio)
     output_lens = random_lengths(generator, num_prompts, output_len, random_range_ratio)
     prompts = [" ".join(generator.choices(_WORDS, k=length)) for length in input_lens]
-    requests = list(zip(prompts, output_lens, strict=True))
+    conversations = [(prompts[at * turns : (at + 1) * turns], length) for at, length in enumerate(output_lens)]
     delays = arrival_delays(random.Random(seed), num_prompts, request_rate)
-    traces, seconds, busy = send_from_processes(target, requests, delays, num_clients, max_concurrency, timeout)
+    traces, seconds, busy = send_from_processes(target, conversations, delays, num_clients, max_concurrency, timeout)
     if busy > MOSTLY_BUSY:
         error_console().print(
             f"The clients were busy {busy:.0%} of the time, so that the server may be faster than the figures: use more --num-clients."
@@ -111,6 +113,7 @@ def serve_bench_command(
         "model": target.model,
         "endpoint": endpoint,
         "num_prompts": num_prompts,
+        "turns": turns,
         "request_rate": None if math.isinf(request_rate) else request_rate,
         "max_concurrency": max_concurrency,
         "input_len": input_len,
@@ -130,21 +133,22 @@ def arrival_delays(generator: random.Random, count: int, rate: float) -> list[fl
 
 def send_from_processes(
     target: Target,
-    requests: Sequence[tuple[str, int]],
+    conversations: Sequence[Conversation],
     delays: Sequence[float],
     num_clients: int,
     max_concurrency: int | None,
     timeout: float,
 ) -> tuple[list[RequestTrace], float, float]:
-    """Send all requests, every num_clients-th from the same process.
+    """Send all requests, every num_clients-th conversation from the same process.
 
-    Returns the traces, the seconds from the first request to the last token, and the share of them in which the busiest process computed.
+    Returns the traces in any order, the seconds from the first request to the last token, and the share of them in which the busiest
+    process computed.
     """
     due = list(itertools.accumulate(delays))
     shares = []
     for client in range(num_clients):
         concurrency = None if max_concurrency is None else len(range(client, max_concurrency, num_clients))
-        shares.append((target, requests[client::num_clients], due[client::num_clients], concurrency, timeout))
+        shares.append((target, conversations[client::num_clients], due[client::num_clients], concurrency, timeout))
     if num_clients == 1:
         begin = time.perf_counter()
         results = [_send_share(begin, *shares[0])]
@@ -154,10 +158,7 @@ def send_from_processes(
             begin = time.perf_counter()
             results = list(pool.map(_send_share, itertools.repeat(begin), *zip(*shares, strict=True)))
     seconds = time.perf_counter() - begin
-    traces = [RequestTrace(sent=0.0, prompt_tokens=0)] * len(requests)
-    for client, (own, _) in enumerate(results):
-        traces[client::num_clients] = own
-    return traces, seconds, max(busy for _, busy in results) / seconds
+    return [trace for own, _ in results for trace in own], seconds, max(busy for _, busy in results) / seconds
 
 
 def _import_httpx() -> None:
@@ -165,57 +166,66 @@ def _import_httpx() -> None:
 
 
 def _send_share(
-    begin: float, target: Target, requests: Sequence[tuple[str, int]], due: Sequence[float], max_concurrency: int | None, timeout: float
+    begin: float, target: Target, conversations: Sequence[Conversation], due: Sequence[float], max_concurrency: int | None, timeout: float
 ) -> tuple[list[RequestTrace], float]:
     """A process's share: its traces and CPU seconds. due: seconds after `begin` (time.perf_counter, the same clock in all processes)."""
     before = time.process_time()
-    traces = asyncio.run(send_all(target, requests, [begin + at for at in due], max_concurrency=max_concurrency, timeout=timeout))
+    traces = asyncio.run(send_all(target, conversations, [begin + at for at in due], max_concurrency=max_concurrency, timeout=timeout))
     return traces, time.process_time() - before
 
 
 async def send_all(
-    target: Target, requests: Sequence[tuple[str, int]], due: Sequence[float], *, max_concurrency: int | None, timeout: float
+    target: Target, conversations: Sequence[Conversation], due: Sequence[float], *, max_concurrency: int | None, timeout: float
 ) -> list[RequestTrace]:
-    """Send request i, its prompt and max_tokens, at due[i] (time.perf_counter), at most `max_concurrency` at a time.
-    Returns traces in order.
-    """
+    """Begin conversation i at due[i] (time.perf_counter), at most `max_concurrency` at a time. Returns the traces of all requests."""
     import httpx
 
-    slots = asyncio.Semaphore(max_concurrency or len(requests))
+    slots = asyncio.Semaphore(max_concurrency or len(conversations))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=target.base_url, headers=target.headers, timeout=timeout, limits=limits) as client:
 
-        async def one(prompt: str, max_tokens: int) -> RequestTrace:
+        async def one(prompts: Sequence[str], max_tokens: int) -> list[RequestTrace]:
+            traces: list[RequestTrace] = []
+            said: list[str] = []  # by the user and the model in turns
             async with slots:
-                return await _send(client, target, prompt, max_tokens)
+                for prompt in prompts:
+                    said.append(prompt)
+                    trace, answer = await _send(client, target, said, max_tokens)
+                    traces.append(trace)
+                    if trace.error is not None:
+                        break
+                    said.append(answer)
+            return traces
 
-        tasks: list[asyncio.Task[RequestTrace]] = []
-        for request, at in zip(requests, due, strict=True):
+        tasks: list[asyncio.Task[list[RequestTrace]]] = []
+        for conversation, at in zip(conversations, due, strict=True):
             if (left := at - time.perf_counter()) > 0:
                 await asyncio.sleep(left)
-            tasks.append(asyncio.create_task(one(*request)))
-        return list(await asyncio.gather(*tasks))
+            tasks.append(asyncio.create_task(one(*conversation)))
+        return list(itertools.chain.from_iterable(await asyncio.gather(*tasks)))
 
 
-async def _send(client: httpx.AsyncClient, target: Target, prompt: str, max_tokens: int) -> RequestTrace:
+async def _send(client: httpx.AsyncClient, target: Target, said: Sequence[str], max_tokens: int) -> tuple[RequestTrace, str]:
+    """Send one request. → its trace and the answer's text"""
     import httpx
 
-    content = {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
     body = {
         "model": target.model,
-        **content,
+        **({"messages": messages} if target.chat else {"prompt": " ".join(said)}),
         "max_tokens": max_tokens,
         **target.extra,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    trace = RequestTrace(sent=time.perf_counter(), prompt_tokens=len(prompt.split()))
+    trace = RequestTrace(sent=time.perf_counter(), prompt_tokens=sum(len(text.split()) for text in said))
     counted = False
+    answer: list[str] = []
     try:
         async with client.stream("POST", target.path, json=body) as response:
             if response.status_code != 200:
                 trace.error = f"HTTP {response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
-                return trace
+                return trace, ""
             async for line in response.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
@@ -223,8 +233,9 @@ async def _send(client: httpx.AsyncClient, target: Target, prompt: str, max_toke
                 event = json.loads(data)
                 if "error" in event:
                     trace.error = str(event["error"])[:200]
-                    return trace
-                if any(_has_text(choice, chat=target.chat) for choice in event.get("choices", [])):
+                    return trace, ""
+                if text := "".join(_text_of(choice, chat=target.chat) for choice in event.get("choices", [])):
+                    answer.append(text)
                     trace.times.append(time.perf_counter())
                     trace.output_tokens += 0 if counted else 1
                 if usage := event.get("usage"):
@@ -237,14 +248,14 @@ async def _send(client: httpx.AsyncClient, target: Target, prompt: str, max_toke
         trace.error = f"{type(error).__name__}: {error}"
     if trace.error is None and not trace.times:
         trace.error = "the stream ended without a token"
-    return trace
+    return trace, "".join(answer)
 
 
-def _has_text(choice: dict[str, Any], *, chat: bool) -> bool:
+def _text_of(choice: dict[str, Any], *, chat: bool) -> str:
     if chat:
         delta = choice.get("delta") or {}
-        return bool(delta.get("content") or delta.get("reasoning"))
-    return bool(choice.get("text"))
+        return delta.get("content") or delta.get("reasoning") or ""
+    return choice.get("text") or ""
 
 
 def _first_model(base_url: str, headers: dict[bytes, bytes]) -> str:
