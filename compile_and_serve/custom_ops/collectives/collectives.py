@@ -84,23 +84,12 @@ def join_groups(*, rank: int, mesh: Mesh, init_method: str, device: torch.device
                 }
                 if rank in members:
                     _links = StageLinks(stage=members.index(rank), num_stages=mesh.pipe, one_way=one_way)
-                    _connect(_links, device)
                 continue
             is_whole = len(members) == mesh.size
             process_group = dist.group.WORLD if is_whole else dist.new_group(list(members), timeout=timeout)
             if rank in members:
                 assert process_group is not None
                 _groups[axis] = RankGroup(rank=members.index(rank), size=len(members), process_group=process_group)
-
-
-def _connect(links: StageLinks, device: torch.device) -> None:
-    """Transfer a byte on each way. NCCL connects two ranks at their first transfer, and a sender waits there for its receiver."""
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    for source, to in links.one_way:
-        if links.stage == source:
-            start_send(byte, to, links).wait()
-        elif links.stage == to:
-            start_receive(byte, source, links).wait()
 
 
 def _directions(num_stages: int) -> list[tuple[int, int]]:

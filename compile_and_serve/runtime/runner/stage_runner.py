@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,64 +37,13 @@ class ComputedStage(PendingStep):
         return ModelRunnerOutput(step=self.step, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors={})
 
 
-@dataclass(slots=True)
-class Arriving:
-    """Tokens that the last stage samples. slots_S: of their sequences, on the host and on the device. transfer: None until it has begun."""
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Tokens that the last stage samples. slots_S: of their sequences, on the host and on the device."""
 
-    tokens_S: torch.Tensor
+    transfer: Transfer
     slots_S: np.ndarray
     device_slots_S: torch.Tensor
-    transfer: Transfer | None = None
-
-
-class ArrivingTokens:
-    """The tokens that a stage expects of the last one, in the order of steps."""
-
-    def __init__(self, stages: StageLink, *, max_steps: int, max_sampled: int, device: torch.device, begins_at_once: bool) -> None:
-        """max_steps, max_sampled: whose tokens may be on their way, of a step. begins_at_once: receives cost nothing while they wait.
-
-        On CUDA a receive that has begun takes a multiprocessor until the tokens come, which products of other steps want meanwhile. It
-        begins with the last step before the one that the tokens are for.
-        """
-        self._stages, self._begins_at_once = stages, begins_at_once
-        self._buffers = [torch.zeros(max_sampled, dtype=torch.int64, device=device) for _ in range(max_steps)]
-        self._num_expected = 0
-        self._queue: deque[Arriving] = deque()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the oldest have to be taken before others can be expected."""
-        return len(self._queue) == len(self._buffers)
-
-    def expect(self, slots_S: np.ndarray, device_slots_S: torch.Tensor) -> None:
-        """The step that was launched samples a token for each of these sequences."""
-        assert not self.is_full
-        num_due = len(self._queue) + 1 - self._stages.num_steps_behind
-        for one in list(self._queue)[: max(0, num_due)]:
-            self._begin(one)
-        tokens_S = self._buffers[self._num_expected % len(self._buffers)][: len(slots_S)]
-        self._num_expected += 1
-        self._queue.append(Arriving(tokens_S, slots_S, device_slots_S))
-        if self._begins_at_once:
-            self._begin(self._queue[-1])
-
-    def take(self, slots: Collection[int] | None = None) -> Iterator[Arriving]:
-        """Those that sequences in these slots need, and all before them, once they are there. slots: None is all."""
-        wanted = None if slots is None else set(slots)
-        needed = [number for number, one in enumerate(self._queue, 1) if wanted is None or not wanted.isdisjoint(one.slots_S.tolist())]
-        for _ in range(max(needed, default=0)):
-            yield self.take_oldest()
-
-    def take_oldest(self) -> Arriving:
-        """Those of the oldest step, once they are there: on CUDA, for what follows on the stream."""
-        arriving = self._queue.popleft()
-        self._begin(arriving).wait()
-        return arriving
-
-    def _begin(self, arriving: Arriving) -> Transfer:
-        if arriving.transfer is None:
-            arriving.transfer = self._stages.start_receiving_back(arriving.tokens_S)
-        return arriving.transfer
 
 
 class ReceivedDrafts(DeviceDrafts):
@@ -120,13 +69,11 @@ class StageRunner(ModelRunner):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         assert self.stages is not None
-        self._arriving = ArrivingTokens(
-            self.stages,
-            max_steps=self._config.max_steps_in_flight + 1,
-            max_sampled=self.batch.max_sampled,
-            device=self.device,
-            begins_at_once=self._shares_memory,
-        )
+        # A buffer for each step whose tokens may be on their way.
+        count = self._config.max_steps_in_flight + 1
+        self._sampled = [torch.zeros(self.batch.max_sampled, dtype=torch.int64, device=self.device) for _ in range(count)]
+        self._num_receives = 0
+        self._arriving: deque[_Arriving] = deque()
         self._awaited_slots: list[int] = []  # of the step's sequences
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -141,7 +88,7 @@ class StageRunner(ModelRunner):
             batch.append_blocks(cached.request_id, cached.new_block_ids)
         self._awaited_slots = [batch.slot_of(request_id) for request_id in scheduled.num_scheduled_tokens]
         if self._shares_memory or scheduled.last_tokens:
-            self._keep(*self._arriving.take(self._awaited_slots))
+            self._take_tokens()
         if scheduled.last_tokens:
             self._go_on_from(scheduled.last_tokens, scheduled.drafts)
         layout, buffers, tokens = batch.prepare(scheduled)
@@ -149,7 +96,7 @@ class StageRunner(ModelRunner):
         result = self._run(layout, buffers, tokens)
         self.captures_due += result.is_capture_due
         if (count := len(layout.sampled_ids)) and not layout.has_drafts:
-            self._expect_tokens(layout, buffers, count)
+            self._receive_tokens(layout, buffers, count)
         return ComputedStage(scheduled.step, self.platform.record_event())
 
     def compile_output_kernels(self, dtype: torch.dtype) -> None:
@@ -160,20 +107,31 @@ class StageRunner(ModelRunner):
         assert self.stages is not None
         return ReceivedDrafts(setup, self.stages)
 
-    def _expect_tokens(self, layout: BatchLayout, buffers: StepBuffers, count: int) -> None:
-        if self._arriving.is_full:
-            self._keep(self._arriving.take_oldest())
+    def _receive_tokens(self, layout: BatchLayout, buffers: StepBuffers, count: int) -> None:
+        assert self.stages is not None
+        if len(self._arriving) == len(self._sampled):
+            self._take_oldest()
+        tokens_S = self._sampled[self._num_receives % len(self._sampled)][:count]
+        self._num_receives += 1
         slots_S = layout.sampled_slots
         device_slots_S = torch.from_numpy(slots_S) if self._shares_memory else buffers.device["sampled_slots"][:count].clone()
-        self._arriving.expect(slots_S, device_slots_S)
+        self._arriving.append(_Arriving(self.stages.start_receiving_back(tokens_S), slots_S, device_slots_S))
 
-    def _keep(self, *arrived: Arriving) -> None:
-        """Keep each token for its sequence's next step."""
-        for one in arrived:
-            if self._shares_memory:
-                self.batch.host_last_tokens[one.slots_S] = one.tokens_S.numpy()
-            else:
-                self.batch.last_tokens.index_copy_(0, one.device_slots_S, one.tokens_S)
+    def _take_tokens(self) -> None:
+        """Wait for the tokens of earlier steps that the step's sequences need, and for those before them."""
+        slots = set(self._awaited_slots)
+        needed = [number for number, one in enumerate(self._arriving, 1) if not slots.isdisjoint(one.slots_S.tolist())]
+        for _ in range(max(needed, default=0)):
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        """Keep each arriving token for its sequence's next step."""
+        arriving = self._arriving.popleft()
+        arriving.transfer.wait()
+        if self._shares_memory:
+            self.batch.host_last_tokens[arriving.slots_S] = arriving.transfer.tensor.numpy()
+        else:
+            self.batch.last_tokens.index_copy_(0, arriving.device_slots_S, arriving.transfer.tensor)
 
     def _go_on_from(self, last_tokens: Mapping[str, tuple[int, int]], drafts: Mapping[str, Sequence[int]]) -> None:
         """Go on from the tokens that were accepted of a step with drafts. last_tokens, drafts: of `SchedulerOutput`."""
@@ -182,7 +140,6 @@ class StageRunner(ModelRunner):
         self._puts_drafts = bool(drafts) and self.drafter is not None
         if self._puts_drafts:
             assert self.drafter is not None
-            self._keep(*self._arriving.take())  # they come before the drafts
             self.drafter.propose(last_tokens, drafts)
             drafts = {name: [0] * len(draft) for name, draft in drafts.items()}
         for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):
@@ -197,7 +154,7 @@ class StageRunner(ModelRunner):
             batch.last_tokens.index_copy_(0, upload(np.array(slots, dtype=np.int64)), upload(tokens))
 
     def _fill_from_device(self, step: Step, layout: BatchLayout, buffers: StepBuffers) -> None:
-        self._keep(*self._arriving.take(self._awaited_slots))  # only now: what the host gives the step has been copied meanwhile
+        self._take_tokens()  # only now: what the host gives the step has been copied meanwhile
         super()._fill_from_device(step, layout, buffers)
         if layout.has_drafts and self._puts_drafts:
             assert self.drafter is not None

@@ -59,7 +59,6 @@ class StageLink:
         self._platform = platform
         self._links = stage_links()
         self._last = self._links.num_stages - 1
-        self.num_steps_behind = self._last - self._links.stage  # that the last stage computes after this one
         self._max_sends = max_steps
         self.is_last = self._links.stage == self._last
         self._names: dict[int, tuple[list[str], list[str]]] = {}  # of each plan: what it receives and what it sends

@@ -8,16 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from compile_and_serve.custom_ops.collectives.collectives import Transfer, stage_links
+from compile_and_serve.custom_ops.collectives.collectives import stage_links
 from compile_and_serve.custom_ops.mesh import Mesh
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.spec import PoolingSpec
-from compile_and_serve.runtime.runner.stage_runner import ArrivingTokens
 from compile_and_serve.runtime.runner.stages import StageLink, check_stages
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import tiny_spec
@@ -114,30 +112,3 @@ def test_what_cannot_run_in_stages_is_a_sentence() -> None:
         with pytest.raises(ValueError, match=f"{what} runs in one piece, but pipeline_parallel_size is 2: set it to 1"):
             check_stages(replace(spec, **change), Mesh(pipe=2))  # type: ignore[arg-type]
         check_stages(replace(spec, **change), Mesh(tensor=2))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("begins_at_once", [True, False])
-@pytest.mark.parametrize("num_steps_behind", [1, 2])
-def test_receives_of_tokens_begin_when_they_are_due(num_steps_behind: int, begins_at_once: bool) -> None:
-    """A receive that waits keeps a part of the device busy. The order of receives is that of the steps."""
-    begun: list[int] = []
-
-    def start_receiving_back(tensor: torch.Tensor) -> Transfer:
-        begun.append(len(begun))
-        return Transfer(tensor.fill_(begun[-1]), None)
-
-    link: Any = SimpleNamespace(num_steps_behind=num_steps_behind, start_receiving_back=start_receiving_back)
-    arriving = ArrivingTokens(link, max_steps=4, max_sampled=2, device=torch.device("cpu"), begins_at_once=begins_at_once)
-    num_begun = []
-    for step in range(4):
-        slots_S = np.array([2 * step, 2 * step + 1])
-        arriving.expect(slots_S, torch.from_numpy(slots_S))
-        num_begun.append(len(begun))
-    assert num_begun == ([1, 2, 3, 4] if begins_at_once else [max(0, step - num_steps_behind + 1) for step in range(4)])
-    assert arriving.is_full
-    taken = list(arriving.take([3]))
-    assert [one.tokens_S.tolist() for one in taken] == [[0, 0], [1, 1]]
-    assert not arriving.is_full
-    assert list(arriving.take([3])) == []
-    assert [one.slots_S.tolist() for one in arriving.take()] == [[4, 5], [6, 7]]
-    assert begun == [0, 1, 2, 3]
