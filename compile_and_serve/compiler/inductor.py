@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -217,13 +217,16 @@ def _show_data_pointers() -> None:
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
 
 
-def _without_unused_imports(source: str) -> str:
-    """A generated module's text without the imports of Inductor that it does not use, nor that of `AsyncCompile`."""
+def _without_unused_imports(source: str, given: Collection[str] = ()) -> str:
+    """A generated module's text without the imports of Inductor that it does not use, nor those of the names that it is `given`.
+
+    Two of them import kernel templates and the memory planner, which takes as long as all else of loading a piece with Triton kernels.
+    """
 
     def shown(found: re.Match[str]) -> str:
         name = found[2] or found[1]
         uses = len(re.findall(rf"\b{name}\b", source)) - len(re.findall(rf"\b{name}\b", found[0]))
-        return found[0] if uses and name != "AsyncCompile" else ""
+        return found[0] if uses and name not in given else ""
 
     return _INDUCTOR_IMPORT.sub(shown, source)
 
@@ -240,7 +243,7 @@ def load_pieces(
     for piece, kernels in (built or {}).items():
         if all((work_dir / file).is_file() for file in kernels.values()):
             scope = {"AsyncCompile": partial(_BuiltCompile, kernels, work_dir)}
-            loaded[piece] = _load_piece(piece, _without_unused_imports(sources[piece]), work_dir, scope)
+            loaded[piece] = _load_piece(piece, _without_unused_imports(sources[piece], given=scope), work_dir, scope)
     others = {piece: source for piece, source in sources.items() if piece not in loaded}
     if others:
         loaded |= _load_with_inductor(others, device, work_dir)
@@ -262,7 +265,7 @@ def _load_with_inductor(sources: Mapping[str, str], device: torch.device, work_d
     with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
         if platform_of(device).runs_cpp_kernels:
             _select_instruction_set()
-        return {piece: _load_piece(piece, source, work_dir, {}) for piece, source in sources.items()}
+        return {piece: _load_piece(piece, _without_unused_imports(source), work_dir, {}) for piece, source in sources.items()}
 
 
 def _relocate_triton_kernels(work_dir: Path) -> None:
