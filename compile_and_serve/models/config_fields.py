@@ -58,7 +58,7 @@ NO_EFFECT = frozenset(
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
     id2label label2id num_labels problem_type classifier_dropout chunk_size_feed_forward pretraining_tp auto_map quantization_config
     initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop router_aux_loss_coef router_jitter_noise
-    max_window_layers num_mtp_layers num_nextn_predict_layers cache_implementation
+    max_window_layers num_mtp_layers num_nextn_predict_layers cache_implementation initial_context_length aux_loss_alpha seq_aux ep_size
     """.split()  # max_window_layers: without `use_sliding_window`, which families read
 )
 
@@ -73,7 +73,10 @@ def check_fields(config: Mapping[str, Any], fields: Mapping[str, str], architect
         expected, is_right = _KINDS[kind]
         if config.get(name) is not None and not is_right(config[name]):
             raise ModelConfigError(f"{name} in the model's config must be {expected}, got {config[name]!r:.100}.")
-    others = [name for name in config if name not in fields and name not in _COMMON and name not in NO_EFFECT and name[0] != "_"]
+    ignored = {*fields, *_COMMON, *NO_EFFECT}
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        ignored.add("sliding_window")
+    others = [name for name in config if name not in ignored and name[0] != "_"]
     if not others or (config_class := _config_class(config, architecture)) is None:
         return
     known = {one.name for one in dataclasses.fields(config_class)}
@@ -84,8 +87,12 @@ def check_fields(config: Mapping[str, Any], fields: Mapping[str, str], architect
 
 def _config_class(config: Mapping[str, Any], architecture: str) -> Any:
     """transformers' config class; None if it has none."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes seconds
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes a second
+
+    own = str(config.get("model_type"))
+    if own in CONFIG_MAPPING and architecture.lower().startswith(own.replace("_", "")):
+        return CONFIG_MAPPING[own]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
 
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if architecture == (names if isinstance(names, str) else names[0]) and model_type in CONFIG_MAPPING:

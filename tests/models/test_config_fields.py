@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from compile_and_serve.models import config_fields
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.config_fields import NO_EFFECT
 from compile_and_serve.models.families import known_families
@@ -48,6 +49,28 @@ def test_every_field_of_transformers_class_is_read_or_has_no_effect_or_is_refuse
             assert isinstance(build_model(config, dtype=torch.float32).module, TransformersModel), name
         except ModelConfigError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("LlamaForCausalLM", {"pretraining_tp": 1, "mlp_bias": False, "rope_scaling": None}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}),
+        ("Qwen3ForCausalLM", {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}),
+        ("Qwen3MoeForCausalLM", {"sliding_window": None, "output_router_logits": False}),
+        ("GptOssForCausalLM", {"initial_context_length": 4096}),
+        ("DeepseekV2ForCausalLM", {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1}),
+    ],
+)
+def test_published_fields_need_no_look_at_transformers(architecture: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To import it takes seconds of a start."""
+    monkeypatch.setattr(config_fields, "_config_class", lambda config, architecture: pytest.fail(f"looks for the class of {architecture}"))
+    build_model(config_of(architecture, **more), dtype=torch.float32)
+
+
+def test_a_window_that_is_used_is_not_passed_over() -> None:
+    config = config_of("Qwen3MoeForCausalLM", model_type="qwen3_moe", use_sliding_window=True, sliding_window=16)
+    assert isinstance(build_model(config, dtype=torch.float32).module, TransformersModel)
 
 
 def test_fields_that_transformers_class_lacks_change_nothing() -> None:
