@@ -1,5 +1,5 @@
 # make serve   install, compile SmolLM2-135M-Instruct and serve it on http://127.0.0.1:8000
-# make test    install what the tests need, run all but the slow ones (`make test-slow` runs those)
+# make test    install what the tests need, run all but the slow ones (`make test-slow` runs those, `make test-exhaustive` further cases)
 # make check   format, lint, types, layers
 # Where there is an NVIDIA GPU, the packages for CUDA are installed too. DEVICE=cpu or DEVICE=cuda overrides the detection.
 
@@ -21,20 +21,23 @@ DEVICE ?= $(if $(GPUS),cuda,cpu)
 WORKERS ?= $(if $(GPUS),0,auto)
 PYTEST  := -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: serve test test-slow test-sdk check format test-torch211 test-torch215 test-transformers517 test-transformers524 test-gpu clean
+.PHONY: serve test test-slow test-exhaustive test-sdk check format test-torch211 test-torch215 test-transformers517 test-transformers524 test-gpu clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
 	$(BIN)/compile-and-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 # Bytecode is kept, whatever the environment says: assertions of all tests take half a minute to rewrite, in each worker and each run.
-test test-slow: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-exhaustive: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python $(PYTEST) -m slow $(TESTS) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "slow and not exhaustive" $(TESTS) $(ARGS)
+
+test-exhaustive: $(VENV)/.installed-dev
+	$(BIN)/python $(PYTEST) -m exhaustive $(TESTS) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

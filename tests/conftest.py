@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import torch
 
-from tests.support.covering_cases import covering_cases
+from tests.support.covering_cases import covering_cases, first_cases
 from tests.support.made_once import made_once
 from tests.support.triton_interpreter import make_interpreter_quicker
 
@@ -82,7 +82,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _choose_pairwise(config, items)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")
     _leave_cases_to_the_slow_tests(items)
+    _leave_cases_to_the_exhaustive_tests(items)
     num_gpus = torch.cuda.device_count()
     for item in items:
         numbers = [(*marker.args, 2)[0] for marker in item.iter_markers("multigpu")]
@@ -119,6 +123,23 @@ def _leave_cases_to_the_slow_tests(items: list[pytest.Item]) -> None:
             if test in seen:
                 item.add_marker("slow")
             seen.add(test)
+
+
+def _leave_cases_to_the_exhaustive_tests(items: list[pytest.Item]) -> None:
+    """Slow cases get the mark `exhaustive` if their values run in other cases too, or as the mark `exhaustive_but` says."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        others = ("exhaustive", "gpu", "multigpu")
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not any(map(item.get_closest_marker, others)):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        cases.sort(key=lambda case: case.get_closest_marker("slow") is not None)
+        kept = first_cases([{name: id(value) for name, value in case.callspec.params.items()} for case in cases])
+        for number, case in enumerate(cases):
+            words = case.get_closest_marker("exhaustive_but")
+            is_kept = number in kept if words is None else any(word in case.callspec.id for word in words.args)
+            if case.get_closest_marker("slow") and not is_kept:
+                case.add_marker("exhaustive")
 
 
 @pytest.fixture(autouse=True)

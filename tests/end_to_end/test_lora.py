@@ -197,6 +197,7 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
     ("family", "options"), [("Qwen3MoeForCausalLM", {}), ("MixtralForCausalLM", {"tensor_parallel_size": 2})], ids=["one rank", "two ranks"]
 )
 @pytest.mark.slow
+@pytest.mark.exhaustive_but("one rank")
 def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """By the names of a checkpoint that has each expert's linears; some experts keep the base's."""
     model = write_moe(tmp_path / "model", family)

@@ -19,7 +19,7 @@ def tokens_of(output: object) -> list[int]:
     return list(output.outputs[0].token_ids)  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_adapters_through_four_slots(smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [
         LoRARequest(str(i), i + 1, str(write_adapter(tmp_path / str(i), smollm2_dir, 4, seed=i, size=0.2))) for i in range(NUM_ADAPTERS)

@@ -130,7 +130,7 @@ def test_what_is_not_its_own_shows(what: str) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks(tmp_path: Any) -> None:
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 4, "block_size": 16}
     params = SamplingParams(temperature=0.0, max_tokens=100, stop_token_ids=[END], detokenize=False)

@@ -126,6 +126,7 @@ def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_but("Jamba")
 @pytest.mark.parametrize("architecture", QUICK[2:])
 def test_two_ranks(architecture: str, tmp_path: Path) -> None:
     """Ranks share the heads of attention and of recurrent layers, and a convolution's channels."""

@@ -77,7 +77,7 @@ def test_ten_drawings_beside_texts(server: ServerProcess) -> None:
     assert len(wrong_answers(server, 10, clients=12)) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("clients", [1, 16])
 def test_a_hundred_drawings(server: ServerProcess, clients: int) -> None:
     wrong = wrong_answers(server, 100, clients=clients)

@@ -1,4 +1,4 @@
-"""Which of a test's many parametrized cases cover every pair of values, or every three values."""
+"""Which of a test's many parametrized cases cover every value, every pair of values, or every three values."""
 
 from __future__ import annotations
 
@@ -25,4 +25,15 @@ def covering_cases(cases: Sequence[Mapping[str, int]], size: int) -> set[int]:
             missing -= combined[best]
         elif count:
             heapq.heappush(queue, (-count, best))
+    return chosen
+
+
+def first_cases(cases: Sequence[Mapping[str, int]]) -> set[int]:
+    """Positions of cases that have a value that no case before them has. cases: parameter → what identifies its value."""
+    seen: set[tuple[str, int]] = set()
+    chosen: set[int] = set()
+    for i, case in enumerate(cases):
+        if not case.items() <= seen:
+            chosen.add(i)
+            seen |= case.items()
     return chosen

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.support.covering_cases import covering_cases
+from tests.support.covering_cases import covering_cases, first_cases
 
 
 @pytest.mark.parametrize("sizes", [(8, 5, 3, 2, 2), (4, 4), (7,), (1, 3, 2)])
@@ -34,3 +34,10 @@ def test_every_three_values_are_covered_by_few_cases() -> None:
 
 def test_two_parameters_have_no_three_values() -> None:
     assert len(covering_cases([{"a": a, "b": b} for a in range(3) for b in range(2)], 3)) == 6
+
+
+def test_first_cases_have_every_value_and_each_has_a_new_one() -> None:
+    cases = [{"a": a, "b": b} for a in range(3) for b in range(4)]
+    assert first_cases(cases) == {0, 1, 2, 3, 4, 8}
+    assert first_cases([{"a": 1}, {"a": 2}, {"a": 1}]) == {0, 1}
+    assert first_cases([{"a": 0, "b": 1}, {"a": 1, "b": 0}, {"a": 0, "b": 0}]) == {0, 1}

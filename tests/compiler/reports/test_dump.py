@@ -83,7 +83,7 @@ def test_dumped_pieces_run_and_agree_with_the_compiled_ones(plain_dump: tuple[Pa
     assert assert_pieces_compute_what_was_compiled(folder, 1e-4) == model.report["distinct_pieces"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dump_of_smollm2_runs(tmp_path: Path, smollm2_gguf: Path) -> None:
     from compile_and_serve.runtime.weights import read_config
 

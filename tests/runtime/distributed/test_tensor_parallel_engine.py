@@ -125,7 +125,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(core: EngineCore, expect
     assert {name: tokens[name] for name in others} == {name: tokens_of(expected)[name] for name in others}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]]) -> None:
     """More ranks than key/value heads, so that two ranks hold the same head."""
     core = start(model_dir, shared_cache_dir, 4)

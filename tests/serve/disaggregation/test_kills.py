@@ -23,7 +23,7 @@ def test_kills_leave_nothing_behind(tiny_llama_dir: Path, capsys: pytest.Capture
     assert rows[-1]["as_expected"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_under_load_leave_nothing_behind(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["kills-under-load", str(tiny_llama_dir), "--device", "cpu", "--eager", "--seconds", "20", "--streams", "6", *SERVE])
