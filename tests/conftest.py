@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import torch
 
 from tests.support.covering_cases import covering_cases, first_cases
+from tests.support.forked_starts import fork_engines_and_ranks
 from tests.support.made_once import made_once
 from tests.support.triton_interpreter import make_interpreter_quicker
 
@@ -56,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="compiled-once-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["CXX"], os.environ["COMPILED_ONCE"] = str(COMPILE_ONCE), folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_are_forked() -> None:
+    """Not where there is a GPU, whose driver does not outlive a fork."""
+    if not torch.cuda.is_available():
+        fork_engines_and_ranks()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -82,7 +82,7 @@ def test_graphs_are_captured_in_idle_moments_and_after_sleep(
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
     core = EngineCore(tiny_config(folder, cache_dir=tmp_path, tensor_parallel_size=2, max_num_batched_tokens=24))
     assert tokens_of(run_requests(core, mixed())) == expected

@@ -67,7 +67,7 @@ def test_tokens_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check(counted(folder, enforce_eager=True, expert_metrics=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_count_once(tmp_path: Path) -> None:
     folder = write_moe(tmp_path / "model", "MixtralForCausalLM")
     options = {"enable_prefix_caching": False, "cache_dir": tmp_path / "cache", "expert_metrics": True}

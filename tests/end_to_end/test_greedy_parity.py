@@ -85,7 +85,7 @@ def test_alone_in_a_batch_and_behind_cached_prefixes(
     llm.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_through_transformers_own_implementation(
     smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

@@ -124,7 +124,7 @@ def test_a_base_that_is_quantized_here(model: Path, adapters: list[Path], tmp_pa
             check(output, rounded, path, 0.05)  # kernels round activations
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_awq_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(model, tmp_path / "awq", AWQ)
     with make_llm(quantized, tmp_path / "cache") as llm:
@@ -257,7 +257,7 @@ def test_a_class_of_transformers(tmp_path: Path) -> None:
         check(output, model, path, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_plans_read_one_cache_with_partial_rotary_embeddings(tmp_path: Path) -> None:
     """A prefix that a step without adapters cached is continued by steps with them, and the other way round."""
     model = write_random_model(tmp_path / "model", "StableLmForCausalLM", without=("head_dim",), partial_rotary_factor=0.5)

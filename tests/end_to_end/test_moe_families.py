@@ -56,7 +56,7 @@ def test_experts_are_fused_and_layers_share_their_pieces(architecture: str, tmp_
     assert len({fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)}) == 3 + two_kinds
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_llama4_on_two_ranks(tmp_path: Path) -> None:
     folder = write_moe(tmp_path / "model", "Llama4ForCausalLM")
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)

@@ -121,7 +121,7 @@ def test_compiled(tmp_path: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_native_encoder_compiled(tmp_path: Path) -> None:
     checkpoint = Checkpoint("kimi_k25", tmp_path)
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)

@@ -165,7 +165,7 @@ def test_both_stages_sleep_and_wake(core: EngineCore, expected: dict[str, list[R
     check_same(core, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_uneven_stages_run_ahead(folder: Path, expected: dict[str, list[RequestOutput]]) -> None:
     core = start(folder, 3, async_scheduling=True, pipeline_parallel_layers=[2, 1, 1])
     assert core.info.compile_report["stage_cuts"] == "kv_caches.1, kv_caches.2"
@@ -173,7 +173,7 @@ def test_three_uneven_stages_run_ahead(folder: Path, expected: dict[str, list[Re
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_of_two_ranks_with_a_draft_model_beside_the_last(
     folder: Path, expected: dict[str, list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def plain_pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.exhaustive
 def test_stages_say_what_one_rank_says(architecture: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Prompts in chunks beside decodes, one of which finds its prefix in the cache."""
     folder = write_family(tmp_path / "model", architecture)

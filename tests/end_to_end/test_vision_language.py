@@ -132,13 +132,14 @@ def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_but("qwen2_5")
 def test_compiled(checkpoint: Checkpoint, tmp_path: Path) -> None:
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=24)
     checkpoint.check(core, PROMPTS)
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks(tmp_path: Path) -> None:
     """Each runs the encoder whole, and has its part of the decoder."""
     checkpoint = Checkpoint("qwen3", tmp_path)

@@ -30,6 +30,6 @@ def test_a_row_is_what_becomes_of_the_class(name: str) -> None:
     assert f"| `{name}` | {one.status} | {one.reason} |\n" in DOCUMENT.read_text(encoding="utf-8"), HINT
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_is_up_to_date() -> None:
     assert make_table({name: outcome(name, model_type) for name, model_type in classes().items()}) == DOCUMENT.read_text("utf-8"), HINT

@@ -168,6 +168,7 @@ def make_body(generator: random.Random) -> tuple[str, bytes]:
     return path, bytes(raw)
 
 
+@pytest.mark.exhaustive
 def test_bodies_of_every_kind(server: ServerProcess, is_long: bool) -> None:
     count, generator = (5000 if is_long else 300), random.Random(5)
     seeds = [generator.random() for _ in range(count)]
@@ -272,6 +273,7 @@ def test_full_queue(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("victim", ["api", "template"])
+@pytest.mark.exhaustive_but("api")
 def test_a_killed_process_leaves_nothing(tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     """test_parallel.py and test_end_to_end.py kill engines and ranks."""
     monkeypatch.setenv("TMPDIR", str(short_dir))
@@ -344,6 +346,7 @@ def test_damaged_model_files(tiny_llama_dir: Path, tmp_path: Path, is_long: bool
     print(json.dumps({"abuse": "damaged model files", **outcomes}))
 
 
+@pytest.mark.exhaustive
 def test_damaged_cache_files(tiny_llama_dir: Path, tmp_path: Path, is_long: bool) -> None:
     """Everything in the cache is rebuilt or ignored: the answer is the same."""
     store = tmp_path / "store"

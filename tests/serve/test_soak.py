@@ -56,7 +56,7 @@ async def one_request(port: int, draw: random.Random, counts: dict[str, int]) ->
         writer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 async def test_random_disconnects_leak_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seconds = request.config.getoption("--soak-seconds")

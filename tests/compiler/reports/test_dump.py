@@ -119,7 +119,7 @@ def test_graphs_run_and_every_line_has_dtype_shape_or_source(tmp_path: Path) -> 
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_graphs_with_experts_and_latent_attention_are_programs(tmp_path: Path) -> None:
     spec = tiny_spec("DeepseekV2ForCausalLM", 2, torch.float32, **EXPERTS["DeepseekV2ForCausalLM"])
     config = CompileConfig(cache_dir=tmp_path / "store", dump_dir=tmp_path / "dump")

@@ -72,7 +72,7 @@ def test_compiled_tokens(folders: tuple[Path, Path], expected: list[list[int]], 
     assert report["distinct_pieces"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_serve_the_same_tokens(folders: tuple[Path, Path], expected: list[list[int]], tmp_path: Path) -> None:
     assert served(folders[0], tensor_parallel_size=2, enforce_eager=False, cache_dir=tmp_path)[0] == expected
 

@@ -139,7 +139,7 @@ def test_a_cached_prefix_needs_only_its_last_window(folder: Path, expected: list
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gemma2"], indirect=True, scope="module")
 def test_two_ranks_serve_the_same_tokens(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     tokens, core = served(folder, tensor_parallel_size=2, enforce_eager=False, cache_dir=tmp_path)

@@ -45,7 +45,7 @@ def test_a_compiled_drafter_drafts_the_same(tmp_path: Path, shared_cache_dir: Pa
     assert len(found[0][1]) > 40
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its own heads of the block and of the context."""
     check_every_draft(monkeypatch)

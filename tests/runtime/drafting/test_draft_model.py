@@ -156,7 +156,7 @@ def test_both_models_are_compiled_once_and_start_from_artifacts(
         core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_draft_alike(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_draft(monkeypatch)
     options = {"tensor_parallel_size": 2, "cache_dir": tmp_path / "cache"}

@@ -111,7 +111,7 @@ def test_a_rank_joins_and_leaves_under_load(model_dir: Path, expected: dict[str,
         core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_become_four_and_two_again(model_dir: Path, expected: dict[str, list[int]]) -> None:
     core = EngineCore(tiny_config(model_dir, enable_elastic_ep=True, data_parallel_attention_size=2, **OPTIONS))
     try:

@@ -213,7 +213,7 @@ def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
         np.testing.assert_allclose(output.outputs.embedding, theirs_TD.mean(0), atol=3e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks(tmp_path: Path, shared_cache_dir: Path) -> None:
     """Each rank has two of the four heads, and half of the features between the linears of an MLP."""
     architecture = "RobertaForSequenceClassification"

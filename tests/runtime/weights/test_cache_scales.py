@@ -137,7 +137,7 @@ def run_rank(rank: int, folder: str, cache: str) -> torch.Tensor:
     return step(model, TOKENS, 0, caches(model.spec, FP8, tensor_parallel_size=2), TorchAttention())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, _ = write(plain("Llama"), tmp_path, "channel")
     expected = reference(quantized, monkeypatch)
