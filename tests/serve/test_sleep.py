@@ -89,7 +89,8 @@ async def test_prefix_cache_reset(start_server: StartServer) -> None:
 
 
 @pytest.mark.slow
-async def test_twenty_sleeps_under_load_lose_no_accepted_request(tmp_path: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize("rounds", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+async def test_sleeps_under_load_lose_no_accepted_request(tmp_path: Path, tokenizer: Any, rounds: int) -> None:
     config = tiny_config(write_tiny_model(tmp_path / "model"), max_num_seqs=8, num_kv_blocks=512)
     client = AsyncEngineClient(config)
     await client.start()
@@ -119,7 +120,7 @@ async def test_twenty_sleeps_under_load_lose_no_accepted_request(tmp_path: Path,
                     assert await ask() in (expected, [])
 
             clients = [asyncio.create_task(load()) for _ in range(6)]
-            for round in range(20):
+            for round in range(rounds):
                 answered = counts[200]
                 async with asyncio.timeout(60):
                     while counts[200] == answered:

@@ -34,6 +34,7 @@ def test_tokens_are_as_from_one_engine(tmp_path: Path, kind: str) -> None:
         folder, options = write_tiny_model(tmp_path / "model"), DRAFTS
     else:
         folder = write_family(tmp_path / "model", kind)
+        options["attention_backend"] = "torch"  # blocks are the same, and the interpreter takes a minute
     patient = {"kv_connector_extra_config": {"lease_seconds": 300, "load_seconds": 60}}
     giver = EngineCore(tiny_config(folder, kv_transfer_config={"kv_role": "kv_producer", **patient}, **options))
     taker = EngineCore(tiny_config(folder, kv_transfer_config={"kv_role": "kv_both", **patient}, **options))
