@@ -176,29 +176,31 @@ def _turned() -> bytes:
     return encoded(PICTURE, "JPEG", exif=exif)
 
 
-FRAMES = [PICTURE, PICTURE.transpose(PIL.Image.Transpose.ROTATE_180)]
-FILES: dict[str, tuple[bytes, tuple[int, ...] | str]] = {  # a file → grid of tokens, or a part of the sentence
-    "cmyk": (encoded(PICTURE.convert("CMYK"), "JPEG"), (3, 5)),
-    "grey": (encoded(PICTURE.convert("L")), (3, 5)),
-    "16 bit": (encoded(PIL.Image.fromarray(np.full((24, 40), 40000, np.uint16))), (3, 5)),
-    "palette with transparency": (encoded(PICTURE.convert("P"), transparency=3), (3, 5)),
-    "rgba": (encoded(PICTURE.convert("RGBA"), "WEBP"), (3, 5)),
-    "turned": (_turned(), (5, 3)),
-    "animated": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), (3, 5)),
-    "one pixel": (encoded(PICTURE.resize((1, 1))), (1, 1)),
-    "narrow": (encoded(PIL.Image.new("RGB", (20000, 20))), "is too narrow"),
-    "truncated": (encoded(PICTURE)[:-60], "cannot be decoded"),
-    "bomb": (encoded(PIL.Image.new("1", (30000, 30000))), "is too large"),
-    "text": (b"hello", "no image that can be read"),
-    "empty": (b"", "no image that can be read"),
-    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>", "no image that can be read"),
-    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image that can be read"),
-}
+def files() -> dict[str, tuple[bytes, tuple[int, ...] | str]]:
+    """A file → its grid of tokens, or a part of the sentence."""
+    frames = [PICTURE, PICTURE.transpose(PIL.Image.Transpose.ROTATE_180)]
+    return {
+        "cmyk": (encoded(PICTURE.convert("CMYK"), "JPEG"), (3, 5)),
+        "grey": (encoded(PICTURE.convert("L")), (3, 5)),
+        "16 bit": (encoded(PIL.Image.fromarray(np.full((24, 40), 40000, np.uint16))), (3, 5)),
+        "palette with transparency": (encoded(PICTURE.convert("P"), transparency=3), (3, 5)),
+        "rgba": (encoded(PICTURE.convert("RGBA"), "WEBP"), (3, 5)),
+        "turned": (_turned(), (5, 3)),
+        "animated": (encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]), (3, 5)),
+        "one pixel": (encoded(PICTURE.resize((1, 1))), (1, 1)),
+        "narrow": (encoded(PIL.Image.new("RGB", (20000, 20))), "is too narrow"),
+        "truncated": (encoded(PICTURE)[:-60], "cannot be decoded"),
+        "bomb": (encoded(PIL.Image.new("1", (30000, 30000))), "is too large"),
+        "text": (b"hello", "no image that can be read"),
+        "empty": (b"", "no image that can be read"),
+        "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>", "no image that can be read"),
+        "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image that can be read"),
+    }
 
 
 async def test_files_of_all_kinds(start: Callable[..., Any], tokenizer: Tokenizer) -> None:
     server = await start(max_body_bytes=16 << 20)
-    for name, (data, expected) in FILES.items():
+    for name, (data, expected) in files().items():
         answer = await ask(server, chat_part(data_url(data)))
         if isinstance(expected, str):
             assert answer.status_code == 400, name

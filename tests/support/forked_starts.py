@@ -1,4 +1,4 @@
-"""Engines and ranks that tests start as processes are forked from one that has imported torch, because each would take seconds to import it.
+"""Engines and ranks that tests start as processes are forked from one that has imported torch, which takes seconds otherwise.
 
 A fork becomes a child of the test's process: that can wait for it, and sees by which signal it was ended. It runs the same code with the
 same standard input as a process that Python starts. Servers, and engines with an environment that libraries read when they are imported,
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_IMPORTED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "transformers", "safetensors.torch", "zmq", "msgspec")
+_IMPORTED = ("torch._inductor.compile_fx", "torch.distributed", "transformers", "safetensors.torch", "zmq", "msgspec")
 # Variables that these modules or Python read when they start.
 _READ_AT_START = ("ATEN", "CXX", "GOMP", "HF_", "KMP", "LD_", "MKL", "OMP", "OPENBLAS", "PYTHON", "TORCH", "TRANSFORMERS", "TRITON")
 _READ_LATER = ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
