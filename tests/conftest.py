@@ -134,7 +134,7 @@ def _leave_cases_to_the_slow_tests(items: list[pytest.Item]) -> None:
 
 
 def _leave_cases_to_the_exhaustive_tests(items: list[pytest.Item]) -> None:
-    """Slow cases get the mark `exhaustive` if their values run in other cases too, or as the mark `exhaustive_but` says."""
+    """Slow cases get the mark `exhaustive` if their values run in other cases too, or as the mark `exhaustive_cases` says."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         others = ("exhaustive", "gpu", "multigpu")
@@ -144,8 +144,8 @@ def _leave_cases_to_the_exhaustive_tests(items: list[pytest.Item]) -> None:
         cases.sort(key=lambda case: case.get_closest_marker("slow") is not None)
         kept = first_cases([{name: id(value) for name, value in case.callspec.params.items()} for case in cases])
         for number, case in enumerate(cases):
-            words = case.get_closest_marker("exhaustive_but")
-            is_kept = number in kept if words is None else any(word in case.callspec.id for word in words.args)
+            marker = case.get_closest_marker("exhaustive_cases")
+            is_kept = number in kept if marker is None else any(word in case.callspec.id for word in marker.kwargs.get("but", ()))
             if case.get_closest_marker("slow") and not is_kept:
                 case.add_marker("exhaustive")
 

@@ -150,7 +150,7 @@ def test_a_parser_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         detect_tool_parser([])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_broken_package_fails_a_start_and_not_the_help(tmp_path: Path, tiny_llama_dir: Path) -> None:
     everything = broken_site(tmp_path / "everything", *KINDS)
     assert command(everything, "--help").returncode == command(everything, "serve", "--help").returncode == 0

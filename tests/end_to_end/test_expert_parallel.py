@@ -50,7 +50,7 @@ def run(folder: Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("data")
+@pytest.mark.exhaustive_cases(but=["data"])
 @pytest.mark.parametrize("over", ["tensor", "data"])
 def test_skewed_routing_is_balanced_beside_steps(over: str, tmp_path: Path) -> None:
     """Half of the pairs go to 5 % of the experts. Weights move in pieces of a move; the tokens are those of one rank."""
@@ -64,7 +64,7 @@ def test_skewed_routing_is_balanced_beside_steps(over: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("Qwen2Moe", "DeepseekV3")
+@pytest.mark.exhaustive_cases(but=["Qwen2Moe"])
 @pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in QUICK)])
 def test_ranks_with_experts_of_their_own_say_what_one_rank_says(architecture: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     folder = write_family(tmp_path / "model", architecture)

@@ -105,7 +105,7 @@ def test_audio_offline(tmp_path: Path) -> None:
                 llm.generate({"prompt_token_ids": ids, "multi_modal_data": {"audio": given}}, params, use_tqdm=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled(tmp_path: Path) -> None:
     checkpoint = Checkpoint("qwen2_audio", tmp_path)
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)

@@ -114,7 +114,7 @@ def write_rounded(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_base_that_is_quantized_here(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     """Adapters themselves are not rounded."""
     rounded = write_rounded(model, tmp_path / "rounded")
@@ -197,7 +197,7 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
     ("family", "options"), [("Qwen3MoeForCausalLM", {}), ("MixtralForCausalLM", {"tensor_parallel_size": 2})], ids=["one rank", "two ranks"]
 )
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("one rank")
+@pytest.mark.exhaustive_cases(but=["one rank"])
 def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """By the names of a checkpoint that has each expert's linears; some experts keep the base's."""
     model = write_moe(tmp_path / "model", family)
@@ -246,7 +246,7 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(
         assert generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_class_of_transformers(tmp_path: Path) -> None:
     """With biases beside the adapters, and modules found by the names of transformers' class."""
     model = write_random_model(tmp_path / "model", "Qwen2ForCausalLM", without=("head_dim",))

@@ -277,6 +277,7 @@ def count_plans(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Counter[st
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["0"])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_it_serves_the_tokens_of_the_plain_module(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], drafts: int, monkeypatch: pytest.MonkeyPatch

@@ -260,7 +260,7 @@ def test_tokens_and_logits_are_those_of_the_reference(made: Made) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("options0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"enforce_eager": False, "verify_passes": True}, {"tensor_parallel_size": 2}])
 def test_compiled_and_on_two_ranks(made: Made, tmp_path: Path, options: dict[str, Any]) -> None:
     check(made, cache_dir=tmp_path, **options)

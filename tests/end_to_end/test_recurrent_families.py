@@ -74,6 +74,7 @@ def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["KimiLinear"])
 @pytest.mark.parametrize("model", QUICK, indirect=True, scope="module")
 def test_preemptions(model: Path) -> None:
     """Three sequences outgrow a pool that has room for one of them at its full length."""
@@ -91,6 +92,7 @@ def test_preemptions(model: Path) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["FalconH1", "Mamba2", "KimiLinear"])
 def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
     core = engine(model, num_kv_blocks=4096, max_num_batched_tokens=512)
     sizes = core.executor.worker.loaded.pages.tokens_per_page  # type: ignore[attr-defined]
@@ -114,6 +116,7 @@ def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["Qwen3_5"])
 @pytest.mark.parametrize("model", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], indirect=True, scope="module")
 def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """`test_two_ranks` compiles the others."""
@@ -126,7 +129,7 @@ def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("Jamba")
+@pytest.mark.exhaustive_cases(but=["Jamba"])
 @pytest.mark.parametrize("architecture", QUICK[2:])
 def test_two_ranks(architecture: str, tmp_path: Path) -> None:
     """Ranks share the heads of attention and of recurrent layers, and a convolution's channels."""

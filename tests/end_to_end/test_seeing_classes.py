@@ -66,6 +66,7 @@ def test_tokens_and_logits_are_those_of_transformers(checkpoint: Checkpoint) -> 
     core.shutdown()
 
 
+@pytest.mark.exhaustive_cases
 def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
     core = checkpoint.engine()
     turn: Parts = [TEXT[2], FIRST, TEXT[1]]
@@ -80,6 +81,7 @@ def test_prefixes_end_where_images_differ(checkpoint: Checkpoint) -> None:
     core.shutdown()
 
 
+@pytest.mark.exhaustive_cases
 def test_videos(checkpoint: Checkpoint) -> None:
     if CLASSES[checkpoint.name].video is None:
         assert set(checkpoint.processor.placeholders.values()) == {"image"}

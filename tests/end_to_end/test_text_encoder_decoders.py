@@ -123,6 +123,7 @@ def test_compiled(model: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["bart"])
 def test_on_two_ranks(model: tuple[Path, Any]) -> None:
     folder, reference = model
     config = tiny_config(folder, **OPTIONS, tensor_parallel_size=2)

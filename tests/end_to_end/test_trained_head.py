@@ -34,7 +34,7 @@ def answers(model: Path, num_drafts: int = 0) -> tuple[list[list[int]], float]:
 
 
 @pytest.mark.parametrize("num_drafts", [2, 3])
-@pytest.mark.exhaustive_but("2")
+@pytest.mark.exhaustive
 def test_a_trained_head(smollm2_dir: Path, plain_answers: list[list[int]], num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # How long drafts are depends on what steps cost here. These are whole in every step, so that each machine sees the same.
     monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: True)

@@ -132,7 +132,7 @@ def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("qwen2_5")
+@pytest.mark.exhaustive_cases(but=["qwen2_5"])
 def test_compiled(checkpoint: Checkpoint, tmp_path: Path) -> None:
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=24)
     checkpoint.check(core, PROMPTS)
@@ -149,7 +149,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_but("qwen2_5")
+@pytest.mark.exhaustive_cases(but=["qwen2_5"])
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_every_pass_is_verified(name: str, tmp_path: Path) -> None:
     write_qwen(name, tmp_path)

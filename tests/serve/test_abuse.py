@@ -273,7 +273,7 @@ def test_full_queue(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("victim", ["api", "template"])
-@pytest.mark.exhaustive_but("api")
+@pytest.mark.exhaustive_cases(but=["api"])
 def test_a_killed_process_leaves_nothing(tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     """test_parallel.py and test_end_to_end.py kill engines and ranks."""
     monkeypatch.setenv("TMPDIR", str(short_dir))

@@ -81,6 +81,7 @@ def run_rank(rank: int, name: str, cache_dir: str) -> tuple[torch.Tensor, list[i
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK)])
+@pytest.mark.exhaustive_cases(but=["key/value", "int8"])
 def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     size, case = CASES[name]
     results = run_ranks(size, run_rank, name, str(tmp_path / "artifacts"), folder=tmp_path)

@@ -150,6 +150,7 @@ def test_measured_pairs_are_not_spread_evenly() -> None:
     ("num_pairs", "num_experts", "block_size"), [(1, 4, 16), (70, 5, 16), pytest.param(1100, 16, 64, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", ["even", "to_one"])
+@pytest.mark.exhaustive_cases
 def test_order_has_every_pair_once(num_pairs: int, num_experts: int, block_size: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_order, "_MAX_UNCOUNTED", 1000)
     ids = routing(kind, num_pairs, num_experts, top_k=1)

@@ -31,7 +31,7 @@ def engine(target: Path, drafter: Path, num_tokens: int = 5, **options: Any) -> 
     return EngineCore(tiny_config(target, speculative_config=speculation, **given))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_drafter_drafts_the_same(tmp_path: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = folders(tmp_path, {}, {})
     found = []

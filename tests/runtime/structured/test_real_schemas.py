@@ -25,6 +25,7 @@ def llm(tiny_llama_dir: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["True"])
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_outputs_of_real_schemas_are_valid(llm: LLM, is_closed: bool) -> None:
     tokenizer = llm.get_tokenizer()

@@ -71,6 +71,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])

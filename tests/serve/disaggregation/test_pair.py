@@ -96,6 +96,7 @@ def check_nothing_is_held(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive_cases
 async def test_answers_are_as_from_one_server(pair: Pair, count: int) -> None:
     wanted = bodies(count)
     before = metric(pair.route.url, "route_handovers_total", without_events=0.0)

@@ -243,7 +243,7 @@ def test_a_process_that_dies_is_started_again(server: ServerProcess) -> None:
     assert server.output.count("was ended by signal 9, and is started again") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_death_of_all_processes_ends_the_server(tiny_llama_dir: Path) -> None:
     """Nobody is left who knows the state."""
     server = ServerProcess(str(tiny_llama_dir), "--api-server-count", "2", *OPTIONS, *SIZES)
@@ -279,7 +279,7 @@ async def test_the_death_of_the_engine_ends_the_requests_of_every_process(tiny_l
     assert "Traceback" not in server.output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_server_leaves_no_folder(tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(short_dir))
     server = ServerProcess(str(tiny_llama_dir), "--api-server-count", "2", *OPTIONS, *SIZES)
