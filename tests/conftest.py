@@ -73,6 +73,13 @@ def collected_once() -> None:
     gc.freeze()
 
 
+gc.disable()  # while modules are imported and tests collected, nearly all of which lives to the end
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 def pytest_sessionfinish() -> None:
     """Frozen objects would be taken for leaks at the end of the process."""
     gc.unfreeze()

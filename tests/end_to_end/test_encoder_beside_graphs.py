@@ -52,7 +52,9 @@ def test_rows_are_those_without_graphs(folder: Path, tmp_path: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.parametrize("mode", ["piecewise", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["piecewise"])
+@pytest.mark.parametrize("mode", ["piecewise", "none"])
 def test_graphs_are_captured_in_idle_moments_and_after_sleep(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

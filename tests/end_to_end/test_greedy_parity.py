@@ -68,6 +68,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 def test_alone_in_a_batch_and_behind_cached_prefixes(
     smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

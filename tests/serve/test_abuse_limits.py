@@ -98,7 +98,7 @@ def test_objects_of_1000_properties_are_followed(checker: GrammarChecker, kind: 
         checker.check(StructuredOutputsParams(json=schemas[1]), {})
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [

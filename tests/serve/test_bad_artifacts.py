@@ -75,7 +75,7 @@ def cut_short(store: Path) -> None:
     (unfinished / "piece.py").write_text("import")
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [

@@ -51,7 +51,6 @@ CASES = {
         Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"}),
     ),
 }
-QUICK = ("biases on 2",)
 
 
 def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
@@ -80,8 +79,9 @@ def run_rank(rank: int, name: str, cache_dir: str) -> tuple[torch.Tensor, list[i
     return run_case(case, size, rank, cache_dir)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK)])
-@pytest.mark.exhaustive_cases(but=["key/value", "int8"])
+@pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["biases", "key/value"])
+@pytest.mark.parametrize("name", CASES)
 def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     size, case = CASES[name]
     results = run_ranks(size, run_rank, name, str(tmp_path / "artifacts"), folder=tmp_path)

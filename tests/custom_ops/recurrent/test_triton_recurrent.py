@@ -29,7 +29,7 @@ def triton_linear_attention(*args: Any) -> torch.Tensor:
 KINDS = pytest.mark.parametrize(("delta", "per_channel"), [(True, False), (True, True), (False, False)], ids=["delta rule", "KDA", "SSD"])
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @KINDS
 def test_linear_attention(delta: bool, per_channel: bool) -> None:
     inputs = make_inputs(2, 1, 24, 40, delta=delta, per_channel=per_channel, dtype=torch.float32)

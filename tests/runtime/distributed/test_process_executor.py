@@ -284,6 +284,7 @@ def test_an_idle_task_that_never_ends_is_given_up(model_dir: Path, monkeypatch: 
         executor.shutdown()
 
 
+@pytest.mark.slow
 def test_a_long_step_is_not_given_up_while_ranks_make_progress(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.5, collectives=6)
     executor = start(model_dir, Ranks(), stuck_seconds=2.5)

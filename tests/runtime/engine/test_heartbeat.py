@@ -86,6 +86,7 @@ main()
 """
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_stuck_between_steps_is_unhealthy(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir)
     monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE.removesuffix("main()\n") + STUCK_IN_A_CALL)

@@ -16,6 +16,8 @@ from compile_and_serve.runtime.connector.handover.params import OWN, early_param
 from tests.support.processes import wait_until
 from tests.support.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("--port", "0", "--dtype", "float32", "--device", "cpu", "--enforce-eager", "--max-model-len", "512", "--num-threads", "1")
 TRANSFER = '{{"kv_role": "{}", "kv_connector_extra_config": {{"lease_seconds": 3, "load_seconds": 2}}}}'
 
@@ -95,8 +97,7 @@ def check_nothing_is_held(pair: Pair) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.exhaustive_cases
+@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.exhaustive)])
 async def test_answers_are_as_from_one_server(pair: Pair, count: int) -> None:
     wanted = bodies(count)
     before = metric(pair.route.url, "route_handovers_total", without_events=0.0)
