@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 
 @KINDS
+@pytest.mark.exhaustive_cases(but=["KDA"])
 def test_decodes(monkeypatch: pytest.MonkeyPatch, delta: bool, per_channel: bool) -> None:
     from benchmarks.state_each_step import write_each_step
     from compile_and_serve.custom_ops.recurrent import triton_linear_attention as kernels

@@ -66,6 +66,7 @@ def eager(architecture: str, dtype: torch.dtype = torch.float32):
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize(("architecture", "kernels"), MODELS)
 def test_equals_eager_at_every_length_without_recompiling(made: Made, architecture: str, kernels: frozenset[str]) -> None:
     _, spec, model = made(architecture, kernels)

@@ -57,6 +57,7 @@ def test_tokens_and_logits_are_those_of_transformers(checkpoint: Checkpoint) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["qwen2_audio"])
 def test_preemption_changes_no_token(checkpoint: Checkpoint) -> None:
     """A cache of so few blocks that requests with audio lose theirs."""
     prompts: dict[str, Sounds] = {f"{name} {again}": parts for again in range(2) for name, parts in PROMPTS.items()}

@@ -78,7 +78,7 @@ def answers(llm: LLM, params: SamplingParams, adapters: list[LoRARequest | None]
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["Qwen3_5ForCausalLM"], indirect=True, scope="module")
 def test_adapters(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """A batch of the model and an adapter: what each says alone."""

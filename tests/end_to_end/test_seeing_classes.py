@@ -59,6 +59,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.exhaustive_cases
 def test_tokens_and_logits_are_those_of_transformers(checkpoint: Checkpoint) -> None:
     """0, 1 and 3 images of different sizes; chunks cut them; all at once."""
     core = checkpoint.engine(max_num_batched_tokens=21)

@@ -53,8 +53,7 @@ def plain(smollm2_dir: Path, prompts: list[list[int]], request: pytest.FixtureRe
         return llm.generate(asked, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["ngram"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_tokens_are_those_without_drafts(
     method: str,

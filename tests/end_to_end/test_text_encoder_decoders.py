@@ -86,6 +86,7 @@ def test_offline(model: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["bart"])
 @pytest.mark.asyncio
 async def test_over_http(model: tuple[Path, Any]) -> None:
     folder, reference = model

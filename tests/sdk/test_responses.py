@@ -49,6 +49,7 @@ def test_parse(client: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "Weather"}])
+@pytest.mark.exhaustive_cases(but=["required"])
 def test_tools(client: Any, choice: Any) -> None:
     import openai
 

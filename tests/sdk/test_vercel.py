@@ -42,6 +42,7 @@ def run(folder: Path, base_url: str, provider: str, scenario: str) -> Any:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.exhaustive_cases(but=["chat"])
 def test_text(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "text")
     assert answer["text"]
@@ -50,6 +51,7 @@ def test_text(node_folder: Path, base_url: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.exhaustive_cases(but=["chat"])
 def test_stream(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "stream")
     assert len(answer["parts"]) > 1
@@ -57,6 +59,7 @@ def test_stream(node_folder: Path, base_url: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.exhaustive_cases(but=["chat"])
 def test_objects_match_their_schema(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "object")
     assert answer.keys() == {"city", "sunny"}
@@ -64,6 +67,7 @@ def test_objects_match_their_schema(node_folder: Path, base_url: str, provider: 
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.exhaustive_cases(but=["chat", "anthropic"])
 def test_turns_with_tools(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "turns")
     assert len(answer["calls"]) == 2
@@ -74,6 +78,7 @@ def test_turns_with_tools(node_folder: Path, base_url: str, provider: str) -> No
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.exhaustive_cases(but=["chat"])
 def test_stream_of_tools(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "toolStream")
     assert {"tool-input-start", "tool-input-delta", "tool-input-end", "tool-call", "tool-result"} <= set(answer["kinds"])

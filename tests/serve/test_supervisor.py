@@ -188,7 +188,7 @@ def servers(tiny_llama_dir: Path) -> Iterator[tuple[ServerProcess, list[str], st
     assert "Traceback" not in server.output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_only_the_streams_of_a_killed_replica_end(servers: tuple[ServerProcess, list[str], str]) -> None:
     _, urls, supervisor = servers
     replicas = httpx.get(f"{supervisor}/health").json()["replicas"]

@@ -53,6 +53,7 @@ def coded_weights(captured: CapturedGraph) -> list[tuple[str, dict[str, str], Co
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gpu_layout_holds_the_weights(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

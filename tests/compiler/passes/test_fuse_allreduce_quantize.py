@@ -183,7 +183,7 @@ def generate(rank: int, cache_dir: str) -> list[tuple[torch.Tensor, list[int], i
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_agree_with_and_without_it(tmp_path: Path) -> None:
     by_rank = run_ranks(2, generate, str(tmp_path / "artifacts"), folder=tmp_path)
     for (logits, tokens, without), (ours, our_tokens, sites) in by_rank:

@@ -169,6 +169,7 @@ def test_float32_norms_stay_outside() -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "fp8-weight-only", "int8-weight-only", "int4"])
 def test_a_compiled_model_computes_with_the_quantized_weights(tmp_path: Path, scheme: Quantization) -> None:
     model = {"tie_word_embeddings": True, **(WIDE if scheme == "fp8-block" else {})}

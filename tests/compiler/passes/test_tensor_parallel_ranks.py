@@ -80,7 +80,7 @@ def run_rank(rank: int, name: str, cache_dir: str) -> tuple[torch.Tensor, list[i
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["biases", "key/value"])
+@pytest.mark.exhaustive_cases(but=["biases"])
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     size, case = CASES[name]

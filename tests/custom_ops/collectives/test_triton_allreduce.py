@@ -108,6 +108,7 @@ def by_rank(request: pytest.FixtureRequest) -> list[list[Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["3"])
 def test_ranks_sum_wait_and_normalize(by_rank: list[list[Any]]) -> None:
     size = len(by_rank)
     for step in range(len(ROWS)):

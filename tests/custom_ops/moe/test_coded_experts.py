@@ -131,6 +131,7 @@ def test_kernels_equal_the_definition(form: str, direct: bool, num_tokens: int, 
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize("form", ["awq", "g32", "q4_k"])
 @pytest.mark.parametrize(("num_tokens", "blocks", "dtype"), [(1, 2, torch.float32), (2, 1, torch.float16)])
 @pytest.mark.pairwise

@@ -80,6 +80,7 @@ def test_every_site_is_matched(architecture: str, norms: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["Llama"])
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -111,6 +112,7 @@ def computations(gm: GraphModule) -> Counter[str]:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["Glm4", "Olmo2"])
 @pytest.mark.parametrize(
     ("architecture", "changes", "norms"),
     [
@@ -211,7 +213,7 @@ def test_a_capture_that_fails_is_one_sentence_with_the_line() -> None:
         *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("Olmo2", "Qwen2", "Qwen3", "Gemma")),
     ],
 )
-@pytest.mark.exhaustive_cases(but=["Olmo2"])
+@pytest.mark.exhaustive_cases
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_random_model(tmp_path / "model", architecture)
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)

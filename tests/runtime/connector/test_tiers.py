@@ -312,6 +312,7 @@ def test_the_folder_stays_below_its_limit(start: Callable[..., EngineCore], tmp_
 
 
 @pytest.mark.parametrize("kind", ["hybrid", pytest.param("ranks", marks=pytest.mark.slow)])
+@pytest.mark.exhaustive_cases
 def test_all_kinds_of_state_and_all_ranks(
     start: Callable[..., EngineCore], tmp_path: Path, shared_cache_dir: Path, model_dir: Path, kind: str
 ) -> None:

@@ -218,7 +218,7 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_namespaces_serve_lose_a_host_and_serve_again(tiny_llama_dir: Path, tmp_path: Path, namespaces: Namespaces) -> None:
     key = tmp_path / "key"
     key.write_text(SECRET)

@@ -137,7 +137,7 @@ def test_drafts_behind_prefix_hits(folders: dict[str, Path], monkeypatch: pytest
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_layers_draft_the_same(folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer then follows the target with its keys and values alone."""
     check_every_draft(monkeypatch)

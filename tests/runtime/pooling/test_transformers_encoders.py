@@ -130,7 +130,7 @@ def test_a_classifier_of_pairs_sees_which_text_is_which(tmp_path: Path) -> None:
     assert len(outputs[1].prompt_token_ids) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled(tmp_path: Path, shared_cache_dir: Path) -> None:
     """Windows differ by layer, and the head reads the mean of a sequence."""
     architecture = "ModernBertForSequenceClassification"

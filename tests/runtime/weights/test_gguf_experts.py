@@ -103,6 +103,7 @@ KEPT = ["Q8_0", "Q4_K_M", *(pytest.param(name, marks=pytest.mark.slow) for name 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["Q4_K_M"])
 @pytest.mark.parametrize("name", KEPT)
 def test_compiled_experts_keep_their_codes(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", (SAME | MIXED)[name])

@@ -94,6 +94,7 @@ def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["int"])
 @pytest.mark.parametrize("kind", ["int", "float"])
 def test_activations_of_8_bits(kind: str, plain: Path, tmp_path: Path) -> None:
     """W4A8: every quantized linear's input is rounded, as the reference that rounds x in torch does it."""

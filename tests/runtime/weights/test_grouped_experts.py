@@ -93,6 +93,7 @@ ON_CPU = ("awq", "gptq-3-bits", "nvfp4", "mxfp4", "nf4-double", "llm-int8")
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ON_CPU else pytest.mark.slow) for name in FORMATS if "act-order" not in name]
 )

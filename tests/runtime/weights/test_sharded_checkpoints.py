@@ -32,7 +32,7 @@ def run_rank(rank: int, folder: str, cache: str | None, size: int, verify: bool 
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["nvfp4", "llm-int8"])
+@pytest.mark.exhaustive_cases(but=["llm-int8"])
 @pytest.mark.parametrize("name", ["gptq-act-order", "nvfp4", "llm-int8"])
 def test_two_ranks(name: str, plain: Path, tmp_path: Path) -> None:
     config = FLOAT4.get(name) or GROUPED[name]

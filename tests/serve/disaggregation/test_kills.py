@@ -13,6 +13,7 @@ SERVE = ("--dtype", "float32", "--max-model-len", "512", "--num-threads", "1")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["takers"])
 @pytest.mark.parametrize("victims", ["givers", "takers"])
 def test_kills_leave_nothing_behind(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str], victims: str) -> None:
     with pytest.raises(SystemExit) as ended:
