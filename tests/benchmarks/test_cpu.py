@@ -60,7 +60,7 @@ def test_prompts_are_the_same_in_every_run() -> None:
     assert [len(prompt) for prompt in prefill["prompts"]] == [512]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_peers_get_the_same_bfloat16_weights(smollm2_gguf: Path, tmp_path: Path) -> None:
     write_weights(smollm2_gguf, tmp_path)
     write_bfloat16_gguf(smollm2_gguf, tmp_path / "bf16.gguf")

@@ -62,7 +62,7 @@ def move_last_bits(model: Any, seed: int) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["int8-torch"])
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("cache_dtype", ["fp8", "int8"])
 def test_greedy_tokens_over_an_8_bit_cache(

@@ -115,7 +115,7 @@ def test_images_offline_go_through_the_folders_processor(tmp_path: Path) -> None
     assert result.outputs[0].token_ids == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled(tmp_path: Path) -> None:
     checkpoint = Checkpoint("llava_next", tmp_path)
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=21)

@@ -102,7 +102,7 @@ def complete(server: ServerProcess, model: str) -> int:
         return client.post("/v1/completions", json={"model": model, "prompt": "Hi", "max_tokens": 4, "temperature": 0}).status_code
 
 
-@pytest.mark.exhaustive_cases(but=["one rank"])
+@pytest.mark.exhaustive
 def test_hostile_folders_are_400s_and_nobody_else_notices(server: ServerProcess) -> None:
     with HealthProbe(server.url) as probe, ThreadPoolExecutor(4) as pool:
         answers = dict(zip(HOSTILE, pool.map(lambda name: load(server, f"adapter {name}", name), HOSTILE), strict=True))
@@ -120,7 +120,7 @@ def test_hostile_folders_are_400s_and_nobody_else_notices(server: ServerProcess)
     assert probe.figures["health_p99_ms"] < MAX_HEALTH_MS
 
 
-@pytest.mark.exhaustive_cases(but=["one rank"])
+@pytest.mark.exhaustive
 def test_files_that_are_cut_while_they_are_read(server: ServerProcess) -> None:
     """A mapped file would end the engine by SIGBUS. Requests read an adapter again when others took its place in host memory."""
     file = server.folder / "victim" / TENSOR_FILE  # type: ignore[attr-defined]

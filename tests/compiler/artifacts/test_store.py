@@ -325,8 +325,7 @@ def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
     assert sorted(report.read_text() for report in reports) == ["hit", "made"]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["0"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_start_after_a_kill_at_any_time_is_correct(tmp_path: Path, part: int) -> None:
     """Two cold compilations are killed, each in another quarter of its usual time."""

@@ -57,6 +57,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     found = run_script(SCRIPT, tmp_path)
     assert max(one["shared"] for one in found.values()) <= LARGEST_SHARED

@@ -9,7 +9,7 @@ import pytest
 from tests.support.hopper import LARGEST_SHARED, run_script
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 SCRIPT = """
 import json

@@ -41,6 +41,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
     assert len(shared) == 7

@@ -272,7 +272,7 @@ print(json.dumps(shared))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
     assert len(shared) == 15

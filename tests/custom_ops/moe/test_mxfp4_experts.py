@@ -89,7 +89,7 @@ def test_kernels_equal_the_definition(
     assert relative_error(out, case.expected()) < TOLERANCE[dtype]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hundreds_of_tokens() -> None:
     case = Case(300, "even", torch.float32)
     operands = case.operands()

@@ -60,6 +60,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize(("every", "count"), [(False, 9), pytest.param(True, 17, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive_cases
 def test_kernels_compile_and_fit(every: bool, count: int, tmp_path: Path) -> None:
     """With the tiles of many tokens, or with all."""
     shared = run_script(f"EVERY = {every}\n{SCRIPT}", tmp_path)

@@ -55,7 +55,7 @@ with LLM(sys.argv[1], quantization="int8", cache_dir=sys.argv[2], dtype="float32
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_start_from_the_artifact(tiny_llama_dir: Path, tmp_path: Path) -> None:
     """In a process of its own: nothing but the artifact and the checkpoint says that kernels of 8-bit weights are needed."""
     starts = [

@@ -168,7 +168,7 @@ def test_two_ranks(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cach
             np.testing.assert_allclose(ours, pooled(theirs, "mean"), atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2(smollm2_dir: Path) -> None:
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5] * 3]
     with LLM(
