@@ -125,7 +125,7 @@ def test_a_base_that_is_quantized_here(model: Path, adapters: list[Path], tmp_pa
             check(output, rounded, path, 0.05)  # kernels round activations
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_awq_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(model, tmp_path / "awq", AWQ)
     with make_llm(quantized, tmp_path / "cache") as llm:
@@ -247,7 +247,7 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(
         assert generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_class_of_transformers(tmp_path: Path) -> None:
     """With biases beside the adapters, and modules found by the names of transformers' class."""
     model = write_random_model(tmp_path / "model", "Qwen2ForCausalLM", without=("head_dim",))
