@@ -169,6 +169,7 @@ def latent_step(batch: cases.Batch, backend: TritonAttention, layers: int = 1) -
         assert not out[metadata.num_tokens :].any()
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("_library")
 def test_latent_prompts_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

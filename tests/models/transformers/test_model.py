@@ -210,10 +210,10 @@ def test_a_capture_that_fails_is_one_sentence_with_the_line() -> None:
     [
         "LlamaForCausalLM",
         # the quick tests of the passes cover these
-        *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("Olmo2", "Qwen2", "Qwen3", "Gemma")),
+        *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.exhaustive) for name in ("Olmo2", "Qwen2", "Qwen3", "Gemma")),
     ],
 )
-@pytest.mark.exhaustive_cases
+@pytest.mark.slow
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_random_model(tmp_path / "model", architecture)
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)

@@ -70,8 +70,8 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
         assert torch.equal(held[key].float(), expected.float()), key
 
 
-@pytest.mark.slow_cases
-@pytest.mark.exhaustive_cases
+@pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["awq"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
