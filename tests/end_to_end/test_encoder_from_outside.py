@@ -205,6 +205,7 @@ def test_prompts_that_cannot_be_cut_have_no_prompt_logprobs(folder: Path) -> Non
     core.shutdown()
 
 
+@pytest.mark.slow
 def test_pieces_are_captured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are padded to the sizes of the graphs."""
     made: list[CudaGraphRunner] = []

@@ -237,7 +237,7 @@ def test_a_rank_that_fails_in_a_step_ends_all(
     fail_in_the_fourth_step(model_dir, message)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orders", "message"),
     [

@@ -105,8 +105,8 @@ def both(
 QUICK = ("eagle3", "mtp", "draft_model")
 
 
-@pytest.mark.slow_cases
-@pytest.mark.exhaustive_cases(but=["mtp]"])
+@pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["eagle3"])
 @pytest.mark.parametrize("method", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK)])
 def test_tokens_are_those_without_drafts(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given, folders = given_requests(), {**folders, "draft_model": folders["llama"]}

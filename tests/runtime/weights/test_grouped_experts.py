@@ -92,8 +92,8 @@ def test_dequantized_experts_are_exact(name: str, family: str, request: pytest.F
 ON_CPU = ("awq", "gptq-3-bits", "nvfp4", "mxfp4", "nf4-double", "llm-int8")
 
 
-@pytest.mark.slow_cases
-@pytest.mark.exhaustive_cases
+@pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["awq"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ON_CPU else pytest.mark.slow) for name in FORMATS if "act-order" not in name]
 )
