@@ -226,7 +226,7 @@ def _without_unused_imports(source: str, given: Collection[str] = ()) -> str:
     def shown(found: re.Match[str]) -> str:
         name = found[2] or found[1]
         uses = len(re.findall(rf"\b{name}\b", source)) - len(re.findall(rf"\b{name}\b", found[0]))
-        return found[0] if uses and name not in given else ""
+        return found[0] if uses and name not in given else "\n"
 
     return _INDUCTOR_IMPORT.sub(shown, source)
 

@@ -90,7 +90,7 @@ def _config_class(config: Mapping[str, Any], architecture: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes a second
 
     own = str(config.get("model_type"))
-    if own in CONFIG_MAPPING and architecture.lower().startswith(own.replace("_", "")):
+    if own in CONFIG_MAPPING and architecture.lower().startswith(own.replace("_", "") + "for"):
         return CONFIG_MAPPING[own]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
 

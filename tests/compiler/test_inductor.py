@@ -21,7 +21,14 @@ from torch.fx import GraphModule, symbolic_trace
 
 from compile_and_serve.compiler.compat import fake_mode_with_symbols, rows_at_once
 from compile_and_serve.compiler.fusion import has_encoder_norms
-from compile_and_serve.compiler.inductor import PieceCompileError, built_kernels, end_kernel_compilers, start_inductor, start_piece
+from compile_and_serve.compiler.inductor import (
+    PieceCompileError,
+    _without_unused_imports,
+    built_kernels,
+    end_kernel_compilers,
+    start_inductor,
+    start_piece,
+)
 from compile_and_serve.custom_ops.platform import register_platform
 from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from tests.support.hopper import run_script
@@ -106,6 +113,18 @@ def test_built_kernels_are_loaded_without_inductor(tmp_path: Path) -> None:
         library.unlink()
     # Its kernel is built again, with no more of Inductor than that needs.
     assert run_script(script, tmp_path / "outside") == ["torch._dynamo", "torch._inductor"]
+
+
+def test_only_imports_that_a_module_does_not_use_are_left_out() -> None:
+    kernel = "'''\nimport triton\nfrom torch._inductor.runtime import triton_helpers, triton_heuristics\n'''"
+    used = "from torch._inductor.async_compile import AsyncCompile\n"
+    unused = (
+        "from torch._inductor.codegen.memory_planning import _align as align\nfrom torch._inductor.select_algorithm import extern_kernels\n"
+    )
+    rest = f"k = AsyncCompile().triton('k', {kernel}, device_str='cuda')\n"
+    assert _without_unused_imports(used + unused + rest) == f"{used}\n\n{rest}"
+    assert _without_unused_imports(unused + "extern_kernels.mm(a, b)\n").count("import") == 1
+    assert _without_unused_imports(used + rest, given=["AsyncCompile"]) == f"\n{rest}"
 
 
 def test_compiling_adds_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

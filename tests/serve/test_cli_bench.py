@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -211,14 +212,21 @@ def test_each_turn_of_a_conversation_begins_with_all_that_was_said(endpoint: str
         body["prompt"] if endpoint == "completions" else [message["content"] for message in body["messages"]] for body in handler.bodies
     ]
     assert said[0] != said[3]
-    for first, *later in (said[:3], said[3:]):
-        for before, now in zip([first, *later], later, strict=False):
-            assert now[: len(before)] == before
-            assert len(now) > len(before)
-    answered = "ab " * 4
-    assert answered in said[1]
+    answer = "ab " * 4 if endpoint == "completions" else ["ab " * 4]
+    for before, now in (*pairwise(said[:3]), *pairwise(said[3:])):
+        assert now[: len(before) + len(answer)] == before + answer
+        assert len(now) > len(before) + len(answer)
     if endpoint == "chat":
         assert [message["role"] for message in handler.bodies[2]["messages"]] == ["user", "assistant", "user", "assistant", "user"]
+
+
+def test_turns_after_one_that_failed_are_not_sent() -> None:
+    with server(fail_every=2) as (url, handler):
+        sizes = ["--num-prompts", "1", "--turns", "5", "--input-len", "4", "--output-len", "8"]
+        code, out, err = run("bench", "serve", "--base-url", url, *sizes)
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["completed"], row["failed"], row["not_sent"], handler.served) == (1, 1, 3, 2)
 
 
 def test_serve_from_several_processes() -> None:

@@ -52,9 +52,11 @@ def serve_bench_command(
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     num_prompts: Annotated[int, typer.Option(help="Total number of requests, or of conversations.")] = 100,
     turns: Annotated[int, typer.Option(help="Requests of a conversation. Each begins with all that was said before.")] = 1,
-    request_rate: Annotated[float, typer.Option(help="Requests per second, as a Poisson process; inf sends all at once.")] = math.inf,
-    max_concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent requests.")] = None,
-    input_len: Annotated[int, typer.Option(help="Words per prompt; a word is about one token.")] = 128,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests or conversations per second, a Poisson process; inf sends all at once.")
+    ] = math.inf,
+    max_concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent requests, or conversations.")] = None,
+    input_len: Annotated[int, typer.Option(help="Words per prompt, or turn; a word is about one token.")] = 128,
     output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
     random_range_ratio: RandomRangeRatio = 0.0,
     num_clients: Annotated[
@@ -121,6 +123,7 @@ def serve_bench_command(
         "random_range_ratio": random_range_ratio,
         "num_clients": num_clients,
         "clients_busy": round(busy, 3),
+        "not_sent": num_prompts * turns - len(traces),  # after a turn that failed
         "first_error": failed[0] if failed else None,
     }
     report("serve", workload, summarize(traces, seconds), output_json)
@@ -186,10 +189,10 @@ async def send_all(
 
         async def one(prompts: Sequence[str], max_tokens: int) -> list[RequestTrace]:
             traces: list[RequestTrace] = []
-            said: list[str] = []  # by the user and the model in turns
+            said: list[str] = []  # by the user and the model in turns; a text's first blank separates it from the one before
             async with slots:
                 for prompt in prompts:
-                    said.append(prompt)
+                    said.append(f" {prompt}" if said and not target.chat else prompt)
                     trace, answer = await _send(client, target, said, max_tokens)
                     traces.append(trace)
                     if trace.error is not None:
@@ -212,7 +215,7 @@ async def _send(client: httpx.AsyncClient, target: Target, said: Sequence[str], 
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
     body = {
         "model": target.model,
-        **({"messages": messages} if target.chat else {"prompt": " ".join(said)}),
+        **({"messages": messages} if target.chat else {"prompt": "".join(said)}),
         "max_tokens": max_tokens,
         **target.extra,
         "stream": True,
@@ -234,8 +237,9 @@ async def _send(client: httpx.AsyncClient, target: Target, said: Sequence[str], 
                 if "error" in event:
                     trace.error = str(event["error"])[:200]
                     return trace, ""
-                if text := "".join(_text_of(choice, chat=target.chat) for choice in event.get("choices", [])):
-                    answer.append(text)
+                texts = [_texts_of(choice, chat=target.chat) for choice in event.get("choices", [])]
+                answer += [content for content, _ in texts]
+                if any(map(any, texts)):
                     trace.times.append(time.perf_counter())
                     trace.output_tokens += 0 if counted else 1
                 if usage := event.get("usage"):
@@ -251,11 +255,12 @@ async def _send(client: httpx.AsyncClient, target: Target, said: Sequence[str], 
     return trace, "".join(answer)
 
 
-def _text_of(choice: dict[str, Any], *, chat: bool) -> str:
+def _texts_of(choice: dict[str, Any], *, chat: bool) -> tuple[str, str]:
+    """Of a chunk: of the answer, and of the reasoning before it, which a client does not send back."""
     if chat:
         delta = choice.get("delta") or {}
-        return delta.get("content") or delta.get("reasoning") or ""
-    return choice.get("text") or ""
+        return delta.get("content") or "", delta.get("reasoning") or ""
+    return choice.get("text") or "", ""
 
 
 def _first_model(base_url: str, headers: dict[bytes, bytes]) -> str:
