@@ -36,6 +36,9 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python $(PYTEST) -m "slow and not exhaustive" $(TESTS) $(ARGS)
 
+# Its engines and ranks start as users start them, not as forks (`tests/support/forked_starts.py`).
+test-exhaustive: export START_AS_USERS := 1
+
 test-exhaustive: $(VENV)/.installed-dev
 	$(BIN)/python $(PYTEST) -m exhaustive $(TESTS) $(ARGS)
 

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def processes_are_forked() -> None:
     """Not where there is a GPU, whose driver does not outlive a fork."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and os.environ.get("START_AS_USERS") != "1":
         fork_engines_and_ranks()
 
 
@@ -76,7 +76,9 @@ def collected_once() -> None:
 gc.disable()  # while modules are imported and tests collected, nearly all of which lives to the end
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """The controller of pytest-xdist has this hook too, but no end of a collection."""
     gc.enable()
 
 
@@ -96,6 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _check_words(config, items)
     _choose_pairwise(config, items)
     for item in items:
         if item.get_closest_marker("exhaustive"):
@@ -108,6 +111,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = max(numbers, default=int("gpu" in item.keywords))
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
+
+
+def _check_words(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each word of `exhaustive_cases` has a case, if all tests were collected."""
+    collected = [config.invocation_params.dir / argument for argument in config.args]
+    if (
+        collected != [config.rootpath / name for name in config.getini("testpaths")]
+        or config.option.keyword
+        or config.getoption("lf", False)
+    ):
+        return
+    missing: dict[tuple[str, str], bool] = {}
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        for marker in item.iter_markers("exhaustive_cases"):
+            for word in marker.kwargs.get("but", ()):
+                missing[test, word] = missing.get((test, word), True) and word not in case
+    if wrong := [f"{test}: {word}" for (test, word), is_missing in missing.items() if is_missing]:
+        raise ValueError("Words of `exhaustive_cases` that no case has in its id:\n" + "\n".join(wrong))  # pytest-xdist hides a UsageError
 
 
 def _choose_pairwise(config: pytest.Config, items: list[pytest.Item]) -> None:

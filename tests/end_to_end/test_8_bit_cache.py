@@ -61,8 +61,7 @@ def move_last_bits(model: Any, seed: int) -> list[Any]:
     return [module.register_forward_hook(move) for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("cache_dtype", ["fp8", "int8"])
 def test_greedy_tokens_over_an_8_bit_cache(

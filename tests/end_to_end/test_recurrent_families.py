@@ -118,8 +118,7 @@ def test_turns_and_branches_reuse_their_prefix(model: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], indirect=True, scope="module")
 def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """`test_two_ranks` compiles the others."""

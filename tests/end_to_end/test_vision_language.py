@@ -148,8 +148,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_every_pass_is_verified(name: str, tmp_path: Path) -> None:
     write_qwen(name, tmp_path)

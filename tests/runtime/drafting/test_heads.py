@@ -456,8 +456,7 @@ def test_a_compiled_head_drafts_the_same(
     assert ("follow 1, state only", 8) in replayed
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", KINDS)
 def test_drawn_tokens_follow_the_target(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of 20 000 tokens, in pairs, of a vocabulary of 8. Their drafts are often right."""

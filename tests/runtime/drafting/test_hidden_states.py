@@ -102,8 +102,7 @@ def test_hidden_states_are_those_of_transformers(family: str, impl: str, heads: 
         torch.testing.assert_close(given, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "impl"), [("Gemma3ForCausalLM", "auto"), ("GptOssForCausalLM", "auto"), ("Qwen3ForCausalLM", FALLBACK)])
 def test_a_compiled_model_gives_them_too(
     family: str, impl: str, heads: dict[str, Path], tmp_path: Path, shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,8 +70,7 @@ def test_a_second_start_from_the_artifact(tiny_llama_dir: Path, tmp_path: Path) 
     assert starts[0][1] == starts[1][1]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("quantization", ["int8-weight-only", "fp8"])
 def test_smollm2_still_answers(smollm2_gguf: Path, quantization: str) -> None:
     with LLM(str(smollm2_gguf), quantization=quantization, max_model_len=256, **OPTIONS) as llm:

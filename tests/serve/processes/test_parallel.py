@@ -92,7 +92,7 @@ def started(*arguments: str) -> Iterator[ServerProcess]:
         server.wait()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow  # not exhaustive: a server starts ranks as for users
 def test_32_streams_over_two_ranks_and_their_end(tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path) -> None:
     options = [*OPTIONS, *THREADS, "-tp", "2", "--cache-dir", str(shared_cache_dir), "--shutdown-timeout", "0.2"]
     with started(str(tiny_llama_dir), *options) as server:
