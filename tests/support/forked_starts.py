@@ -29,24 +29,9 @@ from typing import Any, NamedTuple
 _IMPORTED = ("torch._inductor.compile_fx", "torch.distributed", "transformers", "safetensors.torch", "zmq", "msgspec")
 # Variables that these modules or Python read when they start.
 _READ_AT_START = (
-    *(
-        "ATEN",
-        "CXX",
-        "GOMP",
-        "HF_",
-        "KMP",
-        "LD_",
-        "MKL",
-        "NUMPY",
-        "OMP",
-        "OPENBLAS",
-        "PYTHON",
-        "PYTORCH_",
-        "TORCH",
-        "TRANSFORMERS",
-        "TRITON",
-    ),
     *("HOME", "LANG", "LC_", "TMPDIR", "XDG_CACHE_HOME"),
+    *("ATEN", "CXX", "GOMP", "HF_", "KMP", "LD_", "MKL", "NUMPY", "OMP", "OPENBLAS", "PYTHON", "PYTORCH_"),
+    *("TORCH", "TRANSFORMERS", "TRITON"),
 )
 _READ_LATER = ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
