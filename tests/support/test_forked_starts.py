@@ -24,9 +24,10 @@ FORKS_HERE = (
     and platform.machine() in forked_starts._SYS_CLONE
     and not torch.cuda.is_available()
     and os.environ.get("START_AS_USERS") != "1"
+    and os.environ.get("OMP_NUM_THREADS") == "1"  # with more, libraries start threads when they are imported, which no fork has
 )
 
-pytestmark = pytest.mark.skipif(not FORKS_HERE, reason="needs Linux on a known machine without a GPU, and not START_AS_USERS=1")
+pytestmark = pytest.mark.skipif(not FORKS_HERE, reason="needs Linux, no GPU, OMP_NUM_THREADS=1, not START_AS_USERS=1")
 
 
 @pytest.fixture(autouse=True)
