@@ -75,7 +75,7 @@ def check_fields(config: Mapping[str, Any], fields: Mapping[str, str], architect
             raise ModelConfigError(f"{name} in the model's config must be {expected}, got {config[name]!r:.100}.")
     ignored = {*fields, *_COMMON, *NO_EFFECT}
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
-        ignored.add("sliding_window")
+        ignored.add("sliding_window")  # there is none, or it is switched off
     others = [name for name in config if name not in ignored and name[0] != "_"]
     if not others or (config_class := _config_class(config, architecture)) is None:
         return

@@ -64,7 +64,7 @@ class ExpertBalancer:
         """A step is about to be launched: give it its share of the moves."""
         self._steps += 1
         if self._unplanned:
-            self._plan_layer(self._unplanned.popleft())  # one a step, and no moves beside it, because it takes a millisecond
+            self._plan_layer(self._unplanned.popleft())  # one a step, and no moves beside it, because it takes milliseconds
             return
         if not self._moving:
             return
