@@ -220,7 +220,7 @@ def _show_data_pointers() -> None:
 def _without_unused_imports(source: str, given: Collection[str] = ()) -> str:
     """A generated module's text without the imports of Inductor that it does not use, nor those of the names that it is `given`.
 
-    The others would import kernel templates and the memory planner, which takes a second of each start on a GPU.
+    Left in, two of them would import kernel templates and the memory planner, which takes a second.
     """
 
     def shown(found: re.Match[str]) -> str:
