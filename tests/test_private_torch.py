@@ -1,4 +1,4 @@
-"""Private torch names are used in three files only, so that a new torch version can break nothing else."""
+"""Private torch names are used in four files only, so that a new torch version can break nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "compile_and_serve"
-ALLOWED = {"compiler/inductor.py", "compiler/compat.py", "custom_ops/compat.py"}
+ALLOWED = {"compiler/inductor.py", "compiler/built_kernels.py", "compiler/compat.py", "custom_ops/compat.py"}
 
 
 def private_uses(source: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_private_names_are_found(source: str, used: list[str]) -> None:
     assert private_uses(source) == used
 
 
-def test_private_torch_names_are_used_in_three_files_only() -> None:
+def test_private_torch_names_are_used_in_four_files_only() -> None:
     files = {str(file.relative_to(PACKAGE)): file for file in PACKAGE.rglob("*.py")}
     assert files.keys() >= ALLOWED
     found = {name: private_uses(file.read_text()) for name, file in files.items() if name not in ALLOWED}

@@ -1,6 +1,7 @@
 """The private torch names that capture and the passes need, for every torch version that is supported (2.11 to 2.15).
 
-Only this file, `compiler/inductor.py` and `custom_ops/compat.py` may use private torch names (tests/test_private_torch.py).
+Only this file, `compiler/inductor.py`, `compiler/built_kernels.py` and `custom_ops/compat.py` may use private torch names
+(tests/test_private_torch.py).
 """
 
 from __future__ import annotations

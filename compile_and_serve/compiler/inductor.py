@@ -1,4 +1,4 @@
-"""Compiles pieces with Inductor and loads compiled pieces. Inductor's private interfaces are used here only.
+"""Compiles pieces with Inductor and loads compiled pieces.
 
 Inductor turns the FX graph of a piece into a Python module (`source`) and builds that module's kernels. The artifact store
 keeps the source and the built files, so that a later start loads them without tracing or lowering.
@@ -8,16 +8,15 @@ module's `call(list of tensors)` is enough.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import logging
 import os
 import platform
-import re
 import signal
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from compile_and_serve.compiler.built_kernels import BuiltKernels, are_there, scope_with_kernels, show_data_pointers, without_unused_imports
 from compile_and_serve.compiler.compat import LinearsOfRows, fake_mode_with_symbols
 from compile_and_serve.compiler.fusion import fusion_of
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
@@ -131,7 +131,7 @@ def import_inductor() -> None:
         importlib.import_module(f"torch._inductor.{name}")
     # Inductor sets this variable when it loads its first kernel, while other threads start compilers. Adding a variable moves
     # the environment, and a program that is being started may fail with "Bad address". So the variable is added here.
-    _show_data_pointers()
+    show_data_pointers()
 
 
 @contextmanager
@@ -165,88 +165,29 @@ def start_inductor(device: torch.device, work_dir: Path) -> Iterator[Callable[[]
         yield threads.submit(select).result
 
 
-BuiltKernels = Mapping[str, str]  # name in the piece's module → path of the library below the work folder
-
-_CPP_KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(", re.MULTILINE)
-_INDUCTOR_IMPORT = re.compile(r"^from torch\._inductor[\w.]* import (\w+)(?: as (\w+))?\n", re.MULTILINE)
-
-
-def built_kernels(piece: CompiledPiece) -> BuiltKernels | None:
-    """The libraries of a piece's kernels, so that `load_pieces` need not import Inductor, which takes longer than all else of a start;
-    None if it has other kernels than C++ ones.
-    """
-    names = _CPP_KERNEL.findall(piece.source)
-    scope = getattr(piece.run, "__func__", piece.run).__globals__
-    if piece.source.count("async_compile.") != len(names) + 1 or not scope.keys() >= set(names):  # one call waits for them
-        return None
-    files = {name: Path(scope[name].__self__.__file__) for name in names}
-    return {name: f"{file.parent.name}/{file.name}" for name, file in files.items()}
-
-
-class _BuiltCompile:
-    """In the place of Inductor's `AsyncCompile` in a piece's module, whose kernels are built."""
-
-    def __init__(self, kernels: BuiltKernels, work_dir: Path) -> None:
-        self._files = {name: work_dir / file for name, file in kernels.items()}
-
-    def cpp_pybinding(self, argument_types: list[str], source: str) -> None:
-        """Its library has the kernel."""
-
-    def wait(self, scope: dict[str, Any]) -> None:
-        """Give the module its kernels."""
-        _show_data_pointers()
-        scope |= {name: _load_library(file).kernel for name, file in self._files.items()}
-
-
-def _load_library(file: Path) -> Any:
-    """A library that Inductor built, as the Python module that it is. Its name is a hash of its content."""
-    name = f"{file.name.partition('.')[0]}.kernel"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]
-
-
-def _show_data_pointers() -> None:
-    """Set the variable in which a kernel's library finds the function that reads a tensor's address."""
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-
-
-def _without_unused_imports(source: str, given: Collection[str] = ()) -> str:
-    """A generated module's text without the imports of Inductor that it does not use, nor those of the names that it is `given`.
-
-    Left in, two of them would import kernel templates and the memory planner, which takes a second.
-    """
-
-    def shown(found: re.Match[str]) -> str:
-        name = found[2] or found[1]
-        uses = len(re.findall(rf"\b{name}\b", source)) - len(re.findall(rf"\b{name}\b", found[0]))
-        return found[0] if uses and name not in given else "\n"
-
-    return _INDUCTOR_IMPORT.sub(shown, source)
-
-
 def load_pieces(
     sources: Mapping[str, str], device: torch.device, work_dir: Path, built: Mapping[str, BuiltKernels] | None = None
 ) -> dict[str, CompiledPiece]:
     """Load pieces from the text of their generated modules. Kernels that are missing in `work_dir` are rebuilt.
 
     sources: by the piece's name, like the result. device: the one that they were compiled for. work_dir: may be a moved copy.
-    built: `built_kernels` of the pieces that have them.
+    built: `built_kernels` of the pieces. Inductor is not imported for those without an obstacle.
     """
-    loaded = {}
-    for piece, kernels in (built or {}).items():
-        if all((work_dir / file).is_file() for file in kernels.values()):
-            scope = {"AsyncCompile": partial(_BuiltCompile, kernels, work_dir)}
-            loaded[piece] = _load_piece(piece, _without_unused_imports(sources[piece], given=scope), work_dir, scope)
-    others = {piece: source for piece, source in sources.items() if piece not in loaded}
-    if others:
-        loaded |= _load_with_inductor(others, device, work_dir)
+    loaded, obstacles = dict[str, PieceCallable](), list[str]()
+    for piece in sources:
+        kernels = (built or {}).get(piece)
+        if kernels is None:
+            obstacles.append("nothing is stored of its kernels")
+        elif kernels["obstacle"] is not None:
+            obstacles.append(kernels["obstacle"])
+        elif not are_there(kernels, work_dir):
+            obstacles.append("a file of its kernels is missing")
+        else:
+            scope = scope_with_kernels(kernels, device, work_dir)
+            loaded[piece] = _load_piece(piece, without_unused_imports(sources[piece], given=scope), work_dir, scope)
+    if obstacles:
+        log.info("Inductor loads %d of %d pieces, which takes seconds. The first: %s.", len(obstacles), len(sources), obstacles[0])
+        loaded |= _load_with_inductor({piece: sources[piece] for piece in sources if piece not in loaded}, device, work_dir)
     return {piece: CompiledPiece(run=loaded[piece], source=source) for piece, source in sources.items()}
 
 
@@ -265,7 +206,7 @@ def _load_with_inductor(sources: Mapping[str, str], device: torch.device, work_d
     with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
         if platform_of(device).runs_cpp_kernels:
             _select_instruction_set()
-        return {piece: _load_piece(piece, _without_unused_imports(source), work_dir, {}) for piece, source in sources.items()}
+        return {piece: _load_piece(piece, without_unused_imports(source), work_dir, {}) for piece, source in sources.items()}
 
 
 def _relocate_triton_kernels(work_dir: Path) -> None:

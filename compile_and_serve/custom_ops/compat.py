@@ -1,6 +1,7 @@
 """The private torch names that the ops need, for every torch version that is supported (2.11 to 2.15).
 
-Only this file, `compiler/compat.py` and `compiler/inductor.py` may use private torch names (tests/test_private_torch.py).
+Only this file, `compiler/compat.py`, `compiler/inductor.py` and `compiler/built_kernels.py` may use private torch names
+(tests/test_private_torch.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,14 +19,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 from compile_and_serve.compiler.compat import fake_mode_with_symbols, rows_at_once
 from compile_and_serve.compiler.fusion import has_encoder_norms
-from compile_and_serve.compiler.inductor import (
-    PieceCompileError,
-    _without_unused_imports,
-    built_kernels,
-    end_kernel_compilers,
-    start_inductor,
-    start_piece,
-)
+from compile_and_serve.compiler.inductor import PieceCompileError, end_kernel_compilers, start_inductor, start_piece
 from compile_and_serve.custom_ops.platform import register_platform
 from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from tests.support.hopper import run_script
@@ -81,50 +72,6 @@ def test_a_piece_is_waited_for_only_by_its_result(tmp_path: Path, monkeypatch: p
         assert len(waited) == count
         torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * factor) + x)
         assert list((tmp_path / str(factor)).rglob("*.so")), "the piece's kernels are not in its folder"
-
-
-LOADING = """
-import json, sys
-from pathlib import Path
-import torch
-from compile_and_serve.compiler.inductor import load_pieces
-
-here = Path(sys.argv[1])
-built = {"a": json.loads((here / "built.json").read_text())}
-loaded = load_pieces({"a": (here / "source.py").read_text()}, torch.device("cpu"), here, built)
-x = torch.linspace(-2, 2, 2048).view(32, 64)
-torch.testing.assert_close(loaded["a"].run([x])[0], torch.tanh(x * 3.0) + x)
-heavy = ("torch._dynamo", "torch._inductor", "torch._inductor.select_algorithm", "torch._inductor.codegen.memory_planning")
-print(json.dumps([name for name in heavy if name in sys.modules]))
-"""
-
-
-def test_built_kernels_are_loaded_without_inductor(tmp_path: Path) -> None:
-    made = start_piece(piece(3.0), CPU, tmp_path / "made").result()
-    built = built_kernels(made)
-    assert built is not None
-    assert len(built) == 1
-    shutil.copytree(tmp_path / "made", tmp_path / "moved")
-    (tmp_path / "moved" / "source.py").write_text(made.source)
-    (tmp_path / "moved" / "built.json").write_text(json.dumps(built))
-    script = LOADING.replace("sys.argv[1]", repr(str(tmp_path / "moved")))
-    assert run_script(script, tmp_path / "outside") == []
-    for library in (tmp_path / "moved").rglob("*.main.so"):
-        library.unlink()
-    # Its kernel is built again, with no more of Inductor than that needs.
-    assert run_script(script, tmp_path / "outside") == ["torch._dynamo", "torch._inductor"]
-
-
-def test_only_imports_that_a_module_does_not_use_are_left_out() -> None:
-    kernel = "'''\nimport triton\nfrom torch._inductor.runtime import triton_helpers, triton_heuristics\n'''"
-    used = "from torch._inductor.async_compile import AsyncCompile\n"
-    unused = (
-        "from torch._inductor.codegen.memory_planning import _align as align\nfrom torch._inductor.select_algorithm import extern_kernels\n"
-    )
-    rest = f"k = AsyncCompile().triton('k', {kernel}, device_str='cuda')\n"
-    assert _without_unused_imports(used + unused + rest) == f"{used}\n\n{rest}"
-    assert _without_unused_imports(unused + "extern_kernels.mm(a, b)\n").count("import") == 1
-    assert _without_unused_imports(used + rest, given=["AsyncCompile"]) == f"\n{rest}"
 
 
 def test_compiling_adds_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ def compiler_sources() -> str:
 
 @cache
 def _adaptor_sources() -> str:
-    """Changes with the files that decide how Inductor is called: its options, the range of lengths, the decompositions."""
-    return digest(*((_COMPILER / name).read_text() for name in ("inductor.py", "compat.py")))
+    """Changes with the files that decide how Inductor is called (options, the range of lengths, decompositions) and what is stored."""
+    return digest(*((_COMPILER / name).read_text() for name in ("inductor.py", "built_kernels.py", "compat.py")))
 
 
 def _installed_version(package: str) -> str:

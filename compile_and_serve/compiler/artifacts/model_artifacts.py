@@ -22,8 +22,9 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler.artifacts.cache_key import piece_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore, Entry, default_root, is_machine_error
+from compile_and_serve.compiler.built_kernels import built_kernels
 from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.inductor import CompiledPiece, built_kernels, load_pieces
+from compile_and_serve.compiler.inductor import CompiledPiece, load_pieces
 from compile_and_serve.compiler.pieces.fingerprint import normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
 from compile_and_serve.compiler.pieces.plan_function import plan_source
@@ -142,9 +143,8 @@ class ModelArtifacts:
     def write_piece(self, piece: str, op_versions: OpVersions, compiled: CompiledPiece, graph: GraphModule, folder: Path) -> None:
         """Store a piece, whose kernels are in `folder`/kernels."""
         shutil.rmtree(folder / KERNELS / "locks", ignore_errors=True)
-        _write(folder, {SOURCE: compiled.source, GRAPH: normalized_text(graph)})
-        if (built := built_kernels(compiled)) is not None:
-            _write(folder, {BUILT: json.dumps(built)})
+        built = built_kernels(compiled.source, compiled.run)
+        _write(folder, {SOURCE: compiled.source, GRAPH: normalized_text(graph), BUILT: json.dumps(built)})
         if self.stores:
             self.stores[-1].put("piece", piece_fields(piece, op_versions[piece], self._device), folder)
 
