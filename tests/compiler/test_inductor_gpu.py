@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
+from compile_and_serve.compiler.built_kernels import built_kernels
 from compile_and_serve.compiler.inductor import load_pieces, start_inductor, start_piece
 
 pytestmark = pytest.mark.gpu
@@ -61,3 +62,11 @@ def test_pieces_are_compiled_in_parallel(tmp_path: Path, is_ready: bool, monkeyp
         torch.testing.assert_close(again[0], scaled)
         assert found, "no kernel was loaded"
         assert all(found), "loading a piece rebuilt its kernels"
+        # As a start loads it. The first of two calls measures the configurations.
+        built = built_kernels(made.source, made.run)
+        assert built["obstacle"] is None
+        assert built["triton"]
+        own = load_pieces({"own": made.source}, CUDA, elsewhere, {"own": built})["own"]
+        for ours in (own.run([x]), own.run([x])):
+            torch.testing.assert_close(ours[0], scaled)
+            torch.testing.assert_close(ours[1], probs)
