@@ -6,7 +6,6 @@ Only this file, `compiler/inductor.py`, `compiler/built_kernels.py` and `custom_
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import re
@@ -36,7 +35,6 @@ __all__ = [
     "fake_mode_with_symbols",
     "is_nested_op",
     "mark_symbolic",
-    "no_garbage_collection",
     "node_source_line",
     "regions_are_reused",
     "rows_at_once",
@@ -115,21 +113,6 @@ def _reason_of(error: Exception) -> str:
     lines = [line for line in lines if _LIBRARY_FOLDERS[0] not in line[0]] or lines
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]}, in {lines[-1][2]})" if lines else ""
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__) + where
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Switch off the garbage collector for the block.
-
-    Tracing and rewriting create hundreds of thousands of objects that stay alive, which it would search again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def fake_mode_with_symbols(groups: Sequence[str], upper: dict[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:

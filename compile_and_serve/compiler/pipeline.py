@@ -27,7 +27,6 @@ from compile_and_serve.compiler.artifacts.model_artifacts import KERNELS, ModelA
 from compile_and_serve.compiler.artifacts.store import Entry, key_of
 from compile_and_serve.compiler.artifacts.work_folder import WorkFolder
 from compile_and_serve.compiler.capture.capture import CapturedGraph, CaptureError, capture
-from compile_and_serve.compiler.compat import no_garbage_collection
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.inductor import CompiledPiece, PendingPiece, PieceCallable, PieceCompileError, start_inductor, start_piece
 from compile_and_serve.compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
@@ -46,6 +45,7 @@ from compile_and_serve.compiler.rewrite.verify import PassVerifier, key_orders
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.state.group import StateGroup
 from compile_and_serve.custom_ops.step import StepInput, declarations_by_name
+from compile_and_serve.garbage import no_garbage_collection
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,6 +101,22 @@ def _kind(value: Any) -> Any:
     return type(value)
 
 
+def prepare_cache_key() -> threading.Thread:
+    """Compute what the keys of Triton's cache begin with, in a thread: a hash of Triton's files, some hundred megabytes.
+
+    Otherwise the first kernel would wait for it: 0.4 s on a host with an H200, while hashing does not hold Python's lock.
+    """
+
+    def work() -> None:
+        from triton.runtime import cache
+
+        cache.triton_key()  # Triton keeps it
+
+    thread = threading.Thread(target=work, name="triton-key", daemon=True)
+    thread.start()
+    return thread
+
+
 def is_compiling_ahead() -> bool:
     """Whether this thread's kernels are compiled and not run. Their outputs are then uninitialized."""
     return _is_ahead.get()
@@ -117,10 +134,9 @@ def compile_ahead(
     """
     import triton
 
-    start = time.perf_counter()
-    done = None if known_as is None else _marker(known_as, device, sources)
-    if done is not None and done.exists():
+    if known_as is not None and was_compiled_ahead(known_as, device, sources):
         return 0
+    start = time.perf_counter()
     with _Compilers(threads, device) as compilers:
         with triton.AsyncCompileMode(compilers, ignore_errors=True):
             before = _is_ahead.set(True)
@@ -130,11 +146,17 @@ def compile_ahead(
                 _is_ahead.reset(before)
         count = compilers.count
     log.info("%d Triton kernels were compiled or found in Triton's cache in %.1f s.", count, time.perf_counter() - start)
-    if done is not None:
+    if known_as is not None:
+        done = _marker(known_as, device, sources)
         with suppress(OSError):  # without the marker, the next start compiles again
             done.parent.mkdir(parents=True, exist_ok=True)
             done.touch()
     return count
+
+
+def was_compiled_ahead(known_as: str, device: torch.device, sources: Path | None) -> bool:
+    """Whether `compile_ahead` with these arguments has nothing to do."""
+    return _marker(known_as, device, sources).exists()
 
 
 def _marker(known_as: str, device: torch.device, sources: Path | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compile_and_serve.garbage import no_garbage_collection
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import Executor
 from compile_and_serve.runtime.distributed.hosts import HostRanks
@@ -18,8 +19,9 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
     """
     parallel = config.parallel
     if parallel.executor is None and config.mesh.size == 1:
-        # Imports torch, which an engine process beside its ranks does not need.
-        from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
+        with no_garbage_collection(stays=True):
+            # Imports torch, which an engine process beside its ranks does not need.
+            from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 
         return InProcessExecutor(config, on_stage)
     if parallel.executor == "ray":

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from compile_and_serve.custom_ops.mesh import DATA
+from compile_and_serve.garbage import no_garbage_collection
 from compile_and_serve.runtime.child_process import (
     EXIT_FAILURE,
     LINGER_MS,
@@ -153,7 +154,8 @@ class RankProcess:
 
     def _start(self) -> bool:
         """Load the model and warm up; False if the engine stopped the rank before that."""
-        from compile_and_serve.runtime.runner.worker import Worker
+        with no_garbage_collection(stays=True):
+            from compile_and_serve.runtime.runner.worker import Worker
 
         bootstrap = self._bootstrap
         before_join = self._wait_to_join if bootstrap.is_staged else None

@@ -201,14 +201,17 @@ class LoadedModel:
             self.cache_dtype,
             self.config.cache.block_size,
             self.max_model_len,
+            self.config.scheduler.max_num_seqs,
+            self.config.scheduler.token_budget,
             drafter,
         )
         if self.encoder is not None:
             kind += (self.encoder.model.report.get("artifact_key"), self.encoder_tokens)
         with memory_for("compiling kernels", self.device, memory.LARGEST_STEP):
             return compile_kernels(
-                self.new_runner(1, None),  # nothing runs that a graph could be captured of
+                lambda: self.new_runner(1, None),  # nothing runs that a graph could be captured of
                 self.dtype,
+                self.device,
                 threads=max(1, num_cores() // num_sharing),
                 # Ranks all do it or none: the model waits for all of them.
                 known_as=f"{artifact} {kind}" if artifact and is_alone else None,

@@ -6,7 +6,7 @@ first CUDA graphs. `WarmUp.idle` does the rest, one piece at a time, while no st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
 from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.jit.sources import PACKAGE
-from compile_and_serve.custom_ops.jit.triton_launch import compile_ahead
+from compile_and_serve.custom_ops.jit.triton_launch import compile_ahead, was_compiled_ahead
 from compile_and_serve.custom_ops.step import Step
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
@@ -122,12 +122,18 @@ class WarmUp:
             encoder.run_dummy(num_tokens)
 
 
-def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:
+def compile_kernels(
+    make_runner: Callable[[], BaseRunner], logits_dtype: torch.dtype, device: torch.device, *, threads: int, known_as: str | None
+) -> int:
     """Compile the Triton kernels of the steps before serving, many at once instead of each when it is first launched.
 
     known_as: identifies the runner's kernels; where they were compiled at an earlier start, nothing is done. None: always compile.
     Returns the number of compiled kernels.
     """
+    sources = PACKAGE / "runtime"
+    if known_as is not None and was_compiled_ahead(known_as, device, sources):
+        return 0
+    runner = make_runner()
     tokens, seqs = largest_step_size(runner)
     many = min(tokens, 2 * token_range(seqs))  # more than decodes' kernels are for; libraries' products do run
     if runner.spec.pooling is not None:
@@ -145,13 +151,7 @@ def compile_kernels(runner: BaseRunner, logits_dtype: torch.dtype, *, threads: i
             run_dummy_step(runner, count, count)
         runner.compile_output_kernels(logits_dtype)
 
-    return compile_ahead(
-        steps,
-        runner.device,
-        threads=threads,
-        known_as=None if known_as is None else f"{known_as} {(seqs, many)}",
-        sources=PACKAGE / "runtime",
-    )
+    return compile_ahead(steps, device, threads=threads, known_as=known_as, sources=sources)
 
 
 def largest_step_size(runner: BaseRunner) -> tuple[int, int]:

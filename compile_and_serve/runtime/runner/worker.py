@@ -28,6 +28,7 @@ from compile_and_serve.compiler.pieces.trace import start_trace, stop_trace
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.custom_ops.jit.background_thread import num_running
 from compile_and_serve.custom_ops.jit.cpu_kernels import build_cpu_kernels
+from compile_and_serve.custom_ops.jit.triton_launch import prepare_cache_key
 from compile_and_serve.custom_ops.mesh import DATA, EXPERT
 from compile_and_serve.custom_ops.moe.expert_load import ExpertLoad
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
@@ -81,6 +82,8 @@ class Worker:
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
         platform = self.platform = platform_of(device)
+        if platform.runs_triton_kernels:
+            prepare_cache_key()
         num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         num_threads = use_threads(config.num_threads, num_sharing)
         self._threads = CpuThreads(num_threads if platform.shares_host_memory else 1)

@@ -337,8 +337,9 @@ class _Transforms:
         self._coordinates, self._device, self._dtype, self._dtypes = coordinates, device, dtype, dtypes
         self._inputs_of: dict[str, list[Expression]] = {}  # source → the parts that transforms use
         self._users: dict[Expression, set[int]] = {}  # input → transforms that have yet to run
-        self._waiting_for = [set(transform.inputs) for transform in compiled.transforms]
-        for index, transform in enumerate(compiled.transforms):
+        self._transforms = compiled.transforms
+        self._waiting_for = [set(transform.inputs) for transform in self._transforms]
+        for index, transform in enumerate(self._transforms):
             for part in transform.inputs:
                 if part not in self._users:
                     self._inputs_of.setdefault(source_of(part), []).append(part)
@@ -361,7 +362,7 @@ class _Transforms:
             for index in sorted(self._users[part]):
                 self._waiting_for[index].discard(part)
                 if not self._waiting_for[index]:
-                    self._run(self._compiled.transforms[index], index)
+                    self._run(self._transforms[index], index)
             if part in self._held and isinstance(part, tuple):
                 self._held[part] = _compact(self._held[part])
             if part in self._held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from compile_and_serve.custom_ops.jit import triton_launch as compile_ahead
+from compile_and_serve.custom_ops.jit.sources import PACKAGE
 from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead, launch
+from compile_and_serve.runtime.runner.warm_up import compile_kernels
 
 
 class Compiled:
@@ -204,3 +207,34 @@ def test_a_worker_needs_no_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import compile_and_serve.runtime.runner.worker"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_cache_key_is_computed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import cache
+
+    assert hasattr(cache.triton_key, "cache_info"), "Triton does not keep the key"
+    threads: list[str] = []
+    monkeypatch.setattr(cache, "triton_key", lambda: threads.append(threading.current_thread().name))
+    compile_ahead.prepare_cache_key().join()
+    assert threads == ["triton-key"]
+
+
+def test_what_was_compiled_ahead_needs_no_runner(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    made = []
+
+    def make_runner() -> Any:
+        made.append(1)
+        raise LookupError
+
+    def compile_for(known_as: str | None) -> int:
+        return compile_kernels(make_runner, torch.float32, device, threads=1, known_as=known_as)
+
+    marker = compile_ahead._marker("a model", device, PACKAGE / "runtime")
+    marker.parent.mkdir()
+    marker.touch()
+    assert compile_for("a model") == 0
+    assert not made
+    for other in ("another model", None):
+        with pytest.raises(LookupError):
+            compile_for(other)
