@@ -23,12 +23,15 @@ using namespace cute;
 namespace schedule = cutlass::gemm;
 
 using Bf16 = cutlass::bfloat16_t;
+using Fp8 = cutlass::float_e4m3_t;
 using Cooperative = schedule::KernelTmaWarpSpecializedCooperative;
 using Pingpong = schedule::KernelTmaWarpSpecializedPingpong;
+using FastPingpong = schedule::KernelTmaWarpSpecializedPingpongFP8FastAccum;
 
-template <int rows, int columns, class Schedule_>  // columns: gates and up-projections together
+template <class Element_, int rows, int columns, class Schedule_>  // columns: gates and up-projections together
 struct Config {
-    using Tile = Shape<Int<rows>, Shape<Int<columns / 2>, _2>, _64>;
+    using Element = Element_;
+    using Tile = Shape<Int<rows>, Shape<Int<columns / 2>, _2>, Int<128 / sizeof(Element)>>;
     using Cluster = Shape<_2, _1, _1>;
     using Schedule = Schedule_;
 };
@@ -38,22 +41,34 @@ struct Config {
 // slower if there are few tiles).
 #if CAS_CONFIG == 0  // very many tokens: the largest tile whose sums fit the registers of two warp groups
 #define CAS_NAME 128x256
-using Chosen = Config<128, 256, Cooperative>;
+using Chosen = Config<Bf16, 128, 256, Cooperative>;
 #elif CAS_CONFIG == 1  // one warp group multiplies while the other stores
 #define CAS_NAME 128x128_pingpong
-using Chosen = Config<128, 128, Pingpong>;
+using Chosen = Config<Bf16, 128, 128, Pingpong>;
+#elif CAS_CONFIG == 2
+#define CAS_NAME 128x192_pingpong
+using Chosen = Config<Bf16, 128, 192, Pingpong>;
+#elif CAS_CONFIG == 3  // float8 with scales
+#define CAS_NAME scaled_128x128_pingpong
+using Chosen = Config<Fp8, 128, 128, FastPingpong>;
+#elif CAS_CONFIG == 4
+#define CAS_NAME scaled_128x192_pingpong
+using Chosen = Config<Fp8, 128, 192, FastPingpong>;
 #else
 #error "CAS_CONFIG must be the number of a configuration"
 #endif
 
 constexpr int kWarpGroupsOfTile = std::is_same_v<Chosen::Schedule, Cooperative> ? 2 : 1;
-using Epilogue = cas::SiluMulEpilogue<Chosen::Tile, kWarpGroupsOfTile>;
+using Element = Chosen::Element;
+using Epilogue = cas::SiluMulEpilogue<Chosen::Tile, kWarpGroupsOfTile, std::is_same_v<Element, Fp8>>;
+constexpr int kAlignment = 16 / sizeof(Element);
 
 using StrideX = Stride<int64_t, _1, _0>;
 using StrideW = Stride<Stride<int64_t, int64_t>, _1, _0>;
 
 using Mainloop = typename schedule::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Bf16, StrideX, 8, Bf16, StrideW, 8, float, Chosen::Tile, Chosen::Cluster,
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, StrideX, kAlignment, Element, StrideW, kAlignment, float, Chosen::Tile,
+    Chosen::Cluster,
     schedule::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
     Chosen::Schedule>::CollectiveOp;
 
@@ -74,9 +89,10 @@ const char* CAS_JOIN(cas_silu_mul_gemm_, CAS_NAME)(const CasSiluMulGemm* args) {
     typename Gemm::Arguments all{};
     all.mode = schedule::GemmUniversalMode::kGemm;
     all.problem_shape = Problem{tokens, {hidden, _2{}}, inputs, _1{}};
-    all.mainloop = {static_cast<const Bf16*>(args->x), {args->x_stride, _1{}, _0{}},
-                    static_cast<const Bf16*>(args->weight), {{args->inputs, args->hidden * args->inputs}, _1{}, _0{}}};
-    all.epilogue = {static_cast<Bf16*>(args->out), args->out_stride, tokens, hidden};
+    all.mainloop = {static_cast<const Element*>(args->x), {args->x_stride, _1{}, _0{}},
+                    static_cast<const Element*>(args->weight), {{args->inputs, args->hidden * args->inputs}, _1{}, _0{}}};
+    all.epilogue = {static_cast<Bf16*>(args->out), args->out_stride, tokens, hidden,
+                    args->x_scale, args->weight_scale, args->x_per_row != 0, args->weight_per_row != 0};
     Gemm gemm;
     auto status = Gemm::can_implement(all);
     if (status == cutlass::Status::kSuccess) {

@@ -12,7 +12,7 @@ import torch
 from compile_and_serve.custom_ops.jit.cpp import BuildError
 from compile_and_serve.custom_ops.jit.cuda import find_nvcc
 from compile_and_serve.custom_ops.jit.sources import CSRC
-from compile_and_serve.custom_ops.linear.silu_mul_gemm import KERNELS, silu_mul_library, unsupported_reason
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import KERNELS, SCALED_KERNELS, silu_mul_library, unsupported_reason
 
 BF16 = torch.bfloat16
 
@@ -33,10 +33,14 @@ def test_operands_that_no_kernel_takes() -> None:
     assert "bfloat16, not torch.float32" in str(unsupported_reason(x.float(), weight))
     assert "there must be a token" in str(unsupported_reason(x[:0], weight))
     assert "contiguous" in str(unsupported_reason(x, torch.zeros(64, 32, dtype=BF16).t()))
-    assert "multiples of 8, not 15 and 64" in str(unsupported_reason(x, weight[:30]))
-    assert "multiples of 8, not 16 and 60" in str(unsupported_reason(x[:, :60], torch.zeros(32, 60, dtype=BF16)))
+    assert "a multiple of 8 and input features of 8, not 15 and 64" in str(unsupported_reason(x, weight[:30]))
+    assert "a multiple of 8 and input features of 8, not 16 and 60" in str(unsupported_reason(x[:, :60], torch.zeros(32, 60, dtype=BF16)))
     assert "16 bytes" in str(unsupported_reason(torch.zeros(4, 65, dtype=BF16)[:, :64], weight))
     assert "16 bytes" in str(unsupported_reason(torch.zeros(4, 72, dtype=BF16)[:, 1:65], weight))
+    assert "float8_e4m3fn, not torch.bfloat16" in str(unsupported_reason(x, weight, torch.float8_e4m3fn))
+    x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+    assert unsupported_reason(x, weight, torch.float8_e4m3fn) is None
+    assert "input features of 16, not 16 and 56" in str(unsupported_reason(x[:, :56], weight[:, :56].contiguous(), torch.float8_e4m3fn))
 
 
 @pytest.mark.skipif(bool(unbuildable()), reason=unbuildable())
@@ -48,7 +52,7 @@ def test_where_the_elements_lie(tmp_path: Path) -> None:
     subprocess.run([find_nvcc(), "-std=c++17", "-w", *include, str(source), "-o", str(program)], check=True)
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
-    assert ran.stdout == "16384 16384 8192 outputs, 0 wrong\n"
+    assert ran.stdout == "16384 16384 8192 12288 outputs, 0 wrong\n"
 
 
 @pytest.mark.slow
@@ -57,5 +61,5 @@ def test_where_the_elements_lie(tmp_path: Path) -> None:
 def test_it_builds_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loaded = ctypes.CDLL(str(silu_mul_library().build()))
-    for kernel in KERNELS:
+    for kernel in KERNELS + SCALED_KERNELS:
         assert hasattr(loaded, f"cas_silu_mul_gemm_{kernel}")
