@@ -56,7 +56,10 @@ def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
 
 
 def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """None when `run_silu_mul_gemm` takes these operands, else the reason in one sentence. dtype: bfloat16, or float8_e4m3fn with scales."""
+    """None when `run_silu_mul_gemm` takes these operands, else the reason in one sentence.
+
+    dtype: bfloat16, or float8_e4m3fn with scales.
+    """
     if x_TI.dtype != dtype or weight_OI.dtype != dtype:
         return f"both operands must be {str(dtype).removeprefix('torch.')}, not {x_TI.dtype} and {weight_OI.dtype}"
     if x_TI.numel() == 0 or weight_OI.numel() == 0:
