@@ -24,16 +24,15 @@ class SiluMulEpilogue {
     static constexpr int kWarpGroups = kWarpGroups_;
     static constexpr int kTileRows = size<0>(TileShape_{});
     static constexpr int kTileColumns = size<1>(TileShape_{}) / 2;
-    using Layout = SiluMulLayout<kTileColumns % 64 == 0 ? 64 : 32>;
-    static constexpr int kRowBlocks = kTileRows / Layout::kRows / kWarpGroups;  // per warp group
-    static constexpr int kColumnBlocks = kTileColumns / Layout::kColumns;
+    static constexpr int kRowBlocks = kTileRows / SiluMulLayout::kRows / kWarpGroups;  // per warp group
+    static constexpr int kColumnBlocks = kTileColumns / SiluMulLayout::kColumns;
     static constexpr int kGroups = kTileColumns / 8;
     static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup;
-    static_assert(kTileColumns % Layout::kColumns == 0, "outputs of a tile are stored 64 or 32 columns at a time");
-    static_assert(kTileRows % (Layout::kRows * kWarpGroups) == 0, "rows of a tile are stored 64 at a time");
+    static_assert(kTileColumns % SiluMulLayout::kColumns == 0, "outputs of a tile are stored 64 columns at a time");
+    static_assert(kTileRows % (SiluMulLayout::kRows * kWarpGroups) == 0, "rows of a tile are stored 64 at a time");
 
-    using Swizzled = std::conditional_t<Layout::kColumns == 64, GMMA::Layout_K_SW128_Atom<Bf16>, GMMA::Layout_K_SW64_Atom<Bf16>>;
-    using BlockLayout = decltype(tile_to_shape(Swizzled{}, Shape<Int<Layout::kRows>, Int<Layout::kColumns>>{}));
+    using BlockLayout = decltype(tile_to_shape(
+        GMMA::Layout_K_SW128_Atom<Bf16>{}, Shape<Int<SiluMulLayout::kRows>, Int<SiluMulLayout::kColumns>>{}));
 
    public:
     // Types and constants that the kernel and its adapter require.
@@ -59,7 +58,7 @@ class SiluMulEpilogue {
     static constexpr bool RequiresTransactionBytes = false;
 
     struct SharedStorage {
-        alignas(1024) Bf16 blocks[kWarpGroups][kRowBlocks][kColumnBlocks][Layout::kBlock];
+        alignas(1024) Bf16 blocks[kWarpGroups][kRowBlocks][kColumnBlocks][SiluMulLayout::kBlock];
     };
     using TensorStorage = SharedStorage;
     using TensorMapStorage = SharedStorage;
@@ -125,11 +124,11 @@ class SiluMulEpilogue {
     }
     CUTLASS_DEVICE auto load_tail(LoadPipeline, LoadPipelineState state) { return state; }
 
-    template <class Problem, class Tile, class TileCoord, class Engine, class SumsLayout, class TiledMma>
+    template <class Problem, class Tile, class TileCoord, class Engine, class Layout_, class TiledMma>
     CUTLASS_DEVICE auto store(LoadPipeline, LoadPipelineState load_state, StorePipeline, StorePipelineState store_state, Problem const&,
-                              Tile const&, TileCoord const& tile_coord, Tensor<Engine, SumsLayout> const& sums, TiledMma const&,
+                              Tile const&, TileCoord const& tile_coord, Tensor<Engine, Layout_> const& sums, TiledMma const&,
                               int thread, TensorStorage& shared, int = -1) {
-        static_assert(size(SumsLayout{}) == kRowBlocks * 4 * 2 * kGroups, "a lane holds 2 × 2 × groups sums of gates and of ups per row block");
+        static_assert(size(Layout_{}) == kRowBlocks * 4 * 2 * kGroups, "a lane holds 2 × 2 × groups sums of gates and of ups per row block");
         const int warp_group = thread / kThreads, warp = thread / 32 % 4, lane = thread % 32;
         const bool stores = thread % kThreads == 0;
         const int first_row = static_cast<int>(get<0>(tile_coord)) * kTileRows;
@@ -144,7 +143,7 @@ class SiluMulEpilogue {
             float x_scales[2];
             CUTLASS_PRAGMA_UNROLL
             for (int half = 0; half < 2; ++half) {
-                x_scales[half] = x_scale(first_row + (m * kWarpGroups + warp_group) * Layout::kRows + 16 * warp + 8 * half + lane / 4);
+                x_scales[half] = x_scale(first_row + (m * kWarpGroups + warp_group) * SiluMulLayout::kRows + 16 * warp + 8 * half + lane / 4);
             }
             CUTLASS_PRAGMA_UNROLL
             for (int group = 0; group < kGroups; group += 2) {
@@ -157,12 +156,12 @@ class SiluMulEpilogue {
                     CUTLASS_PRAGMA_UNROLL
                     for (int i = 0; i < 2; ++i) {
                         const int column = first_column + 8 * g + 2 * (lane % 4) + i;
-                        const float gate = sums(at + Layout::sum(i, half, g)), up = sums(at + Layout::sum(i, half, g + kGroups));
+                        const float gate = sums(at + SiluMulLayout::sum(i, half, g)), up = sums(at + SiluMulLayout::sum(i, half, g + kGroups));
                         product[i] = silu_mul(gate * x_scales[half] * weight_scale(column, 0), up * x_scales[half] * weight_scale(column, 1));
                     }
                     pairs[matrix] = pack(product[0], product[1]);
                 }
-                auto& to = *reinterpret_cast<uint128_t*>(base + Layout::address(warp, lane, group));
+                auto& to = *reinterpret_cast<uint128_t*>(base + SiluMulLayout::address(warp, lane, group));
                 SM90_U32x4_STSM_N::copy(pairs[0], pairs[1], pairs[2], pairs[3], to);
             }
         }
@@ -173,8 +172,8 @@ class SiluMulEpilogue {
             for (int m = 0; m < kRowBlocks; ++m) {
                 CUTLASS_PRAGMA_UNROLL
                 for (int n = 0; n < kColumnBlocks; ++n) {
-                    SM90_TMA_STORE_2D::copy(params_.store.get_tma_descriptor(), &blocks[m][n][0], first_column + n * Layout::kColumns,
-                                            first_row + (m * kWarpGroups + warp_group) * Layout::kRows);
+                    SM90_TMA_STORE_2D::copy(params_.store.get_tma_descriptor(), &blocks[m][n][0], first_column + n * SiluMulLayout::kColumns,
+                                            first_row + (m * kWarpGroups + warp_group) * SiluMulLayout::kRows);
                 }
             }
             tma_store_arrive();

@@ -37,23 +37,17 @@ struct Config {
 };
 
 // The configurations, under the same names as in custom_ops/linear/silu_mul_gemm.py. The tuner chooses among them. Measured and never
-// more than a percent faster: 256x128, a cluster along the tokens, and blocks instead of strips of neighbouring tiles (up to three times
-// slower if there are few tiles).
+// more than a percent faster: 256x128, 128x192, a cluster along the tokens, and blocks instead of strips of neighbouring tiles (up to
+// three times slower if there are few tiles).
 #if CAS_CONFIG == 0  // very many tokens: the largest tile whose sums fit the registers of two warp groups
 #define CAS_NAME 128x256
 using Chosen = Config<Bf16, 128, 256, Cooperative>;
 #elif CAS_CONFIG == 1  // one warp group multiplies while the other stores
 #define CAS_NAME 128x128_pingpong
 using Chosen = Config<Bf16, 128, 128, Pingpong>;
-#elif CAS_CONFIG == 2
-#define CAS_NAME 128x192_pingpong
-using Chosen = Config<Bf16, 128, 192, Pingpong>;
-#elif CAS_CONFIG == 3  // float8 with scales
-#define CAS_NAME scaled_128x128_pingpong
+#elif CAS_CONFIG == 2  // float8 with scales
+#define CAS_NAME scaled
 using Chosen = Config<Fp8, 128, 128, FastPingpong>;
-#elif CAS_CONFIG == 4
-#define CAS_NAME scaled_128x192_pingpong
-using Chosen = Config<Fp8, 128, 192, FastPingpong>;
 #else
 #error "CAS_CONFIG must be the number of a configuration"
 #endif

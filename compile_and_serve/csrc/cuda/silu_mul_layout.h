@@ -9,11 +9,9 @@
 
 namespace cas {
 
-template <int kColumns_>  // of one bulk copy: 64 or 32, 128 or 64 bytes per row, the swizzle's width
 struct SiluMulLayout {
-    static constexpr int kRows = 64, kColumns = kColumns_, kChunks = kColumns / 8;  // chunks: 16 bytes
-    static constexpr int kBlock = kRows * kColumns;                                 // elements of one bulk copy
-    static_assert(kColumns == 64 || kColumns == 32);
+    static constexpr int kRows = 64, kColumns = 64;  // of one bulk copy: 128 bytes per row, the widest swizzle
+    static constexpr int kBlock = kRows * kColumns;  // elements of one bulk copy
 
     // Index, among a lane's sums of one 64-row wgmma, of row 8 · half + lane / 4 + 16 · warp and column 8 · group + 2 · (lane % 4) + i.
     CUTE_HOST_DEVICE static constexpr int sum(int i, int half, int group) { return i + 2 * half + 4 * group; }
@@ -23,8 +21,8 @@ struct SiluMulLayout {
     CUTE_HOST_DEVICE static constexpr int address(int warp, int lane, int group) {
         const int row = 16 * warp + 8 * (lane / 8 % 2) + lane % 8;
         const int column_group = group + lane / 16;
-        const int key = kColumns == 64 ? row % 8 : row / 2 % 4;  // matches CU_TENSOR_MAP_SWIZZLE_128B and _64B
-        return column_group / kChunks * kBlock + row * kColumns + ((column_group % kChunks) ^ key) * 8;
+        const int swizzled = (column_group % 8) ^ (row % 8);  // matches CU_TENSOR_MAP_SWIZZLE_128B
+        return column_group / 8 * kBlock + row * kColumns + swizzled * 8;
     }
 };
 

@@ -23,8 +23,8 @@ from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
 # In the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
-KERNELS = ("128x256", "128x128_pingpong", "128x192_pingpong")
-SCALED_KERNELS = ("scaled_128x128_pingpong", "scaled_128x192_pingpong")  # of float8 operands
+KERNELS = ("128x256", "128x128_pingpong")
+SCALED = "scaled"  # of float8 operands
 SEPARATE = "separate"  # cuBLAS' product, then an elementwise kernel
 _ALIGNMENT = 16  # bytes
 
@@ -42,7 +42,7 @@ class _Arguments(ctypes.Structure):
 
 def silu_mul_library() -> NvccLibrary:
     """The library of csrc/cuda/silu_mul_gemm.cu. Raises `BuildError` without nvcc or CUTLASS' headers."""
-    return cutlass_library("silu_mul_gemm", len(KERNELS + SCALED_KERNELS), headers=("silu_mul_epilogue.h", "silu_mul_layout.h"))
+    return cutlass_library("silu_mul_gemm", len((*KERNELS, SCALED)), headers=("silu_mul_epilogue.h", "silu_mul_layout.h"))
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
     """The library, or None while it is not built (see `load_or_build`)."""
     library = load_or_build(device, "CUTLASS' products with SiLU-mul", silu_mul_library)
     if library is not None:
-        for kernel in KERNELS + SCALED_KERNELS:
+        for kernel in (*KERNELS, SCALED):
             getattr(library, f"cas_silu_mul_gemm_{kernel}").restype = ctypes.c_char_p
     return library
 
@@ -82,7 +82,7 @@ def run_silu_mul_gemm(
     out_TH: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """silu(x Wgᵀ) · (x Wuᵀ) by one of `KERNELS` or, with scales, of `SCALED_KERNELS`, in float32 with one rounding. → bfloat16 [T, H]
+    """silu(x Wgᵀ) · (x Wuᵀ) by one of `KERNELS` or, with scales, by `SCALED`, in float32 with one rounding. → bfloat16 [T, H]
 
     The operands have to satisfy `unsupported_reason`. out_TH: contiguous, receives the result. scales: of x, one value or [T] or [T, 1],
     and of the weight, one value or [O]; float32.

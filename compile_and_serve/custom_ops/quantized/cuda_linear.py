@@ -19,7 +19,7 @@ from typing import overload
 
 import torch
 
-from compile_and_serve.custom_ops.linear.silu_mul_gemm import SCALED_KERNELS, load_silu_mul_gemms, run_silu_mul_gemm
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import SCALED, load_silu_mul_gemms, run_silu_mul_gemm
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import unsupported_reason as silu_mul_unsupported_reason
 from compile_and_serve.custom_ops.linear.token_chunks import CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
@@ -34,7 +34,7 @@ from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
-GEMV, TILE = "gemv", "tile"
+GEMV, TILE, SCALED_SILU_MUL = "gemv", "tile", "silu_mul"
 MAX_TILE_TOKENS = 256
 _MAX_UNMEASURED_TILE_TOKENS = 16  # up to here tiles are the default without a measurement
 
@@ -63,7 +63,7 @@ class QuantizedLinear:
         num_tokens, is_quantized = self.x_TI.shape[0], self.activations != "none"
         if num_tokens == 1 and self.scale.dim() == 1:
             return (GEMV, TILE) if self.weight_OI.shape[1] % 4 == 0 else (TILE,)
-        gemms = gemm_names(num_tokens, self.weight_OI, self.scale, self.x_TI.dtype, is_quantized=is_quantized) + self._silu_mul_gemms()
+        gemms = gemm_names(num_tokens, self.weight_OI, self.scale, self.x_TI.dtype, is_quantized=is_quantized) + self._silu_mul_gemm()
         if num_tokens > MAX_TILE_TOKENS and gemms:
             return gemms
         tile_first = num_tokens <= _MAX_UNMEASURED_TILE_TOKENS or gemms == (EXPANDED,)
@@ -80,7 +80,7 @@ class QuantizedLinear:
             *(("silu_mul",) if self.silu_mul else ()),
             *(("quantized_input",) if self.quantized is not None else ()),
             *(("cutlass",) if self._has_cutlass() else ()),  # measured again once CUTLASS' products are built
-            *(("cutlass_silu_mul",) if self._silu_mul_gemms() else ()),
+            *(("cutlass_silu_mul",) if self._silu_mul_gemm() else ()),
         )
         return Problem(kind="quantized_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
@@ -89,14 +89,14 @@ class QuantizedLinear:
         is_taken = dtype == torch.float8_e4m3fn and platform_of(device).runs_cuda_kernels
         return is_taken and load_gemms(device) is not None
 
-    def _silu_mul_gemms(self) -> tuple[str, ...]:
-        """Names of the products with SiLU-mul in them that take this call; none while they are not built."""
+    def _silu_mul_gemm(self) -> tuple[str, ...]:
+        """Name of the product with SiLU-mul in it, if it takes this call and is built."""
         is_plain = self.silu_mul and self.bias_O is None and self.residual_TO is None and self.x_TI.dtype == torch.bfloat16
         is_scaled_by_rows = self.activations != "none" and self.scale.dim() == 1 and platform_of(self.weight_OI.device).runs_cuda_kernels
         # Quantized activations have the weight's layout, contiguous rows of I.
         if not (is_plain and is_scaled_by_rows) or silu_mul_unsupported_reason(self.weight_OI, self.weight_OI, torch.float8_e4m3fn):
             return ()
-        return SCALED_KERNELS if load_silu_mul_gemms(self.weight_OI.device) is not None else ()
+        return (SCALED_SILU_MUL,) if load_silu_mul_gemms(self.weight_OI.device) is not None else ()
 
     def fastest(self, max_tokens: int = 1) -> str:
         """Name of the kernel to run. max_tokens: the most tokens that another call may have."""
@@ -125,11 +125,11 @@ class QuantizedLinear:
         x_TI, x_scale = self.operand()
         if kernel == TILE:
             return matmul(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype)
-        if kernel in SCALED_KERNELS:
+        if kernel == SCALED_SILU_MUL:
             library = load_silu_mul_gemms(x_TI.device)
             assert library is not None, "kernels() named a product that is not built"
             assert x_scale is not None
-            return run_silu_mul_gemm(library, kernel, x_TI, weight_OI, out_TO, (x_scale, self.scale))
+            return run_silu_mul_gemm(library, SCALED, x_TI, weight_OI, out_TO, (x_scale, self.scale))
         if self.bias_O is None and not self.silu_mul:
             return scaled_gemm(kernel, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype, self.residual_TO)
         y_TO = scaled_gemm(kernel, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype)

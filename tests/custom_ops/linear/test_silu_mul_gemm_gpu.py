@@ -18,7 +18,7 @@ from compile_and_serve.custom_ops.jit.cpp import BuildError
 from compile_and_serve.custom_ops.linear import silu_mul_gemm
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,
-    SCALED_KERNELS,
+    SCALED,
     SEPARATE,
     load_silu_mul_gemms,
     run_silu_mul_gemm,
@@ -90,17 +90,16 @@ def test_like_float64(library: ctypes.CDLL, poisoned: list[torch.Tensor], num_to
     assert all((guard == 7.0).all() for guard in poisoned)
 
 
-@pytest.mark.parametrize("kernel", SCALED_KERNELS)
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("hidden", "inner"), [(8, 16), (136, 144), (1536, 576), (1000, 4096)])
 @pytest.mark.parametrize("num_tokens", [1, 127, 129, 513])
 def test_float8_like_float64(
-    library: ctypes.CDLL, poisoned: list[torch.Tensor], num_tokens: int, hidden: int, inner: int, per_row: bool, kernel: str
+    library: ctypes.CDLL, poisoned: list[torch.Tensor], num_tokens: int, hidden: int, inner: int, per_row: bool
 ) -> None:
     x, weight = (t.to(torch.float8_e4m3fn) for t in (torch.randn(n, inner, device=CUDA) for n in (num_tokens, 2 * hidden)))
     scales = tuple((torch.rand(n if per_row else 1, device=CUDA) + 0.5) * inner**-0.25 for n in (num_tokens, 2 * hidden))
     assert unsupported_reason(x, weight, torch.float8_e4m3fn) is None
-    result = run_silu_mul_gemm(library, kernel, x, weight, scales=scales)
+    result = run_silu_mul_gemm(library, SCALED, x, weight, scales=scales)
     reference = expected(*(t.double() * scale.double()[:, None] for t, scale in zip((x, weight), scales, strict=True)))
     assert relative_error(result, reference) < 4e-3  # tensor cores add up float8 with fewer bits
     assert poisoned
