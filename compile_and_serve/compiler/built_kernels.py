@@ -126,10 +126,16 @@ def _triton_kernel(name: str, kernel: Any) -> TritonKernel:
     results = [result for result in kernel.compile_results if any(result.config is config for config in good)]
     if not results or not all(isinstance(result, StaticTritonCompileResult) for result in results):
         raise _NeedsInductorError(f"{name} cannot be launched as a plain cubin")
-    names = results[0].kernel.arg_names
+    parameters = _parameters(results[0])[0]
     return TritonKernel(
-        launches=[_triton_launch(result) for result in results], mutated=[names.index(one) for one in kernel.mutated_arg_names]
+        launches=[_triton_launch(result) for result in results], mutated=[parameters.index(one) for one in kernel.mutated_arg_names]
     )
+
+
+def _parameters(result: Any) -> tuple[list[str], Collection[str]]:
+    """The parameters of a `StaticTritonCompileResult`'s launcher, and the kernel's that are absent from the cubin."""
+    _, parameters, absent = result._get_arg_lists(result.kernel.arg_names, result.kernel.declared_constexprs)
+    return parameters, absent
 
 
 def _triton_launch(result: Any) -> TritonLaunch:
@@ -138,7 +144,7 @@ def _triton_launch(result: Any) -> TritonLaunch:
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
     kernel = result.kernel
-    _, parameters, absent = result._get_arg_lists(kernel.arg_names, kernel.declared_constexprs)
+    parameters, absent = _parameters(result)
     values = [one for i, one in enumerate(kernel.arg_names) if i not in kernel.full_constexprs and one not in absent]
     scratch = kernel.has_global_scratch + kernel.has_profile_scratch  # pointers to memory that is not needed
     types, values = kernel.arg_tys + "O" * scratch, [*values, *["None"] * scratch]
@@ -192,6 +198,7 @@ class _BuiltCompile:
         if self._built["triton"]:
             device = platform_of(self._device).indexed_device
             platform_of(device).make_current()  # this thread may be a new one
+            platform_of(device).record_event()  # gives it CUDA's context, which loading a cubin needs
             scope |= {name: LoadedKernel(kernel, device, self._work_dir) for name, kernel in self._built["triton"].items()}
 
 
