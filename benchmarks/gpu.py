@@ -5,7 +5,7 @@
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
-startup: from the start of this process to the first token.
+startup: from the start of this process to the first token. `compilers`: Dynamo and Inductor, if the start imported them.
 decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128, each the better of two runs, after warm-up runs that
     capture the CUDA graphs. One more run gives `device_ms` (a step's time on the device), `host_gap` (the share of a step in which
     the device is idle) and `late` (the share of steps that the host launched too late). A mixture of experts also has `distinct_experts`
@@ -39,6 +39,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
 from contextlib import nullcontext
 from functools import cached_property
@@ -108,6 +109,7 @@ class Bench:
         ready = time.perf_counter()
         self.generate(self.prompts(1, 8), [1])
         first_token = seconds_since_process_start()
+        compilers = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
         if "startup" in args.work:
             self.emit(
                 work="startup",
@@ -115,6 +117,7 @@ class Bench:
                 init_s=round(ready - imported, 2),
                 first_token_s=round(first_token, 2),
                 stages=stages,
+                compilers=compilers,
                 report=self.llm.info.compile_report,
             )
 

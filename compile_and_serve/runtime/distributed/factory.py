@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compile_and_serve.custom_ops.platforms.cuda_context import start_cuda
 from compile_and_serve.garbage import no_garbage_collection
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import Executor
@@ -19,6 +20,7 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
     """
     parallel = config.parallel
     if parallel.executor is None and config.mesh.size == 1:
+        start_cuda(config.device, parallel.device_index)
         with no_garbage_collection(stays=True):
             # Imports torch, which an engine process beside its ranks does not need.
             from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor

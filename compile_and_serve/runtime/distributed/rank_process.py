@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from compile_and_serve.custom_ops.mesh import DATA
+from compile_and_serve.custom_ops.platforms.cuda_context import start_cuda
 from compile_and_serve.garbage import no_garbage_collection
 from compile_and_serve.runtime.child_process import (
     EXIT_FAILURE,
@@ -154,10 +155,12 @@ class RankProcess:
 
     def _start(self) -> bool:
         """Load the model and warm up; False if the engine stopped the rank before that."""
+        bootstrap = self._bootstrap
+        if not bootstrap.device_is_taken:  # by a rank of before, whose memory this one must not need yet
+            start_cuda(bootstrap.config.device, bootstrap.rank.device_index)
         with no_garbage_collection(stays=True):
             from compile_and_serve.runtime.runner.worker import Worker
 
-        bootstrap = self._bootstrap
         before_join = self._wait_to_join if bootstrap.is_staged else None
         try:
             self._worker = Worker(
