@@ -28,15 +28,15 @@ import torch.nn.functional as F
 from benchmarks.gpu_timing import emit, event_ms, relative_error, time_ms
 from benchmarks.mla_gpu import LATENT, PAGE, ROPE, SCALE
 from benchmarks.ops_gpu import DTYPE, Shape
-from benchmarks.ops_gpu_quantized import copies_of, linear_of
+from benchmarks.ops_gpu_quantized import build_products, copies_of, linear_of
 from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_library
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
-from compile_and_serve.custom_ops.quantization import dequantize_weight
+from compile_and_serve.custom_ops.quantization import dequantize_weight, scales_by_group
 from compile_and_serve.custom_ops.quantized.cuda_group_linear import GroupLinear
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
-from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
+from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP
 from compile_and_serve.custom_ops.quantized.group_layout import pack_codes_triton, pack_scales_triton
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 
@@ -145,7 +145,15 @@ def ours(case: Case) -> Iterable[Candidate]:
         return
     stored = linear.packed if isinstance(linear, GroupLinear) else linear.weight_OI
     for kernel in linear.kernels():
-        yield Candidate(kernel, lambda w, kernel=kernel: case.end(linear.run(kernel, w)), stored)  # type: ignore[misc]
+        run = (_with_scales_by_group(linear) if kernel in DEEP else linear).run
+        yield Candidate(kernel, lambda w, kernel=kernel, run=run: case.end(run(kernel, w)), stored)  # type: ignore[misc]
+
+
+def _with_scales_by_group(linear: QuantizedLinear) -> QuantizedLinear:
+    """As the linear would quantize x for the kernel."""
+    assert linear.quantized is not None
+    values, x_scale = linear.quantized
+    return replace(linear, quantized=(values, scales_by_group(x_scale.shape[0], x_scale.shape[1], x_scale.device).copy_(x_scale)))
 
 
 @functools.cache
@@ -395,7 +403,10 @@ def main() -> None:
                 latent(libraries)
                 continue
             if "ours" in libraries:
-                (gemm_library() if work.startswith("fp8") else silu_mul_library()).build()
+                if work.startswith("fp8"):
+                    build_products(per_block=work == "fp8-block")
+                else:
+                    silu_mul_library().build()
             for shape in map(Shape, args.shapes.split(",")):
                 for num_tokens in map(int, (args.few_tokens if work == "int4" else args.tokens).split(",")):
                     for site in args.sites.split(","):

@@ -3,7 +3,8 @@
 usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8] [--sweep]
        python -m benchmarks.ops_gpu_quantized --quantization int4 --tokens 1,4,16,64,256,4096 [--sweep]
 int4: random 4-bit codes with float16 scales and zero points for groups of 128 inputs, as in AWQ.
-CUTLASS' kernels are built first if needed (a minute). Weights come from memory, as in a step over many layers.
+CUTLASS' kernels, and with fp8-block DeepGEMM's, are built first if needed (a minute). Weights come from memory, as in a step over many
+layers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import torch
 import compile_and_serve.custom_ops.quantized.group_linear  # noqa: F401 (defines the op)
 from benchmarks.gpu_timing import emit, relative_error, time_ms
 from benchmarks.ops_gpu import DTYPE, Shape
+from compile_and_serve.custom_ops.jit.cpp import BuildError
 from compile_and_serve.custom_ops.quantization import Activations, block_scales, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.cuda_group_linear import EXPANDED, TILE, GroupLinear
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
+from compile_and_serve.custom_ops.quantized.deep_gemm import deep_gemm_library
 from compile_and_serve.custom_ops.quantized.group_layout import pack_codes_triton, pack_scales_triton
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_group_matmul import group_matmul
@@ -268,6 +271,16 @@ def sweep(shape: Shape, site: str, num_tokens: int, scheme: str) -> None:
          as_chosen=results[0][0], best=sorted(results, key=lambda r: r[0])[:8])  # fmt: skip
 
 
+def build_products(*, per_block: bool) -> None:
+    """Build the products of 8-bit weights that are missing. A row says why DeepGEMM's cannot be built."""
+    gemm_library().build()
+    if per_block:
+        try:
+            deep_gemm_library(torch.cuda.get_device_properties("cuda").multi_processor_count).build()
+        except BuildError as error:
+            emit(work="build", skipped=str(error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b")
@@ -278,7 +291,7 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
     if args.quantization != "int4":
-        gemm_library().build()
+        build_products(per_block=SCHEMES[args.quantization][1])
         emit(work="build", seconds=round(time.perf_counter() - started, 1))
     for name in args.models.split(","):
         shape = Shape(name)

@@ -94,6 +94,11 @@ def quantize_activations(
     return quantized_TGB.view(num_tokens, groups * BLOCK)[:, :in_features], scale_TG
 
 
+def scales_by_group(num_tokens: int, num_groups: int, device: torch.device) -> torch.Tensor:
+    """Memory for scales [T, G] with those of a group adjacent, each group at a multiple of 16 bytes. → float32 [T, G]"""
+    return torch.empty(num_groups, -(-num_tokens // 4) * 4, dtype=torch.float32, device=device).t()[:num_tokens]
+
+
 def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """largest over the largest value of `dtype`, by an exact division: by a number, torch on CUDA multiplies by its reciprocal instead."""
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))

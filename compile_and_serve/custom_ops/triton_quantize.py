@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.jit.triton_launch import launch
-from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Quantized
+from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Quantized, scales_by_group
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -47,10 +47,13 @@ def store_quantized(
     LARGEST_VALUE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    scale_row_stride=1,
+    scale_group_stride=1,
 ):
     """Quantize a whole row to 8 bits and store it with its scales.
 
     x_I: the row in float32, with zeros after its end. GROUP: values per scale; BLOCK: one scale for the row.
+    scale_row_stride, scale_group_stride: where the scales of a row and of a group begin; one scale per row needs neither.
     """
     x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
     largest_G = tl.max(tl.abs(x_GB), 1)
@@ -65,8 +68,8 @@ def store_quantized(
     values_GB = round_to(tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_features + cols_I, tl.reshape(values_GB, (BLOCK,)), mask=ok_I)
     groups = tl.arange(0, BLOCK // GROUP)
-    num_groups = tl.cdiv(num_features, GROUP)
-    tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
+    at_G = row * scale_row_stride + groups * scale_group_stride
+    tl.store(scale_ptr + at_G, scale_G, mask=groups < tl.cdiv(num_features, GROUP))
 
 
 def quantize_constants(quantized: Quantized | None) -> dict[str, Any]:
@@ -89,6 +92,7 @@ def _quantize_kernel(
     LARGEST_VALUE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -102,7 +106,24 @@ def _quantize_kernel(
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
         x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
-    store_quantized(x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features, IS_STATIC, LARGEST_VALUE, GROUP, BLOCK)
+    row_stride = 1 if BY_GROUP else tl.cdiv(num_features, GROUP)
+    group_stride = tl.cdiv(tl.num_programs(0), 4) * 4 if BY_GROUP else 1
+    store_quantized(
+        x_I,
+        row,
+        cols_I,
+        ok_I,
+        out_ptr,
+        scale_ptr,
+        input_scale_ptr,
+        num_features,
+        IS_STATIC,
+        LARGEST_VALUE,
+        GROUP,
+        BLOCK,
+        row_stride,
+        group_stride,
+    )
 
 
 def quantize_rows(
@@ -113,18 +134,22 @@ def quantize_rows(
     eps: float = 1e-6,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
+    by_group: bool = False,
 ) -> Quantized:
     """`quantize_activations` of rms_norm(x), or of x, on the device.
 
-    x_TI: [T, I], rows may be strided. The norm is rounded to x's dtype before it is quantized.
-    → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
+    x_TI: [T, I], rows may be strided. The norm is rounded to x's dtype before it is quantized. by_group: the scales are laid out as by
+    `scales_by_group`. → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
     """
     assert input_scale is None or not per_group, "a static scale is per tensor"
     num_tokens, num_features = x_TI.shape
     width = max(BLOCK, next_power_of_2(num_features))
     num_groups = cdiv(num_features, BLOCK) if per_group else 1
     out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
-    scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
+    if by_group:
+        scale = scales_by_group(num_tokens, num_groups, x_TI.device)
+    else:
+        scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
     if num_tokens:
         pdl = supports_pdl(x_TI.device)
         warps = max(1, min(16 if width <= 16384 else 32, width // 512))
@@ -144,6 +169,7 @@ def quantize_rows(
             LARGEST_VALUE=LARGEST[dtype],
             GROUP=BLOCK if per_group else width,
             BLOCK=width,
+            BY_GROUP=by_group,
             PDL=pdl,
             num_warps=warps,
             **launch_options(pdl),

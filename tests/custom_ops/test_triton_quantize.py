@@ -47,6 +47,17 @@ def test_like_the_reference(num_tokens, features, norm, kind, source, dtype) -> 
     assert (~right).float().mean() < (0.02 if may_differ else 1e-9) or num_tokens == 0
 
 
+@pytest.mark.parametrize(("num_tokens", "features"), [(5, 300), (8, 256), (1, 33)])
+def test_scales_of_a_group_may_be_adjacent(num_tokens, features) -> None:
+    torch.manual_seed(features)
+    x = torch.randn(num_tokens, features)
+    expected, expected_scale = quantize_rows(x, torch.int8, per_group=True)
+    quantized, scale = quantize_rows(x, torch.int8, per_group=True, by_group=True)
+    assert torch.equal(quantized, expected)
+    assert torch.equal(scale, expected_scale)
+    assert scale.stride() == (1, -(-num_tokens // 4) * 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("num_tokens", "features"), [(3, 300), (1, 33), (0, 64)])
 def test_a_residual_and_a_norm_in_the_same_kernel(num_tokens, features, dtype) -> None:

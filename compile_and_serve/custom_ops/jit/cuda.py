@@ -45,7 +45,7 @@ class NvccLibrary:
     """A library of one source, which is compiled once for each of `variants`, compiler flags.
 
     headers: files for the hash, besides the source. include: folders of headers. architecture: for example "90a".
-    duration: of a build, for the log.
+    duration: of a build, for the log. flags: compiler flags of all variants.
     """
 
     name: str
@@ -55,11 +55,12 @@ class NvccLibrary:
     include: Sequence[Path]
     architecture: str
     duration: str = "some minutes"
+    flags: Sequence[str] = ()
 
     def path(self) -> Path:
         """Path of the library, built or not. Raises BuildError without nvcc."""
         digest = hashlib.sha256()
-        for part in (_nvcc_version(find_nvcc()), repr(_FLAGS), self.architecture, repr(tuple(self.variants))):
+        for part in (_nvcc_version(find_nvcc()), repr(_FLAGS), self.architecture, repr(tuple(self.variants)), *self.flags):
             digest.update(part.encode() + b"\0")
         for file in (self.source, *self.headers):
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -72,7 +73,7 @@ class NvccLibrary:
     def _make(self, scratch: Path, built: Path) -> None:
         nvcc = find_nvcc()
         code = f"arch=compute_{self.architecture},code=sm_{self.architecture}"
-        flags = [*_FLAGS, "-gencode", code, *(f"-I{folder}" for folder in self.include)]
+        flags = [*_FLAGS, *self.flags, "-gencode", code, *(f"-I{folder}" for folder in self.include)]
         objects = [scratch / f"{i}.o" for i in range(len(self.variants))]
 
         commands = [

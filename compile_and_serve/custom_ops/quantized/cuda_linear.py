@@ -27,6 +27,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, Quantized, dtype_name
 from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import load_gemms
+from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP, load_deep_gemms
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
@@ -79,15 +80,21 @@ class QuantizedLinear:
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
             *(("quantized_input",) if self.quantized is not None else ()),
-            *(("cutlass",) if self._has_cutlass() else ()),  # measured again once CUTLASS' products are built
-            *(("cutlass_silu_mul",) if self._silu_mul_gemm() else ()),
+            *self._libraries(),  # measured again once another one is built
         )
         return Problem(kind="quantized_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
-    def _has_cutlass(self) -> bool:
+    def _libraries(self) -> tuple[str, ...]:
+        """The libraries that are built and have products for this call."""
         device, dtype = self.weight_OI.device, self.weight_OI.dtype
-        is_taken = dtype == torch.float8_e4m3fn and platform_of(device).runs_cuda_kernels
-        return is_taken and load_gemms(device) is not None
+        if dtype != torch.float8_e4m3fn or not platform_of(device).runs_cuda_kernels:
+            return ()
+        libraries = {
+            "cutlass": load_gemms(device),
+            "cutlass_silu_mul": self._silu_mul_gemm(),
+            "deep_gemm": load_deep_gemms(device) if self.scale.dim() == 2 else None,
+        }
+        return tuple(name for name, library in libraries.items() if library)
 
     def _silu_mul_gemm(self) -> tuple[str, ...]:
         """Name of the product with SiLU-mul in it, if it takes this call and is built."""
@@ -122,7 +129,7 @@ class QuantizedLinear:
                 self.activations,
                 self.input_scale,
             )
-        x_TI, x_scale = self.operand()
+        x_TI, x_scale = self.operand(by_group=kernel in DEEP)
         if kernel == TILE:
             return matmul(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype)
         if kernel == SCALED_SILU_MUL:
@@ -139,8 +146,11 @@ class QuantizedLinear:
             y_TO = silu_mul_rows(y_TO, out_TO)
         return y_TO if self.residual_TO is None else y_TO + self.residual_TO
 
-    def operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x after the norm, quantized with its scales where activations are quantized."""
+    def operand(self, *, by_group: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x after the norm, quantized with its scales where activations are quantized.
+
+        by_group: the layout of scales that are made here, as in `quantize_rows`.
+        """
         if self.quantized is not None:
             return self.quantized
         if self.activations != "none":
@@ -151,6 +161,7 @@ class QuantizedLinear:
                 eps=self.eps,
                 per_group=self.scale.dim() == 2,
                 input_scale=self.input_scale,
+                by_group=by_group,
             )
         if self.norm_weight_I is not None:
             return rms_norm(self.x_TI, self.norm_weight_I, self.eps), None

@@ -18,7 +18,7 @@ ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x6
 BLOCKS = ("blocks_64x128", "blocks_128x128")
 
 
-class _Arguments(ctypes.Structure):
+class GemmArguments(ctypes.Structure):
     """`CasScaledGemm` of csrc/cuda/scaled_gemm.h."""
 
     _fields_ = (
@@ -72,19 +72,36 @@ def run_gemm(
     The operands have to satisfy `unsupported_reason`, and the residual `takes_residual`.
     a_scale: float32, one value, [T] or [T, 1], or (BLOCKS) [T, G]; b_scale: float32, one value, [O], or (BLOCKS) [ceil(O / 128), G].
     """
-    num_tokens, out_features = a_TI.shape[0], b_OI.shape[0]
-    out_TO = torch.empty(num_tokens, out_features, dtype=torch.bfloat16, device=a_TI.device)
+    out_TO = torch.empty(a_TI.shape[0], b_OI.shape[0], dtype=torch.bfloat16, device=a_TI.device)
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-    args = _Arguments(
+    args = gemm_arguments(out_TO, a_TI, b_OI, a_scale, b_scale, residual_TO)
+    workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
+    workspace_bytes.restype = ctypes.c_int64
+    workspace = torch.empty(workspace_bytes(ctypes.byref(args)), dtype=torch.uint8, device=a_TI.device)
+    args.workspace = workspace.data_ptr() if workspace.numel() else None
+    launch_gemm(library, config, args)
+    return out_TO
+
+
+def gemm_arguments(
+    out_TO: torch.Tensor,
+    a_TI: torch.Tensor,
+    b_OI: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    residual_TO: torch.Tensor | None = None,
+) -> GemmArguments:
+    """Arguments of `launch_gemm` without a workspace. The tensors have to live until then. out_TO: contiguous."""
+    return GemmArguments(
         out=out_TO.data_ptr(),
         a=a_TI.data_ptr(),
         b=b_OI.data_ptr(),
         a_scale=a_scale.data_ptr(),
         b_scale=b_scale.data_ptr(),
-        m=num_tokens,
-        n=out_features,
+        m=a_TI.shape[0],
+        n=b_OI.shape[0],
         k=a_TI.shape[1],
-        out_stride=out_features,
+        out_stride=out_TO.shape[1],
         a_stride=a_TI.stride(0),
         b_stride=b_OI.stride(0),
         residual=None if residual_TO is None else residual_TO.data_ptr(),
@@ -93,13 +110,12 @@ def run_gemm(
         b_per_row=b_scale.numel() > 1,
         stream=platform_of(a_TI.device).current_stream(),
     )
-    workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
-    workspace_bytes.restype = ctypes.c_int64
-    workspace = torch.empty(workspace_bytes(ctypes.byref(args)), dtype=torch.uint8, device=a_TI.device)
-    args.workspace = workspace.data_ptr() if workspace.numel() else None
+
+
+def launch_gemm(library: ctypes.CDLL, config: str, args: GemmArguments) -> None:
+    """Run one configuration of a library with the interface of csrc/cuda/scaled_gemm.h."""
     launch = getattr(library, f"cas_scaled_gemm_{config}")
     launch.restype = ctypes.c_char_p
     error = launch(ctypes.byref(args))
     if error is not None:
-        raise RuntimeError(f"CUTLASS' {config} could not multiply {list(a_TI.shape)} by {list(b_OI.shape)}: {error.decode()}")
-    return out_TO
+        raise RuntimeError(f"{config} could not multiply {[args.m, args.k]} by {[args.n, args.k]}: {error.decode()}")

@@ -1,4 +1,4 @@
-"""Matrix products of 8-bit weights by libraries: torch's, and CUTLASS' where they are built.
+"""Matrix products of 8-bit weights by libraries: torch's, and CUTLASS' and DeepGEMM's where they are built.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.compat import int8_matmul, scaled_matmul
 from compile_and_serve.custom_ops.quantization import dequantize_weight
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, load_gemms, run_gemm, takes_residual, unsupported_reason
+from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP, load_deep_gemms, run_deep_gemm
 from compile_and_serve.custom_ops.triton_quantize import scale_sums
 
 TORCH = "torch"  # `scaled_matmul` or `int8_matmul`
 EXPANDED = "expanded"  # a product with the weight converted to the activations' dtype
 _MIN_EXPANDED_TOKENS = 65  # with fewer, converting the weight costs more than any other kernel
 _MIN_INT8_TOKENS = 17  # of `int8_matmul`
+_MIN_DEEP_TOKENS = 65  # with fewer, most rows of a tile are empty
 
 
 def gemm_names(num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, is_quantized: bool) -> tuple[str, ...]:
@@ -31,8 +33,11 @@ def gemm_names(num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dt
     if fits_torch and (weight_OI.dtype != torch.int8 or num_tokens >= _MIN_INT8_TOKENS):
         names = (TORCH,)
     # Quantized activations have the weight's layout, contiguous rows of I.
-    if dtype == torch.bfloat16 and unsupported_reason(weight_OI, weight_OI) is None and load_gemms(weight_OI.device):
-        names += ROWS if scale.dim() == 1 else BLOCKS[::-1]
+    if dtype == torch.bfloat16 and unsupported_reason(weight_OI, weight_OI) is None:
+        if load_gemms(weight_OI.device):
+            names += ROWS if scale.dim() == 1 else BLOCKS[::-1]
+        if scale.dim() == 2 and num_tokens >= _MIN_DEEP_TOKENS and load_deep_gemms(weight_OI.device):
+            names += DEEP
     return names
 
 
@@ -57,6 +62,11 @@ def scaled_gemm(
         return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO)
     if residual_TO is not None:
         return scaled_gemm(name, x_TI, x_scale, weight_OI, scale, dtype) + residual_TO
+    if name in DEEP:
+        library = load_deep_gemms(x_TI.device)
+        assert library is not None, "gemm_names named a product that is not built"
+        assert x_scale is not None
+        return run_deep_gemm(library, name, x_TI, weight_OI, x_scale, scale)
     if x_scale is None:
         return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
     if weight_OI.dtype == torch.int8:

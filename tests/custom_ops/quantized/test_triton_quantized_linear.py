@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,11 @@ if torch.cuda.is_available():
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
+from compile_and_serve.custom_ops.quantized import scaled_gemm
 from compile_and_serve.custom_ops.quantized import triton_matmul as triton_quantized_matmul
 from compile_and_serve.custom_ops.quantized.cuda_linear import GEMV, TILE, QuantizedLinear, quantized_linear
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS
+from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, TORCH, gemm_names
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 from tests.support.numbers import relative_error
@@ -177,6 +182,53 @@ def test_kernels_by_the_number_of_tokens() -> None:
     assert kernels(64, "none") == (TILE,)
     assert kernels(256, "none") == (TILE, EXPANDED)
     assert kernels(257, "none") == (EXPANDED,)
+
+
+def test_deep_gemms_products_join_once_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights with scales per block. Until then others run, and the choice is made again."""
+    built = {"cutlass": False, "deep_gemm": False}
+    for module in (scaled_gemm, quantized_linear_cuda):
+        monkeypatch.setattr(module, "load_gemms", lambda device: object() if built["cutlass"] else None)
+        monkeypatch.setattr(module, "load_deep_gemms", lambda device: object() if built["deep_gemm"] else None)
+    monkeypatch.setattr(quantized_linear_cuda, "platform_of", lambda device: SimpleNamespace(runs_cuda_kernels=True))
+
+    def linear(num_tokens: int, scales=block_scales, dtype: torch.dtype = torch.bfloat16) -> QuantizedLinear:
+        return linear_of(arguments(num_tokens, 64, 96, False, False, "dynamic", scales, torch.float8_e4m3fn, dtype))
+
+    names = [linear(300).problem().name]
+    assert linear(300).kernels() == (TILE,)
+    built["deep_gemm"] = True
+    assert linear(300).kernels() == DEEP
+    names.append(linear(300).problem().name)
+    built["cutlass"] = True
+    assert linear(300).kernels() == (*BLOCKS[::-1], *DEEP)
+    assert linear(65).kernels() == (*BLOCKS[::-1], *DEEP, TILE)
+    assert linear(64).kernels() == (*BLOCKS[::-1], TILE)  # the last of a range of the tuner
+    names.append(linear(300).problem().name)
+    assert names == [names[0], f"{names[0]} deep_gemm", f"{names[0]} cutlass deep_gemm"]
+    assert not set(DEEP) & {*linear(300, row_scales).kernels(), *linear(300, dtype=torch.float16).kernels()}
+    assert "deep_gemm" not in linear(300, row_scales).problem().name
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("quantized_input", [False, True])
+def test_deep_gemms_products_in_a_linear(quantized_input: bool, silu_mul: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, quantization, bias, SiLU-mul and residual around the product. x is quantized in the layout that the product reads."""
+    strides = []
+
+    def product(library, config, x, weight, x_scale, scale) -> torch.Tensor:
+        strides.append(x_scale.stride())
+        x = x.double() * x_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+        return (x @ dequantize_weight(weight, scale, torch.float64).T).float()
+
+    monkeypatch.setattr(scaled_gemm, "load_deep_gemms", lambda device: object())
+    monkeypatch.setattr(scaled_gemm, "run_deep_gemm", product)
+    torch.manual_seed(0)
+    a = arguments(37, 64, 300, silu_mul, True, "dynamic", block_scales, torch.float8_e4m3fn, torch.float32)
+    if quantized_input:
+        a["quantized"] = linear_of(a).operand()
+    assert relative_error(linear_of(a).run(DEEP[0]), reference(a)) < 1e-5
+    assert strides == [(3, 1) if quantized_input else (1, 40)]
 
 
 def test_what_no_library_gemm_takes() -> None:

@@ -50,16 +50,17 @@ for dtype, largest in ((tl.float8e4nv, 448.0), (tl.int8, 127.0)):
             } | ({"residual_ptr": None} if silu_mul else {}) | ({} if splits > 1 else {"partial_ptr": None, "counter_ptr": None})
             special = {"x_ptr": TENSORS[dtype], "w_ptr": TENSORS[dtype], "counter_ptr": "*i32"}
             found[f"matmul {dtype} {name} {tokens}"] = made(_matmul_kernel, constants, warps, special)
-constants = {
-    "HAS_NORM": False, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": 16384, "BLOCK": 16384, "PDL": True,
-    "norm_ptr": None, "input_scale_ptr": None,
-}
-found["quantize"] = made(_quantize_kernel, constants, 16, {"out_ptr": "*fp8e4nv"})
+for name, group in (("row", 16384), ("group", 128)):
+    constants = {
+        "HAS_NORM": False, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": group, "BLOCK": 16384, "BY_GROUP": name == "group",
+        "PDL": True, "norm_ptr": None, "input_scale_ptr": None,
+    }
+    found[f"quantize by {name}"] = made(_quantize_kernel, constants, 16, {"out_ptr": "*fp8e4nv"})
 print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(("every", "count"), [(False, 9), pytest.param(True, 17, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("every", "count"), [(False, 10), pytest.param(True, 18, marks=pytest.mark.exhaustive)])
 @pytest.mark.exhaustive_cases
 def test_kernels_compile_and_fit(every: bool, count: int, tmp_path: Path) -> None:
     """With the tiles of many tokens, or with all."""
