@@ -1,8 +1,8 @@
 // A linear over a weight of 4-bit codes for up to 64 tokens, on Hopper's tensor cores.
 //
-// A block of threads computes 128 stored rows of the weight (with SiLU-mul: 64 gates and the 64 up-projections of the same outputs). Its 8
-// warps take 16 rows each: by mma.sync for up to 16 tokens, else by wgmma. A cluster of blocks shares the inputs; each adds up a part of the
-// outputs from the shared memory of all, in order, so that every run has the same bits.
+// For up to 16 tokens (here) a block of threads computes 128 stored rows of the weight by mma.sync (with SiLU-mul: 64 gates and the 64
+// up-projections of the same outputs), and each of its 8 warps takes 16 of them. For more, see group_linear_wide.cuh. A cluster of blocks
+// shares the inputs; each adds up a part of the outputs from the shared memory of all, in order, so that every run has the same bits.
 //
 // A stage in shared memory holds 128 inputs: x, codes, scales and zero points, copied asynchronously some stages ahead. The first codes are
 // asked for before the kernel waits for the one before it.
@@ -15,33 +15,36 @@
 // exact. Scales multiply the sums of a group in float32.
 #include "group_linear.h"
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 namespace {
 
-constexpr int kThreads = 256, kRows = 128;  // of a block
-constexpr int kTile = 64, kTiles = 2;       // rows per tile of the layout, tiles of a block
+constexpr int kTile = 64;                   // rows per tile of the layout
+constexpr int kThreads = 256, kTiles = 2, kRows = kTiles * kTile;  // of a block for up to 16 tokens
 constexpr int kInputs = 128, kParts = 4;    // inputs of a stage, codes per word
 constexpr int kTileBytes = kTile * kInputs / 2, kCodeBytes = kTiles * kTileBytes;
 constexpr int kScaleBytes = kParts * kRows * 2, kZeroBytes = kParts * kRows;
-constexpr int kSumsStride = kRows + 4;
+constexpr int kSumsPadding = 4;  // floats between the rows of a token's sums and the next ones
 constexpr int kMaxSplits = 8;   // the largest cluster that every device takes
 constexpr int kStartCost = 8;   // time in which a block starts and ends, in stages
 constexpr int kMaxDevices = 64;
+#ifndef CAS_WIDE_TILES
+#define CAS_WIDE_TILES 4
+#endif
+constexpr int kWideTiles = CAS_WIDE_TILES;
 
-template <int token_tiles_>
+template <int token_tiles>
 struct Shape {
-    static constexpr int token_tiles = token_tiles_, tokens = 8 * token_tiles;
-    static constexpr bool is_wide = token_tiles > 2;  // by wgmma
-    static constexpr int token_bytes = is_wide ? 128 : kInputs * 2 + 64;  // wide: two halves; else the 64 bytes spread rows over the banks
-    static constexpr int x_bytes = is_wide ? tokens * kInputs * 2 : tokens * token_bytes;
+    static constexpr int tokens = 8 * token_tiles, rows = kRows, tiles = kTiles, threads = kThreads;
+    static constexpr int token_bytes = kInputs * 2 + 64;  // 64 bytes spread rows over the banks
+    static constexpr int x_bytes = tokens * token_bytes;
     static constexpr int stage_bytes = (x_bytes + kCodeBytes + kScaleBytes + kZeroBytes + 1023) / 1024 * 1024;
-    static constexpr int stages = token_tiles == 8 ? 4 : 6;
-    static constexpr int blocks_per_sm = token_tiles == 1 ? 3 : 2;
+    static constexpr int stages = 6, blocks_per_sm = token_tiles == 1 ? 3 : 2;
     static constexpr int bytes = stages * stage_bytes;
-    static_assert(bytes >= tokens * kSumsStride * 4, "the sums take the place of the stages");
+    static_assert(bytes >= tokens * (rows + kSumsPadding) * 4, "the sums take the place of the stages");
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -69,7 +72,11 @@ __device__ __forceinline__ float load_scale(uint32_t at, bool is_half) {
 }
 
 __device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    if (gridDim.x == 1) {
+        __syncthreads();
+    } else {
+        asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    }
 }
 
 template <class S>
@@ -122,53 +129,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
     }
 }
 
-// d = a xᵀ (adds: d +=) by a warpgroup, asynchronously. x: descriptor of [tokens, 16] in shared memory.
-#define CAS_FLOATS_8(i)                                                                                                             \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define CAS_WGMMA(tokens, type, registers, a0, a1, a2, a3, at, adds_at, ...)                                                        \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_at ", 0; wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32." type "." type   \
-                 " {" registers "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " at ", p, 1, 1, 0;}"                                          \
-                 : __VA_ARGS__                                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds))
-#define CAS_16_REGISTERS "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define CAS_32_REGISTERS \
-    CAS_16_REGISTERS ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define CAS_WGMMA_32(type) \
-    CAS_WGMMA("32", type, CAS_16_REGISTERS, "%16", "%17", "%18", "%19", "%20", "%21", CAS_FLOATS_8(0), CAS_FLOATS_8(8))
-#define CAS_WGMMA_64(type)                                                                                                          \
-    CAS_WGMMA("64", type, CAS_32_REGISTERS, "%32", "%33", "%34", "%35", "%36", "%37", CAS_FLOATS_8(0), CAS_FLOATS_8(8), CAS_FLOATS_8(16), \
-              CAS_FLOATS_8(24))
-
-template <bool is_half>
-__device__ __forceinline__ void multiply_wide(float (&d)[16], const uint32_t (&a)[4], uint64_t x, int adds) {
-    if constexpr (is_half) {
-        CAS_WGMMA_32("f16");
-    } else {
-        CAS_WGMMA_32("bf16");
-    }
-}
-
-template <bool is_half>
-__device__ __forceinline__ void multiply_wide(float (&d)[32], const uint32_t (&a)[4], uint64_t x, int adds) {
-    if constexpr (is_half) {
-        CAS_WGMMA_64("f16");
-    } else {
-        CAS_WGMMA_64("bf16");
-    }
-}
-
-// Rows of 128 bytes, whose 16 bytes are swizzled within 8 rows.
-__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
-    return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (static_cast<uint64_t>(1) << 16) |
-           ((at & 0x3FFFF) >> 4);
-}
-
-__device__ __forceinline__ uint32_t load_4(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-
 template <bool is_half>
 __device__ __forceinline__ float to_float(const void* p, int64_t at) {
     if constexpr (is_half) {
@@ -176,6 +136,86 @@ __device__ __forceinline__ float to_float(const void* p, int64_t at) {
     } else {
         return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[at]);
     }
+}
+
+// The tile of the layout that is tile i of a block. Past the last tile: it is computed and not stored.
+template <int tiles>
+__device__ __forceinline__ int tile_at(const CasGroupLinear& args, int i) {
+    const int num_tiles = (args.rows + kTile - 1) / kTile;  // with SiLU-mul, as many again
+    if (!args.silu_mul) {
+        return min(static_cast<int>(blockIdx.y) * tiles + i, num_tiles - 1);
+    }
+    constexpr int half = tiles / 2;
+    return min(static_cast<int>(blockIdx.y) * half + i % half, num_tiles - 1) + i / half * num_tiles;
+}
+
+// Adds up the sums of the blocks of a cluster and writes the outputs. sums: of a lane, as wgmma and mma.sync give them: of tokens 2 · lane
+// and 2 · lane + 1 of every 8, row first_row and the one 8 below. All stages have been read or will be before the barrier.
+template <bool is_half, int token_tiles, int rows>
+__device__ __forceinline__ void finish(const CasGroupLinear& args, uint8_t* shared, const float (&sums)[4 * token_tiles], int first_row, int lane) {
+    constexpr int stride = rows + kSumsPadding;
+    const int first_token = blockIdx.z * 8 * token_tiles, tokens = min(8 * token_tiles, args.tokens - first_token);
+    __syncthreads();
+    float* mine = reinterpret_cast<float*>(shared);  // [tokens, stride]
+    const uint32_t own_sums = shared_address(shared);
+#pragma unroll
+    for (int k = 0; k < token_tiles * 4; ++k) {
+        const int token = k / 4 * 8 + lane * 2 + k % 2;
+        mine[token * stride + first_row + k % 4 / 2 * 8] = sums[k];
+    }
+    cluster_barrier();
+    auto add_up = [&](int token, int at, float(&totals)[4]) {  // of 4 rows
+        const uint32_t own = own_sums + (token * stride + at) * 4;
+        for (unsigned other = 0; other < gridDim.x; ++other) {
+            uint32_t theirs;
+            float v[4];
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(other));
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                         : "r"(theirs)
+                         : "memory");
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                totals[k] += v[k];
+            }
+        }
+    };
+    const int out_rows = args.silu_mul ? rows / 2 : rows;
+    for (int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4; i < tokens * out_rows; i += gridDim.x * blockDim.x * 4) {
+        const int token = args.silu_mul ? i / (rows / 2) : i / rows, at = i % out_rows, out_row = blockIdx.y * out_rows + at;
+        const int64_t out_token = first_token + token;
+        float y[4] = {}, up[4] = {};
+        uint16_t out[4];
+        add_up(token, at, y);
+        if (args.silu_mul) {
+            add_up(token, out_rows + at, up);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int row = min(out_row + k, args.rows - 1);
+            y[k] += args.bias ? to_float<is_half>(args.bias, row) : 0.0f;
+            if (args.silu_mul) {
+                up[k] += args.bias ? to_float<is_half>(args.bias, args.rows + row) : 0.0f;
+                y[k] = y[k] / (1.0f + __expf(-y[k])) * up[k];
+            }
+            if (args.residual) {
+                y[k] += to_float<is_half>(args.residual, out_token * args.residual_stride + row);
+            }
+            out[k] = is_half ? __half_as_ushort(__float2half_rn(y[k])) : __bfloat16_as_ushort(__float2bfloat16_rn(y[k]));
+        }
+        uint16_t* to = static_cast<uint16_t*>(args.out) + out_token * args.rows + out_row;
+        if (args.rows % 4 == 0 && out_row < args.rows) {
+            *reinterpret_cast<uint2*>(to) = {out[0] | static_cast<uint32_t>(out[1]) << 16, out[2] | static_cast<uint32_t>(out[3]) << 16};
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (out_row + k < args.rows) {
+                    to[k] = out[k];
+                }
+            }
+        }
+    }
+    cluster_barrier();  // the others may still read this block's sums
 }
 
 // group_shift: log2 of the parts of a stage that a group has.
@@ -186,14 +226,6 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     const int thread = threadIdx.x, warp = thread / 32, row = thread % 32 / 4, lane = thread % 4;  // row: also a token of 8
     const int split = blockIdx.x, first_token = blockIdx.z * S::tokens;
     const int tokens = min(S::tokens, args.tokens - first_token);
-    const int num_tiles = (args.rows + kTile - 1) / kTile;  // of the layout; with SiLU-mul, as many again
-    auto tile_at = [&](int i) {  // past the last tile: it is computed and not stored
-        if (!args.silu_mul) {
-            return min(static_cast<int>(blockIdx.y) * kTiles + i, num_tiles - 1);
-        }
-        constexpr int half = kTiles / 2;
-        return min(static_cast<int>(blockIdx.y) * half + i % half, num_tiles - 1) + i / half * num_tiles;
-    };
     const int begin = static_cast<int64_t>(args.num_blocks) * split / gridDim.x;
     const int count = static_cast<int64_t>(args.num_blocks) * (split + 1) / gridDim.x - begin;
     const uint32_t base = shared_address(shared);
@@ -202,11 +234,10 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     const uint8_t* codes[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-        codes[i] = static_cast<const uint8_t*>(args.weight) + (static_cast<int64_t>(tile_at(i)) * args.num_blocks + begin) * kTileBytes +
+        codes[i] = static_cast<const uint8_t*>(args.weight) + (static_cast<int64_t>(tile_at<kTiles>(args, i)) * args.num_blocks + begin) * kTileBytes +
                    thread * 16;
     }
-    // Where a lane reads 4 bytes of 8 rows, their 16 bytes are swizzled.
-    const uint32_t codes_begin = base + S::x_bytes + (S::is_wide ? (thread ^ (thread / 8 % 4)) : thread) * 16;
+    const uint32_t codes_begin = base + S::x_bytes + thread * 16;
     uint32_t codes_to = codes_begin;
     auto copy_codes = [&]() {
 #pragma unroll
@@ -227,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     int group = begin / blocks_per_group * groups_per_block, blocks_left = blocks_per_group - begin % blocks_per_group;
     if (copies_scales) {
         const int chunk = thread % chunks, which = thread / chunks, tile = which % kTiles, place = which * kTile;
-        const int64_t at = static_cast<int64_t>(tile_at(tile)) * args.num_groups * kTile;
+        const int64_t at = static_cast<int64_t>(tile_at<kTiles>(args, tile)) * args.num_groups * kTile;
         group += which / kTiles;
         if (chunk < scale_chunks) {
             scales_from = static_cast<const uint8_t*>(args.scale) + at * 2 + chunk * 16;
@@ -254,9 +285,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     const int x_token = thread / 16;
     int x_column = begin * kInputs + thread % 16 * 8;
     const uint8_t* x = static_cast<const uint8_t*>(args.x) + ((first_token + x_token) * args.x_stride + x_column) * 2;
-    const int chunk_of_half = thread % 8 ^ (x_token % 8);
-    const uint32_t x_begin = base + x_token * S::token_bytes +
-                             (S::is_wide ? thread % 16 / 8 * S::x_bytes / 2 + chunk_of_half * 16 : thread % 16 * 16);
+    const uint32_t x_begin = base + x_token * S::token_bytes + thread % 16 * 16;
     uint32_t x_to = x_begin;
     auto copy_x = [&]() {
 #pragma unroll
@@ -272,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     };
 
     asm volatile("griddepcontrol.launch_dependents;");
-    constexpr int ahead = S::stages - 2;  // so that the products of the stage before may still run when the next copies begin
+    constexpr int ahead = S::stages - 2;
     for (int i = 0; i < ahead && i < count; ++i) {
         copy_codes();
         copy_scales();
@@ -289,9 +318,6 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     const int first_row = warp * 16 + row;  // of the lane; the other is 8 below
     auto wait_for_stage = [&](int i) {
         asm volatile("cp.async.wait_group %0;" ::"n"(ahead - 1));
-        if constexpr (S::is_wide) {
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what the copies wrote
-        }
         __syncthreads();
         if (i + ahead < count) {
             copy_codes();
@@ -310,159 +336,61 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
         }
     };
     uint32_t stage_at = base;
-    if constexpr (S::is_wide) {
-        // A unit: some products of one group. A stage has an even number of them.
-        constexpr int units = groups_per_block > 2 ? groups_per_block : 2, slices = 8 / units, units_per_group = units / groups_per_block;
-        uint32_t a[2][slices][4];
-        float products[4 * token_tiles], scales[2][2];
-        auto prepare = [&](uint32_t from, int unit) {
-            Zeros<is_half> zeros[2];
-            load_scales(from, unit / units_per_group, scales[unit % 2], zeros);
-            uint32_t words[2][4];
+    for (int i = 0; i < count; ++i) {
+        wait_for_stage(i);
+        const uint32_t words_at = stage_at + S::x_bytes + first_row * 64 + lane * 16;
+        const uint4 low = load_16(words_at), high = load_16(words_at + 8 * 64);
+        float products[token_tiles][2][4], scales[2];  // two chains, which do not wait for each other
+        Zeros<is_half> zeros[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int place = first_row + half * 8;
+        for (int part = 0; part < kParts; ++part) {
+            if (part % (1 << group_shift) == 0) {
+                load_scales(stage_at, part >> group_shift, scales, zeros);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    words[half][j] = load_4(from + S::x_bytes + place * 64 + (j ^ (place / 2 % 4)) * 16 + lane * 4);
+                for (int k = 0; k < token_tiles * 8; ++k) {
+                    products[k / 8][k / 4 % 2][k % 4] = 0.0f;
                 }
             }
+            const uint32_t a[2][4] = {
+                {numbers<is_half>(low.x, part, zeros[0]), numbers<is_half>(high.x, part, zeros[1]),
+                 numbers<is_half>(low.y, part, zeros[0]), numbers<is_half>(high.y, part, zeros[1])},
+                {numbers<is_half>(low.z, part, zeros[0]), numbers<is_half>(high.z, part, zeros[1]),
+                 numbers<is_half>(low.w, part, zeros[0]), numbers<is_half>(high.w, part, zeros[1])},
+            };
 #pragma unroll
-            for (int slice = 0; slice < slices; ++slice) {
-                const int part = (unit * slices + slice) / 2, j = slice % 2 * 2;
+            for (int tile = 0; tile < token_tiles; ++tile) {
+                const uint4 b = load_16(stage_at + (tile * 8 + row) * S::token_bytes + lane * 16 + part * 64);
+                multiply<is_half>(products[tile][0], a[0], b.x, b.y);
+                multiply<is_half>(products[tile][1], a[1], b.z, b.w);
+            }
+            if ((part + 1) % (1 << group_shift) == 0) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    a[unit % 2][slice][k] = numbers<is_half>(words[k % 2][j + k / 2], part, zeros[k % 2]);
+                for (int k = 0; k < token_tiles * 4; ++k) {
+                    sums[k] += scales[k % 4 / 2] * (products[k / 4][0][k % 4] + products[k / 4][1][k % 4]);
                 }
             }
-        };
-        wait_for_stage(0);
-        prepare(stage_at, 0);
-        for (int i = 0; i < count; ++i) {
-            const uint32_t next = next_stage<S>(stage_at, base);
-#pragma unroll
-            for (int unit = 0; unit < units; ++unit) {
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                for (int slice = 0; slice < slices; ++slice) {
-                    const int at = unit * slices + slice;
-                    const uint64_t x = descriptor(stage_at + at / 4 * (S::x_bytes / 2) + at % 4 * 32);
-                    multiply_wide<is_half>(products, a[unit % 2][slice], x, slice > 0 || unit % units_per_group > 0);
-                }
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                if (unit + 1 < units) {
-                    prepare(stage_at, unit + 1);
-                } else if (i + 1 < count) {
-                    wait_for_stage(i + 1);
-                    prepare(next, 0);
-                }
-                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-                for (int k = 0; k < 4 * token_tiles; ++k) {
-                    asm volatile("" : "+f"(products[k]));  // nothing reads it before the wait
-                    if ((unit + 1) % units_per_group == 0) {
-                        sums[k] += scales[unit % 2][k % 4 / 2] * products[k];
-                    }
-                }
-            }
-            stage_at = next;
         }
-    } else {
-        for (int i = 0; i < count; ++i) {
-            wait_for_stage(i);
-            const uint32_t words_at = stage_at + S::x_bytes + first_row * 64 + lane * 16;
-            const uint4 low = load_16(words_at), high = load_16(words_at + 8 * 64);
-            float products[token_tiles][2][4], scales[2];  // two chains, which do not wait for each other
-            Zeros<is_half> zeros[2];
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                if (part % (1 << group_shift) == 0) {
-                    load_scales(stage_at, part >> group_shift, scales, zeros);
-#pragma unroll
-                    for (int k = 0; k < token_tiles * 8; ++k) {
-                        products[k / 8][k / 4 % 2][k % 4] = 0.0f;
-                    }
-                }
-                const uint32_t a[2][4] = {
-                    {numbers<is_half>(low.x, part, zeros[0]), numbers<is_half>(high.x, part, zeros[1]),
-                     numbers<is_half>(low.y, part, zeros[0]), numbers<is_half>(high.y, part, zeros[1])},
-                    {numbers<is_half>(low.z, part, zeros[0]), numbers<is_half>(high.z, part, zeros[1]),
-                     numbers<is_half>(low.w, part, zeros[0]), numbers<is_half>(high.w, part, zeros[1])},
-                };
-#pragma unroll
-                for (int tile = 0; tile < token_tiles; ++tile) {
-                    const uint4 b = load_16(stage_at + (tile * 8 + row) * S::token_bytes + lane * 16 + part * 64);
-                    multiply<is_half>(products[tile][0], a[0], b.x, b.y);
-                    multiply<is_half>(products[tile][1], a[1], b.z, b.w);
-                }
-                if ((part + 1) % (1 << group_shift) == 0) {
-#pragma unroll
-                    for (int k = 0; k < token_tiles * 4; ++k) {
-                        sums[k] += scales[k % 4 / 2] * (products[k / 4][0][k % 4] + products[k / 4][1][k % 4]);
-                    }
-                }
-            }
-            stage_at = next_stage<S>(stage_at, base);
-        }
+        stage_at = next_stage<S>(stage_at, base);
     }
-
     asm volatile("cp.async.wait_all;");
-    __syncthreads();
-    float* mine = reinterpret_cast<float*>(shared);  // [tokens, sums_stride]
-#pragma unroll
-    for (int k = 0; k < token_tiles * 4; ++k) {
-        const int token = k / 4 * 8 + lane * 2 + k % 2;
-        mine[token * kSumsStride + first_row + k % 4 / 2 * 8] = sums[k];
-    }
-    cluster_barrier();
-    auto sum = [&](int token, int at) {
-        float total = 0.0f;
-        const uint32_t own = base + (token * kSumsStride + at) * 4;
-        for (unsigned other = 0; other < gridDim.x; ++other) {
-            uint32_t theirs;
-            float value;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(other));
-            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(theirs) : "memory");
-            total += value;
-        }
-        return total;
-    };
-    const int out_rows = args.silu_mul ? kRows / 2 : kRows;
-    for (int i = split * kThreads + thread; i < tokens * out_rows; i += gridDim.x * kThreads) {
-        const int token = i / out_rows, at = i % out_rows, out_row = blockIdx.y * out_rows + at;
-        if (out_row >= args.rows) {
-            continue;
-        }
-        float y = sum(token, at) + (args.bias ? to_float<is_half>(args.bias, out_row) : 0.0f);
-        if (args.silu_mul) {
-            const float up = sum(token, out_rows + at) + (args.bias ? to_float<is_half>(args.bias, args.rows + out_row) : 0.0f);
-            y = y / (1.0f + __expf(-y)) * up;
-        }
-        const int64_t out_token = first_token + token;
-        if (args.residual) {
-            y += to_float<is_half>(args.residual, out_token * args.residual_stride + out_row);
-        }
-        if constexpr (is_half) {
-            static_cast<__half*>(args.out)[out_token * args.rows + out_row] = __float2half_rn(y);
-        } else {
-            static_cast<__nv_bfloat16*>(args.out)[out_token * args.rows + out_row] = __float2bfloat16_rn(y);
-        }
-    }
-    cluster_barrier();  // the others may still read this block's sums
+    finish<is_half, token_tiles, kRows>(args, shared, sums, first_row, lane);
 }
 
-template <bool is_half, int token_tiles, int group_shift>
-cudaError_t launch(const CasGroupLinear& args) {
-    using S = Shape<token_tiles>;
-    const auto kernel = group_linear_kernel<is_half, token_tiles, group_shift>;
+#include "group_linear_wide.cuh"
+
+using AtOnce = int[kMaxDevices][kMaxSplits + 1];
+
+// at_once_of: how many clusters of each size run at once: a cluster lies within one part of the device, and some sizes leave gaps.
+template <class S, class Kernel, class... Maps>
+cudaError_t launch(const CasGroupLinear& args, Kernel kernel, AtOnce& at_once_of, const Maps&... maps) {
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    const int rows = args.silu_mul ? kRows / 2 : kRows;
+    const int rows = args.silu_mul ? S::rows / 2 : S::rows;
     const int tiles = (args.rows + rows - 1) / rows, token_blocks = (args.tokens + S::tokens - 1) / S::tokens;
     cudaLaunchConfig_t config{};
-    config.blockDim = {kThreads, 1, 1};
+    config.blockDim = {S::threads, 1, 1};
     config.dynamicSmemBytes = S::bytes;
     config.stream = static_cast<cudaStream_t>(args.stream);
     config.attrs = attributes;
@@ -471,8 +399,6 @@ cudaError_t launch(const CasGroupLinear& args) {
         config.gridDim = {static_cast<unsigned>(splits), static_cast<unsigned>(tiles), static_cast<unsigned>(token_blocks)};
     };
 
-    // How many clusters of each size run at once: a cluster lies within one part of the device, and some sizes leave gaps.
-    static int at_once_of[kMaxDevices][kMaxSplits + 1] = {};
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess || device >= kMaxDevices) {
@@ -504,15 +430,57 @@ cudaError_t launch(const CasGroupLinear& args) {
     }
     split(best);
     config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, kernel, args);
+    return cudaLaunchKernelEx(&config, kernel, args, maps...);
+}
+
+template <bool is_half, int token_tiles, int group_shift>
+cudaError_t launch_few(const CasGroupLinear& args) {
+    static AtOnce at_once = {};
+    return launch<Shape<token_tiles>>(args, group_linear_kernel<is_half, token_tiles, group_shift>, at_once);
+}
+
+// A matrix in boxes of box_rows rows of box_bytes, swizzled in shared memory in that width.
+cudaError_t map_of(CUtensorMap& map, CUtensorMapDataType type, const void* data, int64_t columns, int64_t rows, int64_t row_bytes,
+                   uint32_t box_bytes, uint32_t box_rows) {
+    static const auto encode = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+    }();
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};
+    const cuuint32_t box[2] = {box_bytes / 2, box_rows}, steps[2] = {1, 1};
+    const auto swizzle = box_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    const bool is_done = encode != nullptr && encode(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                                                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    return is_done ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <bool is_half, int token_tiles, int group_shift>
+cudaError_t launch_wide(const CasGroupLinear& args) {
+    using S = WideShape<token_tiles, kWideTiles, group_shift>;
+    static AtOnce at_once = {};
+    const int64_t tiles = (args.rows + kTile - 1) / kTile * (args.silu_mul ? 2 : 1);
+    CUtensorMap x, codes;
+    cudaError_t error = map_of(x, is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, args.x, args.inputs,
+                               args.tokens, args.x_stride * 2, kInputs, S::tokens);
+    if (error == cudaSuccess) {
+        error = map_of(codes, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.weight, kInputs / 4, tiles * args.num_blocks * kTile, kInputs / 2,
+                       kInputs / 2, kTile);
+    }
+    return error != cudaSuccess ? error
+                                : launch<S>(args, group_linear_wide_kernel<is_half, token_tiles, kWideTiles, group_shift>, at_once, x, codes);
 }
 
 template <bool is_half, int group_shift>
 cudaError_t launch_for(const CasGroupLinear& args) {
-    return args.tokens <= 8    ? launch<is_half, 1, group_shift>(args)
-           : args.tokens <= 16 ? launch<is_half, 2, group_shift>(args)
-           : args.tokens <= 32 ? launch<is_half, 4, group_shift>(args)
-                               : launch<is_half, 8, group_shift>(args);
+    return args.tokens <= 8    ? launch_few<is_half, 1, group_shift>(args)
+           : args.tokens <= 16 ? launch_few<is_half, 2, group_shift>(args)
+           : args.tokens <= 32 ? launch_wide<is_half, 4, group_shift>(args)
+           : args.tokens <= 48 ? launch_wide<is_half, 6, group_shift>(args)
+                               : launch_wide<is_half, 8, group_shift>(args);
 }
 
 }  // namespace

@@ -1,0 +1,248 @@
+// The kernel of group_linear.cu for 17 to 64 tokens, by wgmma. Only group_linear.cu includes it, within its namespace.
+//
+// A warpgroup takes a tile of 64 rows. The warps take turns in asking for stages by TMA, which swizzles codes and x in shared memory and
+// fills x with zeros past its end. A stage has two barriers: `full`, when its bytes are there, and `empty`, when every warp has read them.
+// So no warp waits for another one, but for the wgmma of its four.
+#pragma once
+
+template <int token_tiles, int tiles_, int group_shift>
+struct WideShape {
+    static constexpr int tokens = 8 * token_tiles, tiles = tiles_, rows = tiles * kTile, warps = tiles * 4, threads = warps * 32;
+    static constexpr int groups = kParts >> group_shift;  // of a stage
+    static constexpr int x_bytes = tokens * kInputs * 2, code_bytes = tiles * kTileBytes;
+    static constexpr int scales_at = x_bytes + code_bytes, zeros_at = scales_at + groups * rows * 2, full_at = zeros_at + groups * rows;
+    static constexpr int empty_at = full_at + 8, stage_bytes = (empty_at + 8 + 1023) / 1024 * 1024;
+    static constexpr int blocks_per_sm = 4 / tiles, stages = 227 * 1024 / blocks_per_sm / stage_bytes;
+    static constexpr int bytes = stages * stage_bytes;
+    static_assert(tiles * groups * 2 <= 32, "a lane copies the scales or zero points of a tile and group");
+    static_assert(bytes >= tokens * (rows + kSumsPadding) * 4, "the sums take the place of the stages");
+};
+
+__device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& from, int column, int row, uint32_t full) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&from), "r"(column), "r"(row), "r"(full)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t full) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(full)
+                 : "memory");
+}
+
+// d = a xᵀ (adds: d +=) by a warpgroup, asynchronously. x: descriptor of [tokens, 16] in shared memory.
+#define CAS_FLOATS_8(i)                                                                                                             \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define CAS_WGMMA(tokens, type, registers, a0, a1, a2, a3, at, adds_at, ...)                                                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_at ", 0; wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32." type "." type   \
+                 " {" registers "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " at ", p, 1, 1, 0;}"                                          \
+                 : __VA_ARGS__                                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds))
+#define CAS_16_REGISTERS "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define CAS_24_REGISTERS CAS_16_REGISTERS ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define CAS_32_REGISTERS CAS_24_REGISTERS ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define CAS_WGMMA_32(type) \
+    CAS_WGMMA("32", type, CAS_16_REGISTERS, "%16", "%17", "%18", "%19", "%20", "%21", CAS_FLOATS_8(0), CAS_FLOATS_8(8))
+#define CAS_WGMMA_48(type)                                                                                                          \
+    CAS_WGMMA("48", type, CAS_24_REGISTERS, "%24", "%25", "%26", "%27", "%28", "%29", CAS_FLOATS_8(0), CAS_FLOATS_8(8), CAS_FLOATS_8(16))
+#define CAS_WGMMA_64(type)                                                                                                          \
+    CAS_WGMMA("64", type, CAS_32_REGISTERS, "%32", "%33", "%34", "%35", "%36", "%37", CAS_FLOATS_8(0), CAS_FLOATS_8(8), CAS_FLOATS_8(16), \
+              CAS_FLOATS_8(24))
+
+template <bool is_half, int size>
+__device__ __forceinline__ void multiply_wide(float (&d)[size], const uint32_t (&a)[4], uint64_t x, int adds) {
+    static_assert(size == 16 || size == 24 || size == 32);
+    if constexpr (size == 16 && is_half) {
+        CAS_WGMMA_32("f16");
+    } else if constexpr (size == 16) {
+        CAS_WGMMA_32("bf16");
+    } else if constexpr (size == 24 && is_half) {
+        CAS_WGMMA_48("f16");
+    } else if constexpr (size == 24) {
+        CAS_WGMMA_48("bf16");
+    } else if constexpr (is_half) {
+        CAS_WGMMA_64("f16");
+    } else {
+        CAS_WGMMA_64("bf16");
+    }
+}
+
+// The low half of a descriptor; descriptors of other places differ in it by 16ths of bytes.
+__device__ __forceinline__ uint32_t place_of(uint32_t at) { return (1 << 16) | (at >> 4); }
+
+// Rows of 128 bytes, whose 16 bytes are swizzled within 8 rows.
+__device__ __forceinline__ uint64_t descriptor(uint32_t place) {
+    return (static_cast<uint64_t>((1 << 30) | (1024 >> 4)) << 32) | place;
+}
+
+__device__ __forceinline__ uint32_t load_4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+// x_map: boxes of [tokens, 64] of x; codes_map: boxes of 64 rows of a tile. group_shift: as of `group_linear_kernel`.
+template <bool is_half, int token_tiles, int tiles, int group_shift>
+__global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::threads, WideShape<token_tiles, tiles, group_shift>::blocks_per_sm)
+    group_linear_wide_kernel(const CasGroupLinear args, const __grid_constant__ CUtensorMap x_map,
+                             const __grid_constant__ CUtensorMap codes_map) {
+    using S = WideShape<token_tiles, tiles, group_shift>;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
+    const int begin = static_cast<int64_t>(args.num_blocks) * blockIdx.x / gridDim.x;
+    const int count = static_cast<int64_t>(args.num_blocks) * (blockIdx.x + 1) / gridDim.x - begin;
+    const uint32_t base = shared_address(shared);
+
+    auto ask_for_weight = [&](uint32_t at, int block) {  // a warp: what does not depend on the kernel before
+        const int lane = thread % 32, i = lane % tiles, group_of_stage = lane / tiles % S::groups, tile = tile_at<tiles>(args, i);
+        const int64_t group = min(block / max(1, args.group_size / kInputs) * S::groups + group_of_stage, args.num_groups - 1);
+        const int64_t from = (static_cast<int64_t>(tile) * args.num_groups + group) * kTile;
+        const int to = (group_of_stage * tiles + i) * kTile;
+        if (lane == 0) {
+            arrive_and_expect(at + S::full_at, S::x_bytes + S::code_bytes + S::groups * S::rows * (args.zeros ? 3 : 2));
+        }
+        __syncwarp();
+        if (lane < tiles) {
+            copy_box(at + S::x_bytes + i * kTileBytes, codes_map, 0, (tile * args.num_blocks + block) * kTile, at + S::full_at);
+        }
+        if (lane < tiles * S::groups) {
+            copy_bytes(at + S::scales_at + to * 2, static_cast<const uint8_t*>(args.scale) + from * 2, kTile * 2, at + S::full_at);
+        } else if (lane < tiles * S::groups * 2 && args.zeros) {
+            copy_bytes(at + S::zeros_at + to, static_cast<const uint8_t*>(args.zeros) + from, kTile, at + S::full_at);
+        }
+        __syncwarp();
+    };
+    auto ask_for_x = [&](uint32_t at, int block) {
+        const int half = thread % 32;
+        if (half < 2) {
+            copy_box(at + half * (S::x_bytes / 2), x_map, block * kInputs + half * (kInputs / 2), blockIdx.z * S::tokens, at + S::full_at);
+        }
+        __syncwarp();
+    };
+
+    asm volatile("griddepcontrol.launch_dependents;");
+    if (warp == 0) {
+        if (thread < S::stages) {
+            start_barrier(base + thread * S::stage_bytes + S::full_at, 1);
+            start_barrier(base + thread * S::stage_bytes + S::empty_at, S::warps);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        }
+        __syncwarp();
+        for (int i = 0; i < S::stages && i < count; ++i) {
+            ask_for_weight(base + i * S::stage_bytes, begin + i);
+        }
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (warp == 0) {
+        for (int i = 0; i < S::stages && i < count; ++i) {
+            ask_for_x(base + i * S::stage_bytes, begin + i);
+        }
+    }
+    __syncthreads();  // the barriers are there
+
+    // The shuffle keeps the compiler from computing it anew in every stage.
+    const int row = thread % 32 / 4, lane = thread % 4, first_row = warp * 16 + row;  // of the lane; the other is 8 below
+    const uint32_t words_at = __shfl_sync(~0u, S::x_bytes + first_row * 64 + row / 2 % 4 * 16 + lane * 4, thread % 32);
+    const uint32_t scales_at = __shfl_sync(~0u, S::scales_at + first_row * 2, thread % 32);
+    const uint32_t zeros_at = __shfl_sync(~0u, S::zeros_at + first_row, thread % 32);
+    // A unit: some products of one group. A stage has an even number of them.
+    constexpr int units = S::groups > 2 ? S::groups : 2, slices = 8 / units, units_per_group = units / S::groups;
+    uint32_t words[2][4], a[2][slices][4];
+    Zeros<is_half> zeros[2];
+    float sums[4 * token_tiles] = {}, products[4 * token_tiles];
+    auto load_words = [&](uint32_t from) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            words[0][j] = load_4((words_at ^ (j * 16)) + from);
+            words[1][j] = load_4((words_at ^ (j * 16)) + from + 8 * 64);
+        }
+    };
+    auto prepare = [&](uint32_t from, int unit) {
+        if (unit % units_per_group == 0) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                zeros[half].set(args.zeros ? load_byte(zeros_at + from + unit / units_per_group * S::rows + half * 8) : 8);
+            }
+        }
+#pragma unroll
+        for (int slice = 0; slice < slices; ++slice) {
+            const int part = (unit * slices + slice) / 2, j = slice % 2 * 2;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                a[unit % 2][slice][k] = numbers<is_half>(words[k % 2][j + k / 2], part, zeros[k % 2]);
+            }
+        }
+    };
+    uint32_t at = base, before = base, parity = 0;
+    wait_for(at + S::full_at, 0);
+    load_words(at);
+    prepare(at, 0);
+    for (int i = 0; i < count; ++i) {
+        const uint32_t next = at + S::stage_bytes == base + S::bytes ? base : at + S::stage_bytes;
+        const uint32_t x = place_of(at);
+#pragma unroll
+        for (int unit = 0; unit < units; ++unit) {
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int slice = 0; slice < slices; ++slice) {
+                const int k = unit * slices + slice;
+                multiply_wide<is_half>(products, a[unit % 2][slice], descriptor(x + (k / 4 * (S::x_bytes / 2) + k % 4 * 32) / 16),
+                                       slice > 0 || unit % units_per_group > 0);
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the unit before has been read
+            if (unit + 1 < units) {
+                prepare(at, unit + 1);
+            } else {
+                if (i > 0 && i - 1 + S::stages < count && warp == i % S::warps) {
+                    wait_for(before + S::empty_at, at == base ? parity ^ 1 : parity);
+                    ask_for_weight(before, begin + i - 1 + S::stages);
+                    ask_for_x(before, begin + i - 1 + S::stages);
+                }
+                if (i + 1 < count) {
+                    wait_for(next + S::full_at, next == base ? parity ^ 1 : parity);
+                    load_words(next);
+                    prepare(next, 0);
+                }
+            }
+            if ((unit + 1) % units_per_group == 0) {
+                const uint32_t from = scales_at + at + unit / units_per_group * S::rows * 2;
+                const float scales[2] = {load_scale(from, args.has_half_scales), load_scale(from + 16, args.has_half_scales)};
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+                for (int k = 0; k < 4 * token_tiles; ++k) {
+                    asm volatile("" : "+f"(products[k]));  // nothing reads it before the wait
+                    sums[k] += scales[k % 4 / 2] * products[k];
+                }
+            }
+        }
+        __syncwarp();
+        if (thread % 32 == 0) {
+            arrive(at + S::empty_at);
+        }
+        before = at;
+        parity = next == base ? parity ^ 1 : parity;
+        at = next;
+    }
+    finish<is_half, token_tiles, S::rows>(args, shared, sums, first_row, lane);
+}
