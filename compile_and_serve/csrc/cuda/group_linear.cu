@@ -1,7 +1,7 @@
 // A linear over a weight of 4-bit codes for up to 64 tokens, on Hopper's tensor cores.
 //
 // For up to 16 tokens (here) a block of threads computes 128 stored rows of the weight by mma.sync (with SiLU-mul: 64 gates and the 64
-// up-projections of the same outputs), and each of its 8 warps takes 16 of them. For more, see group_linear_wide.cuh. A cluster of blocks
+// up-projections of the same outputs), and each of its 8 warps takes 16 of them. For more, see group_linear_wide.h. A cluster of blocks
 // shares the inputs; each adds up a part of the outputs from the shared memory of all, in order, so that every run has the same bits.
 //
 // A stage in shared memory holds 128 inputs: x, codes, scales and zero points, copied asynchronously some stages ahead. The first codes are
@@ -22,19 +22,16 @@
 
 namespace {
 
-constexpr int kTile = 64;                   // rows per tile of the layout
+constexpr int kTile = 64;                 // rows per tile of the layout
+constexpr int kInputs = 128, kParts = 4;  // inputs of a stage, codes per word
 constexpr int kThreads = 256, kTiles = 2, kRows = kTiles * kTile;  // of a block for up to 16 tokens
-constexpr int kInputs = 128, kParts = 4;    // inputs of a stage, codes per word
+constexpr int kWideTiles = 4;                                      // of a block for more
 constexpr int kTileBytes = kTile * kInputs / 2, kCodeBytes = kTiles * kTileBytes;
 constexpr int kScaleBytes = kParts * kRows * 2, kZeroBytes = kParts * kRows;
 constexpr int kSumsPadding = 4;  // floats between the rows of a token's sums and the next ones
-constexpr int kMaxSplits = 8;   // the largest cluster that every device takes
-constexpr int kStartCost = 8;   // time in which a block starts and ends, in stages
+constexpr int kMaxSplits = 8;    // the largest cluster that every device takes
+constexpr int kStartCost = 8;    // time in which a block starts and ends, in stages
 constexpr int kMaxDevices = 64;
-#ifndef CAS_WIDE_TILES
-#define CAS_WIDE_TILES 4
-#endif
-constexpr int kWideTiles = CAS_WIDE_TILES;
 
 template <int token_tiles>
 struct Shape {
@@ -152,7 +149,8 @@ __device__ __forceinline__ int tile_at(const CasGroupLinear& args, int i) {
 // Adds up the sums of the blocks of a cluster and writes the outputs. sums: of a lane, as wgmma and mma.sync give them: of tokens 2 · lane
 // and 2 · lane + 1 of every 8, row first_row and the one 8 below. All stages have been read or will be before the barrier.
 template <bool is_half, int token_tiles, int rows>
-__device__ __forceinline__ void finish(const CasGroupLinear& args, uint8_t* shared, const float (&sums)[4 * token_tiles], int first_row, int lane) {
+__device__ __forceinline__ void finish(const CasGroupLinear& args, uint8_t* shared, const float (&sums)[4 * token_tiles], int first_row,
+                                       int lane) {
     constexpr int stride = rows + kSumsPadding;
     const int first_token = blockIdx.z * 8 * token_tiles, tokens = min(8 * token_tiles, args.tokens - first_token);
     __syncthreads();
@@ -234,8 +232,8 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     const uint8_t* codes[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-        codes[i] = static_cast<const uint8_t*>(args.weight) + (static_cast<int64_t>(tile_at<kTiles>(args, i)) * args.num_blocks + begin) * kTileBytes +
-                   thread * 16;
+        const int64_t block = static_cast<int64_t>(tile_at<kTiles>(args, i)) * args.num_blocks + begin;
+        codes[i] = static_cast<const uint8_t*>(args.weight) + block * kTileBytes + thread * 16;
     }
     const uint32_t codes_begin = base + S::x_bytes + thread * 16;
     uint32_t codes_to = codes_begin;
@@ -376,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     finish<is_half, token_tiles, kRows>(args, shared, sums, first_row, lane);
 }
 
-#include "group_linear_wide.cuh"
+#include "group_linear_wide.h"
 
 using AtOnce = int[kMaxDevices][kMaxSplits + 1];
 
@@ -470,8 +468,8 @@ cudaError_t launch_wide(const CasGroupLinear& args) {
         error = map_of(codes, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.weight, kInputs / 4, tiles * args.num_blocks * kTile, kInputs / 2,
                        kInputs / 2, kTile);
     }
-    return error != cudaSuccess ? error
-                                : launch<S>(args, group_linear_wide_kernel<is_half, token_tiles, kWideTiles, group_shift>, at_once, x, codes);
+    const auto kernel = group_linear_wide_kernel<is_half, token_tiles, kWideTiles, group_shift>;
+    return error != cudaSuccess ? error : launch<S>(args, kernel, at_once, x, codes);
 }
 
 template <bool is_half, int group_shift>

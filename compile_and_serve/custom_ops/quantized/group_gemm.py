@@ -45,7 +45,7 @@ def group_linear_library() -> NvccLibrary:
     return NvccLibrary(
         name="group_linear",
         source=folder / "group_linear.cu",
-        headers=(folder / "group_linear.h",),
+        headers=(folder / "group_linear.h", folder / "group_linear_wide.h"),
         variants=tuple(f"-DCAS_CONFIG={i}" for i in range(len(_ENTRIES))),
         include=(),
         architecture="90a",

@@ -5,6 +5,8 @@
 // So no warp waits for another one, but for the wgmma of its four.
 #pragma once
 
+constexpr int kLag = 2;  // a stage is asked for in place of the one so many before, so that warpgroups may drift apart
+
 template <int token_tiles, int tiles_, int group_shift>
 struct WideShape {
     static constexpr int tokens = 8 * token_tiles, tiles = tiles_, rows = tiles * kTile, warps = tiles * 4, threads = warps * 32;
@@ -14,6 +16,7 @@ struct WideShape {
     static constexpr int empty_at = full_at + 8, stage_bytes = (empty_at + 8 + 1023) / 1024 * 1024;
     static constexpr int blocks_per_sm = 4 / tiles, stages = 227 * 1024 / blocks_per_sm / stage_bytes;
     static constexpr int bytes = stages * stage_bytes;
+    static_assert(stages > kLag);
     static_assert(tiles * groups * 2 <= 32, "a lane copies the scales or zero points of a tile and group");
     static_assert(bytes >= tokens * (rows + kSumsPadding) * 4, "the sums take the place of the stages");
 };
@@ -87,7 +90,7 @@ __device__ __forceinline__ void multiply_wide(float (&d)[size], const uint32_t (
 }
 
 // The low half of a descriptor; descriptors of other places differ in it by 16ths of bytes.
-__device__ __forceinline__ uint32_t place_of(uint32_t at) { return (1 << 16) | (at >> 4); }
+__device__ __forceinline__ uint32_t place_of(uint32_t at) { return (1 << 16) | ((at & 0x3FFFF) >> 4); }
 
 // Rows of 128 bytes, whose 16 bytes are swizzled within 8 rows.
 __device__ __forceinline__ uint64_t descriptor(uint32_t place) {
@@ -102,7 +105,8 @@ __device__ __forceinline__ uint32_t load_4(uint32_t at) {
 
 // x_map: boxes of [tokens, 64] of x; codes_map: boxes of 64 rows of a tile. group_shift: as of `group_linear_kernel`.
 template <bool is_half, int token_tiles, int tiles, int group_shift>
-__global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::threads, WideShape<token_tiles, tiles, group_shift>::blocks_per_sm)
+__global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::threads,
+                                  WideShape<token_tiles, tiles, group_shift>::blocks_per_sm)
     group_linear_wide_kernel(const CasGroupLinear args, const __grid_constant__ CUtensorMap x_map,
                              const __grid_constant__ CUtensorMap codes_map) {
     using S = WideShape<token_tiles, tiles, group_shift>;
@@ -148,12 +152,14 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
         __syncwarp();
+#pragma unroll 1
         for (int i = 0; i < S::stages && i < count; ++i) {
             ask_for_weight(base + i * S::stage_bytes, begin + i);
         }
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (warp == 0) {
+#pragma unroll 1
         for (int i = 0; i < S::stages && i < count; ++i) {
             ask_for_x(base + i * S::stage_bytes, begin + i);
         }
@@ -193,7 +199,7 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
             }
         }
     };
-    uint32_t at = base, before = base, parity = 0;
+    uint32_t at = base, parity = 0;
     wait_for(at + S::full_at, 0);
     load_words(at);
     prepare(at, 0);
@@ -214,10 +220,12 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
             if (unit + 1 < units) {
                 prepare(at, unit + 1);
             } else {
-                if (i > 0 && i - 1 + S::stages < count && warp == i % S::warps) {
-                    wait_for(before + S::empty_at, at == base ? parity ^ 1 : parity);
-                    ask_for_weight(before, begin + i - 1 + S::stages);
-                    ask_for_x(before, begin + i - 1 + S::stages);
+                if (i >= kLag && i - kLag + S::stages < count && warp == i % S::warps) {
+                    const bool wraps = at < base + kLag * S::stage_bytes;
+                    const uint32_t old = at - kLag * S::stage_bytes + (wraps ? S::bytes : 0);
+                    wait_for(old + S::empty_at, parity ^ wraps);
+                    ask_for_weight(old, begin + i - kLag + S::stages);
+                    ask_for_x(old, begin + i - kLag + S::stages);
                 }
                 if (i + 1 < count) {
                     wait_for(next + S::full_at, next == base ? parity ^ 1 : parity);
@@ -240,7 +248,6 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
         if (thread % 32 == 0) {
             arrive(at + S::empty_at);
         }
-        before = at;
         parity = next == base ? parity ^ 1 : parity;
         at = next;
     }
