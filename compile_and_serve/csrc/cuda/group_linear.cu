@@ -25,7 +25,7 @@ namespace {
 constexpr int kTile = 64;                 // rows per tile of the layout
 constexpr int kInputs = 128, kParts = 4;  // inputs of a stage, codes per word
 constexpr int kThreads = 256, kTiles = 2, kRows = kTiles * kTile;  // of a block for up to 16 tokens
-constexpr int kWideTiles = 4;                                      // of a block for more
+constexpr int kWideTiles = 2;                                      // of a block for more
 constexpr int kTileBytes = kTile * kInputs / 2, kCodeBytes = kTiles * kTileBytes;
 constexpr int kScaleBytes = kParts * kRows * 2, kZeroBytes = kParts * kRows;
 constexpr int kSumsPadding = 4;  // floats between the rows of a token's sums and the next ones

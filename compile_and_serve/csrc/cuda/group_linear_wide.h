@@ -25,6 +25,11 @@ __device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// Without it, what is written in a barrier's place can be lost to an arrival.
+__device__ __forceinline__ void end_barrier(uint32_t barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -250,6 +255,11 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
         }
         parity = next == base ? parity ^ 1 : parity;
         at = next;
+    }
+    __syncthreads();
+    if (thread < S::stages) {  // the sums take the place of the barriers, too
+        end_barrier(base + thread * S::stage_bytes + S::full_at);
+        end_barrier(base + thread * S::stage_bytes + S::empty_at);
     }
     finish<is_half, token_tiles, S::rows>(args, shared, sums, first_row, lane);
 }
