@@ -24,24 +24,23 @@ namespace {
 
 constexpr int kTile = 64;                 // rows per tile of the layout
 constexpr int kInputs = 128, kParts = 4;  // inputs of a stage, codes per word
-constexpr int kThreads = 256, kTiles = 2, kRows = kTiles * kTile;  // of a block for up to 16 tokens
-constexpr int kWideTiles = 2;                                      // of a block for more
+constexpr int kTiles = 2, kRows = kTiles * kTile, kWarps = 8, kThreads = 32 * kWarps;  // of a block
 constexpr int kTileBytes = kTile * kInputs / 2, kCodeBytes = kTiles * kTileBytes;
 constexpr int kScaleBytes = kParts * kRows * 2, kZeroBytes = kParts * kRows;
-constexpr int kSumsPadding = 4;  // floats between the rows of a token's sums and the next ones
+constexpr int kSumsStride = kRows + 4;  // floats from one token's sums to the next one's
 constexpr int kMaxSplits = 8;    // the largest cluster that every device takes
 constexpr int kStartCost = 8;    // time in which a block starts and ends, in stages
 constexpr int kMaxDevices = 64;
 
 template <int token_tiles>
 struct Shape {
-    static constexpr int tokens = 8 * token_tiles, rows = kRows, tiles = kTiles, threads = kThreads;
+    static constexpr int tokens = 8 * token_tiles;
     static constexpr int token_bytes = kInputs * 2 + 64;  // 64 bytes spread rows over the banks
     static constexpr int x_bytes = tokens * token_bytes;
     static constexpr int stage_bytes = (x_bytes + kCodeBytes + kScaleBytes + kZeroBytes + 1023) / 1024 * 1024;
     static constexpr int stages = 6, blocks_per_sm = token_tiles == 1 ? 3 : 2;
     static constexpr int bytes = stages * stage_bytes;
-    static_assert(bytes >= tokens * (rows + kSumsPadding) * 4, "the sums take the place of the stages");
+    static_assert(bytes >= tokens * kSumsStride * 4, "the sums take the place of the stages");
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -136,34 +135,32 @@ __device__ __forceinline__ float to_float(const void* p, int64_t at) {
 }
 
 // The tile of the layout that is tile i of a block. Past the last tile: it is computed and not stored.
-template <int tiles>
 __device__ __forceinline__ int tile_at(const CasGroupLinear& args, int i) {
     const int num_tiles = (args.rows + kTile - 1) / kTile;  // with SiLU-mul, as many again
     if (!args.silu_mul) {
-        return min(static_cast<int>(blockIdx.y) * tiles + i, num_tiles - 1);
+        return min(static_cast<int>(blockIdx.y) * kTiles + i, num_tiles - 1);
     }
-    constexpr int half = tiles / 2;
+    constexpr int half = kTiles / 2;
     return min(static_cast<int>(blockIdx.y) * half + i % half, num_tiles - 1) + i / half * num_tiles;
 }
 
 // Adds up the sums of the blocks of a cluster and writes the outputs. sums: of a lane, as wgmma and mma.sync give them: of tokens 2 · lane
 // and 2 · lane + 1 of every 8, row first_row and the one 8 below. All stages have been read or will be before the barrier.
-template <bool is_half, int token_tiles, int rows>
+template <bool is_half, int token_tiles>
 __device__ __forceinline__ void finish(const CasGroupLinear& args, uint8_t* shared, const float (&sums)[4 * token_tiles], int first_row,
                                        int lane) {
-    constexpr int stride = rows + kSumsPadding;
     const int first_token = blockIdx.z * 8 * token_tiles, tokens = min(8 * token_tiles, args.tokens - first_token);
     __syncthreads();
-    float* mine = reinterpret_cast<float*>(shared);  // [tokens, stride]
+    float* mine = reinterpret_cast<float*>(shared);  // [tokens, kSumsStride]
     const uint32_t own_sums = shared_address(shared);
 #pragma unroll
     for (int k = 0; k < token_tiles * 4; ++k) {
         const int token = k / 4 * 8 + lane * 2 + k % 2;
-        mine[token * stride + first_row + k % 4 / 2 * 8] = sums[k];
+        mine[token * kSumsStride + first_row + k % 4 / 2 * 8] = sums[k];
     }
     cluster_barrier();
     auto add_up = [&](int token, int at, float(&totals)[4]) {  // of 4 rows
-        const uint32_t own = own_sums + (token * stride + at) * 4;
+        const uint32_t own = own_sums + (token * kSumsStride + at) * 4;
         for (unsigned other = 0; other < gridDim.x; ++other) {
             uint32_t theirs;
             float v[4];
@@ -178,9 +175,9 @@ __device__ __forceinline__ void finish(const CasGroupLinear& args, uint8_t* shar
             }
         }
     };
-    const int out_rows = args.silu_mul ? rows / 2 : rows;
+    const int out_rows = args.silu_mul ? kRows / 2 : kRows;
     for (int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4; i < tokens * out_rows; i += gridDim.x * blockDim.x * 4) {
-        const int token = args.silu_mul ? i / (rows / 2) : i / rows, at = i % out_rows, out_row = blockIdx.y * out_rows + at;
+        const int token = args.silu_mul ? i / (kRows / 2) : i / kRows, at = i % out_rows, out_row = blockIdx.y * out_rows + at;
         const int64_t out_token = first_token + token;
         float y[4] = {}, up[4] = {};
         uint16_t out[4];
@@ -232,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     const uint8_t* codes[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-        const int64_t block = static_cast<int64_t>(tile_at<kTiles>(args, i)) * args.num_blocks + begin;
+        const int64_t block = static_cast<int64_t>(tile_at(args, i)) * args.num_blocks + begin;
         codes[i] = static_cast<const uint8_t*>(args.weight) + block * kTileBytes + thread * 16;
     }
     const uint32_t codes_begin = base + S::x_bytes + thread * 16;
@@ -256,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
     int group = begin / blocks_per_group * groups_per_block, blocks_left = blocks_per_group - begin % blocks_per_group;
     if (copies_scales) {
         const int chunk = thread % chunks, which = thread / chunks, tile = which % kTiles, place = which * kTile;
-        const int64_t at = static_cast<int64_t>(tile_at<kTiles>(args, tile)) * args.num_groups * kTile;
+        const int64_t at = static_cast<int64_t>(tile_at(args, tile)) * args.num_groups * kTile;
         group += which / kTiles;
         if (chunk < scale_chunks) {
             scales_from = static_cast<const uint8_t*>(args.scale) + at * 2 + chunk * 16;
@@ -371,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, Shape<token_tiles>::blocks_per_sm) g
         stage_at = next_stage<S>(stage_at, base);
     }
     asm volatile("cp.async.wait_all;");
-    finish<is_half, token_tiles, kRows>(args, shared, sums, first_row, lane);
+    finish<is_half, token_tiles>(args, shared, sums, first_row, lane);
 }
 
 #include "group_linear_wide.h"
@@ -385,10 +382,10 @@ cudaError_t launch(const CasGroupLinear& args, Kernel kernel, AtOnce& at_once_of
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    const int rows = args.silu_mul ? S::rows / 2 : S::rows;
+    const int rows = args.silu_mul ? kRows / 2 : kRows;
     const int tiles = (args.rows + rows - 1) / rows, token_blocks = (args.tokens + S::tokens - 1) / S::tokens;
     cudaLaunchConfig_t config{};
-    config.blockDim = {S::threads, 1, 1};
+    config.blockDim = {kThreads, 1, 1};
     config.dynamicSmemBytes = S::bytes;
     config.stream = static_cast<cudaStream_t>(args.stream);
     config.attrs = attributes;
@@ -458,7 +455,7 @@ cudaError_t map_of(CUtensorMap& map, CUtensorMapDataType type, const void* data,
 
 template <bool is_half, int token_tiles, int group_shift>
 cudaError_t launch_wide(const CasGroupLinear& args) {
-    using S = WideShape<token_tiles, kWideTiles, group_shift>;
+    using S = WideShape<token_tiles, group_shift>;
     static AtOnce at_once = {};
     const int64_t tiles = (args.rows + kTile - 1) / kTile * (args.silu_mul ? 2 : 1);
     CUtensorMap x, codes;
@@ -468,7 +465,7 @@ cudaError_t launch_wide(const CasGroupLinear& args) {
         error = map_of(codes, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.weight, kInputs / 4, tiles * args.num_blocks * kTile, kInputs / 2,
                        kInputs / 2, kTile);
     }
-    const auto kernel = group_linear_wide_kernel<is_half, token_tiles, kWideTiles, group_shift>;
+    const auto kernel = group_linear_wide_kernel<is_half, token_tiles, group_shift>;
     return error != cudaSuccess ? error : launch<S>(args, kernel, at_once, x, codes);
 }
 

@@ -7,25 +7,25 @@
 
 constexpr int kLag = 2;  // a stage is asked for in place of the one so many before, so that warpgroups may drift apart
 
-template <int token_tiles, int tiles_, int group_shift>
+template <int token_tiles, int group_shift>
 struct WideShape {
-    static constexpr int tokens = 8 * token_tiles, tiles = tiles_, rows = tiles * kTile, warps = tiles * 4, threads = warps * 32;
+    static constexpr int tokens = 8 * token_tiles;
     static constexpr int groups = kParts >> group_shift;  // of a stage
-    static constexpr int x_bytes = tokens * kInputs * 2, code_bytes = tiles * kTileBytes;
-    static constexpr int scales_at = x_bytes + code_bytes, zeros_at = scales_at + groups * rows * 2, full_at = zeros_at + groups * rows;
+    static constexpr int x_bytes = tokens * kInputs * 2;
+    static constexpr int scales_at = x_bytes + kCodeBytes, zeros_at = scales_at + groups * kRows * 2, full_at = zeros_at + groups * kRows;
     static constexpr int empty_at = full_at + 8, stage_bytes = (empty_at + 8 + 1023) / 1024 * 1024;
-    static constexpr int blocks_per_sm = 4 / tiles, stages = 227 * 1024 / blocks_per_sm / stage_bytes;
+    static constexpr int blocks_per_sm = 2, stages = 227 * 1024 / blocks_per_sm / stage_bytes;
     static constexpr int bytes = stages * stage_bytes;
     static_assert(stages > kLag);
-    static_assert(tiles * groups * 2 <= 32, "a lane copies the scales or zero points of a tile and group");
-    static_assert(bytes >= tokens * (rows + kSumsPadding) * 4, "the sums take the place of the stages");
+    static_assert(kTiles * groups * 2 <= 32, "a lane copies the scales or zero points of a tile and group");
+    static_assert(bytes >= tokens * kSumsStride * 4, "the sums take the place of the stages");
 };
 
 __device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Without it, what is written in a barrier's place can be lost to an arrival.
+// Only then may its place be used for something else: arrivals that all threads have made may still be on their way.
 __device__ __forceinline__ void end_barrier(uint32_t barrier) {
     asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -109,12 +109,11 @@ __device__ __forceinline__ uint32_t load_4(uint32_t at) {
 }
 
 // x_map: boxes of [tokens, 64] of x; codes_map: boxes of 64 rows of a tile. group_shift: as of `group_linear_kernel`.
-template <bool is_half, int token_tiles, int tiles, int group_shift>
-__global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::threads,
-                                  WideShape<token_tiles, tiles, group_shift>::blocks_per_sm)
+template <bool is_half, int token_tiles, int group_shift>
+__global__ void __launch_bounds__(kThreads, WideShape<token_tiles, group_shift>::blocks_per_sm)
     group_linear_wide_kernel(const CasGroupLinear args, const __grid_constant__ CUtensorMap x_map,
                              const __grid_constant__ CUtensorMap codes_map) {
-    using S = WideShape<token_tiles, tiles, group_shift>;
+    using S = WideShape<token_tiles, group_shift>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
     const int begin = static_cast<int64_t>(args.num_blocks) * blockIdx.x / gridDim.x;
@@ -122,20 +121,20 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
     const uint32_t base = shared_address(shared);
 
     auto ask_for_weight = [&](uint32_t at, int block) {  // a warp: what does not depend on the kernel before
-        const int lane = thread % 32, i = lane % tiles, group_of_stage = lane / tiles % S::groups, tile = tile_at<tiles>(args, i);
+        const int lane = thread % 32, i = lane % kTiles, group_of_stage = lane / kTiles % S::groups, tile = tile_at(args, i);
         const int64_t group = min(block / max(1, args.group_size / kInputs) * S::groups + group_of_stage, args.num_groups - 1);
         const int64_t from = (static_cast<int64_t>(tile) * args.num_groups + group) * kTile;
-        const int to = (group_of_stage * tiles + i) * kTile;
+        const int to = (group_of_stage * kTiles + i) * kTile;
         if (lane == 0) {
-            arrive_and_expect(at + S::full_at, S::x_bytes + S::code_bytes + S::groups * S::rows * (args.zeros ? 3 : 2));
+            arrive_and_expect(at + S::full_at, S::x_bytes + kCodeBytes + S::groups * kRows * (args.zeros ? 3 : 2));
         }
         __syncwarp();
-        if (lane < tiles) {
+        if (lane < kTiles) {
             copy_box(at + S::x_bytes + i * kTileBytes, codes_map, 0, (tile * args.num_blocks + block) * kTile, at + S::full_at);
         }
-        if (lane < tiles * S::groups) {
+        if (lane < kTiles * S::groups) {
             copy_bytes(at + S::scales_at + to * 2, static_cast<const uint8_t*>(args.scale) + from * 2, kTile * 2, at + S::full_at);
-        } else if (lane < tiles * S::groups * 2 && args.zeros) {
+        } else if (lane < kTiles * S::groups * 2 && args.zeros) {
             copy_bytes(at + S::zeros_at + to, static_cast<const uint8_t*>(args.zeros) + from, kTile, at + S::full_at);
         }
         __syncwarp();
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
     if (warp == 0) {
         if (thread < S::stages) {
             start_barrier(base + thread * S::stage_bytes + S::full_at, 1);
-            start_barrier(base + thread * S::stage_bytes + S::empty_at, S::warps);
+            start_barrier(base + thread * S::stage_bytes + S::empty_at, kWarps);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
@@ -192,7 +191,7 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
         if (unit % units_per_group == 0) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                zeros[half].set(args.zeros ? load_byte(zeros_at + from + unit / units_per_group * S::rows + half * 8) : 8);
+                zeros[half].set(args.zeros ? load_byte(zeros_at + from + unit / units_per_group * kRows + half * 8) : 8);
             }
         }
 #pragma unroll
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
             if (unit + 1 < units) {
                 prepare(at, unit + 1);
             } else {
-                if (i >= kLag && i - kLag + S::stages < count && warp == i % S::warps) {
+                if (i >= kLag && i - kLag + S::stages < count && warp == i % kWarps) {
                     const bool wraps = at < base + kLag * S::stage_bytes;
                     const uint32_t old = at - kLag * S::stage_bytes + (wraps ? S::bytes : 0);
                     wait_for(old + S::empty_at, parity ^ wraps);
@@ -239,7 +238,7 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
                 }
             }
             if ((unit + 1) % units_per_group == 0) {
-                const uint32_t from = scales_at + at + unit / units_per_group * S::rows * 2;
+                const uint32_t from = scales_at + at + unit / units_per_group * kRows * 2;
                 const float scales[2] = {load_scale(from, args.has_half_scales), load_scale(from + 16, args.has_half_scales)};
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
@@ -261,5 +260,5 @@ __global__ void __launch_bounds__(WideShape<token_tiles, tiles, group_shift>::th
         end_barrier(base + thread * S::stage_bytes + S::full_at);
         end_barrier(base + thread * S::stage_bytes + S::empty_at);
     }
-    finish<is_half, token_tiles, S::rows>(args, shared, sums, first_row, lane);
+    finish<is_half, token_tiles>(args, shared, sums, first_row, lane);
 }

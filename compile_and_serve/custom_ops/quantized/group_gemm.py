@@ -2,7 +2,7 @@
 
 Shape legend: T tokens, I input features, O output features (R: stored outputs, O or O / 2 with silu_mul).
 
-It reads the Triton layout. Unlike Triton's kernel it keeps x of 64 tokens in shared memory for 256 outputs, and several stages of codes on
+It reads the Triton layout. Unlike Triton's kernel it keeps x of 64 tokens in shared memory for 128 outputs, and several stages of codes on
 their way.
 """
 

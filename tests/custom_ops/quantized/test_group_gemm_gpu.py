@@ -73,6 +73,13 @@ def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype) -> None:
     assert error_of(num_tokens, 512, 1024, dtype, silu_mul=True, extras=True) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("num_tokens", [24, 48, 64])
+def test_many_stages(num_tokens: int) -> None:
+    """Blocks whose stages are used often, side by side on a multiprocessor."""
+    assert error_of(num_tokens, 28672, 4096, torch.bfloat16, silu_mul=True) < 5e-3
+    assert error_of(num_tokens + 36, 4096, 2048, torch.bfloat16, group_size=64, extras=True) < 5e-3
+
+
 @pytest.mark.parametrize(("out", "inner"), [(64, 128), (70, 136), (100, 200), (192, 576), (320, 3584), (6144, 4096), (4096, 14336)])
 def test_any_shape(out: int, inner: int) -> None:
     for num_tokens in (1, 20, 64):
