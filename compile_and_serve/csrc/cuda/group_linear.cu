@@ -1,4 +1,4 @@
-// A linear over a weight of 4-bit codes for up to 64 tokens, on Hopper's tensor cores.
+// A linear over a weight of 4-bit codes for up to some hundred tokens, on Hopper's tensor cores.
 //
 // For up to 16 tokens (here) a block of threads computes 128 stored rows of the weight by mma.sync (with SiLU-mul: 64 gates and the 64
 // up-projections of the same outputs), and each of its 8 warps takes 16 of them. For more, see group_linear_wide.h. A cluster of blocks
@@ -475,7 +475,8 @@ cudaError_t launch_for(const CasGroupLinear& args) {
            : args.tokens <= 16 ? launch_few<is_half, 2, group_shift>(args)
            : args.tokens <= 32 ? launch_wide<is_half, 4, group_shift>(args)
            : args.tokens <= 48 ? launch_wide<is_half, 6, group_shift>(args)
-                               : launch_wide<is_half, 8, group_shift>(args);
+           : args.tokens <= 64 ? launch_wide<is_half, 8, group_shift>(args)
+                               : launch_wide<is_half, 16, group_shift>(args);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernel of group_linear.cu for 17 to 64 tokens, by wgmma. Only group_linear.cu includes it, within its namespace.
+// The kernel of group_linear.cu for more than 16 tokens, by wgmma. Only group_linear.cu includes it, within its namespace.
 //
 // A warpgroup takes a tile of 64 rows. The warps take turns in asking for stages by TMA, which swizzles codes and x in shared memory and
 // fills x with zeros past its end. A stage has two barriers: `full`, when its bytes are there, and `empty`, when every warp has read them.
@@ -14,7 +14,7 @@ struct WideShape {
     static constexpr int x_bytes = tokens * kInputs * 2;
     static constexpr int scales_at = x_bytes + kCodeBytes, zeros_at = scales_at + groups * kRows * 2, full_at = zeros_at + groups * kRows;
     static constexpr int empty_at = full_at + 8, stage_bytes = (empty_at + 8 + 1023) / 1024 * 1024;
-    static constexpr int blocks_per_sm = 2, stages = 227 * 1024 / blocks_per_sm / stage_bytes;
+    static constexpr int blocks_per_sm = token_tiles > 8 ? 1 : 2, stages = 227 * 1024 / blocks_per_sm / stage_bytes;
     static constexpr int bytes = stages * stage_bytes;
     static_assert(stages > kLag);
     static_assert(kTiles * groups * 2 <= 32, "a lane copies the scales or zero points of a tile and group");
@@ -68,6 +68,9 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int by
 #define CAS_16_REGISTERS "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define CAS_24_REGISTERS CAS_16_REGISTERS ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define CAS_32_REGISTERS CAS_24_REGISTERS ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define CAS_64_REGISTERS                                                                                                            \
+    CAS_32_REGISTERS ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+                     "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define CAS_WGMMA_32(type) \
     CAS_WGMMA("32", type, CAS_16_REGISTERS, "%16", "%17", "%18", "%19", "%20", "%21", CAS_FLOATS_8(0), CAS_FLOATS_8(8))
 #define CAS_WGMMA_48(type)                                                                                                          \
@@ -75,10 +78,13 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int by
 #define CAS_WGMMA_64(type)                                                                                                          \
     CAS_WGMMA("64", type, CAS_32_REGISTERS, "%32", "%33", "%34", "%35", "%36", "%37", CAS_FLOATS_8(0), CAS_FLOATS_8(8), CAS_FLOATS_8(16), \
               CAS_FLOATS_8(24))
+#define CAS_WGMMA_128(type)                                                                                                         \
+    CAS_WGMMA("128", type, CAS_64_REGISTERS, "%64", "%65", "%66", "%67", "%68", "%69", CAS_FLOATS_8(0), CAS_FLOATS_8(8), CAS_FLOATS_8(16), \
+              CAS_FLOATS_8(24), CAS_FLOATS_8(32), CAS_FLOATS_8(40), CAS_FLOATS_8(48), CAS_FLOATS_8(56))
 
 template <bool is_half, int size>
 __device__ __forceinline__ void multiply_wide(float (&d)[size], const uint32_t (&a)[4], uint64_t x, int adds) {
-    static_assert(size == 16 || size == 24 || size == 32);
+    static_assert(size == 16 || size == 24 || size == 32 || size == 64);
     if constexpr (size == 16 && is_half) {
         CAS_WGMMA_32("f16");
     } else if constexpr (size == 16) {
@@ -87,10 +93,14 @@ __device__ __forceinline__ void multiply_wide(float (&d)[size], const uint32_t (
         CAS_WGMMA_48("f16");
     } else if constexpr (size == 24) {
         CAS_WGMMA_48("bf16");
-    } else if constexpr (is_half) {
+    } else if constexpr (size == 32 && is_half) {
         CAS_WGMMA_64("f16");
-    } else {
+    } else if constexpr (size == 32) {
         CAS_WGMMA_64("bf16");
+    } else if constexpr (is_half) {
+        CAS_WGMMA_128("f16");
+    } else {
+        CAS_WGMMA_128("bf16");
     }
 }
 

@@ -6,7 +6,7 @@ Shape legend: T tokens, I input features, O output features.
 - TILE: the same in Triton (`triton_group_matmul`);
 - EXPANDED: the weight is dequantized to x's dtype in scratch memory, then `fused_linear`'s kernels run.
 
-FEW runs up to 64 tokens. Above, the tuner measures TILE and EXPANDED where either may be faster.
+Up to 64 tokens FEW runs, or TILE in its place. Above, the tuner measures all where either may be faster.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class GroupLinear:
         num_tokens = self.x_TI.shape[0]
         if num_tokens > MAX_TILE_TOKENS:
             return (EXPANDED,)
-        if num_tokens >= _MIN_EXPANDED_TOKENS:
-            return (EXPANDED, TILE)
-        return (TILE if self._few_library() is None else FEW,)
+        few = (FEW,) if self._few_library() is not None else ()
+        return (*few, EXPANDED, TILE) if num_tokens >= _MIN_EXPANDED_TOKENS else few or (TILE,)
 
     def problem(self) -> Problem:
         """What the fastest kernel depends on."""

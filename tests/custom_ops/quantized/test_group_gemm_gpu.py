@@ -66,14 +66,14 @@ def error_of(
     return relative_error(outs[0], expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 8, 9, 16, 17, 32, 33, 48, 49, 64])
+@pytest.mark.parametrize("num_tokens", [1, 5, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 128, 300])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype) -> None:
     assert error_of(num_tokens, 512, 1024, dtype, extras=True) < LIMITS[dtype]
     assert error_of(num_tokens, 512, 1024, dtype, silu_mul=True, extras=True) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("num_tokens", [24, 48, 64])
+@pytest.mark.parametrize("num_tokens", [24, 48, 64, 100, 256])
 def test_many_stages(num_tokens: int) -> None:
     """Blocks whose stages are used often, side by side on a multiprocessor."""
     assert error_of(num_tokens, 28672, 4096, torch.bfloat16, silu_mul=True) < 5e-3
