@@ -1,9 +1,9 @@
-"""A linear over 4-bit codes for few tokens in CUDA C++ (csrc/cuda/group_linear.cu).
+"""A linear over 4-bit codes for up to some hundred tokens in CUDA C++ (csrc/cuda/group_linear.cu).
 
 Shape legend: T tokens, I input features, O output features (R: stored outputs, O or O / 2 with silu_mul).
 
-It reads the Triton layout. Unlike Triton's kernel it keeps x of 64 tokens in shared memory for 128 outputs, and several stages of codes on
-their way.
+It reads the Triton layout. Unlike Triton's kernel it keeps x of up to 128 tokens in shared memory for 128 outputs, and several stages of
+codes on their way.
 """
 
 from __future__ import annotations
