@@ -181,8 +181,7 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    dtype: "fp8" has the checkpoint's scales if there are any; "auto" is "fp8" or "int8" for a checkpoint that is made for it,
-        else "model".
+    dtype: "fp8" has the checkpoint's scales, if any; "auto" is "fp8" or "int8" for a checkpoint that is made for it, else "model".
     num_blocks, memory_bytes: a fixed size. If both are None, the size follows from the free memory. CUDA: what the model leaves of
         `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for max_num_seqs sequences of max_model_len tokens, but at most
         4 GiB and a quarter of the free memory.
@@ -196,7 +195,7 @@ class CacheConfig:
         name="kv_cache_dtype",
     )
     state_dtype: StateDtype = _cache_option("auto", "Dtype of recurrent state. auto: the model's choice, which is float32 if it has none.")
-    block_size: int = _cache_option(16, "Tokens per KV block.", checks=(at_least(1),))
+    block_size: int | None = _cache_option(None, "Tokens per KV block. By default 16, or 64 for FlashMLA.", checks=(at_least(1),))
     num_blocks: int | None = _cache_option(
         None, "Number of KV blocks, also on the CPU.", name="num_kv_blocks", flags=("--num-gpu-blocks-override",), checks=(at_least(1),)
     )
@@ -241,12 +240,16 @@ class CacheConfig:
     )
     connector: str | None = _cache_option(None, None, name="kv_connector")
 
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`; where it is None, the default, until the model is loaded (`with_block_size`)."""
+        return self.block_size or 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """Limits of a step and of the queue. `for_device` replaces None.
 
-    max_num_seqs: sequences that run at once.
     admit_in_groups: leave batch slots that become free in a full batch empty until several requests can take them; None is
     True on CUDA with the policy "fcfs".
     """

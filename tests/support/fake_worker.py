@@ -112,6 +112,7 @@ class Worker:
         windows = self._orders.get("windows", {})
         self.info = WorkerInfo(
             num_blocks=100 - 10 * rank.index,
+            block_size=config.cache.tokens_per_block,
             page_bytes=1024,
             is_asynchronous=is_gpu,
             has_idle_tasks=is_gpu,
@@ -119,7 +120,7 @@ class Worker:
             dtype="float32",
             max_model_len=256,
             vocab_size=320,
-            groups=[StateGroupInfo("tokens", block_size=config.cache.block_size, window=windows.get(str(rank.index)))],
+            groups=[StateGroupInfo("tokens", block_size=config.cache.tokens_per_block, window=windows.get(str(rank.index)))],
             compile_report={"rank": rank.index},
         )
 

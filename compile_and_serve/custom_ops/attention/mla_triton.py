@@ -1,6 +1,8 @@
 """`cas::mla_attention` of the attention backend `triton`: few query tokens absorbed, prompts materialized (terms: `mla.py`).
 
 FlashAttention-3 runs the materialized prompts of larger steps where it has a kernel for the heads' sizes, Triton's kernel the others.
+FlashMLA, where it runs, has the absorbed sequences with one query token, and steps in which all have equally few; Triton's kernel the
+others.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from compile_and_serve.custom_ops.attention.flash_attention3 import (
     FlashAttention3Prompts,
     flash_attention3_unsupported_reason,
 )
+from compile_and_serve.custom_ops.attention.flash_mla import FlashMlaDecodes, flash_mla_unsupported_reason
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
@@ -83,12 +86,34 @@ def flash_attention3_reason(operands: LatentOperands) -> str | None:
     return flash_attention3_unsupported_reason(q_THE.device, q_THE.dtype, nope_size + rope_size, values)
 
 
+def flash_mla_decodes(operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None) -> FlashMlaDecodes | None:
+    """FlashMLA's part of a step, planned; None where the step has none for it. parts: as of `triton_mla`."""
+    num_seqs, query_len = metadata.num_seqs, metadata.max_query_len
+    if parts is not None:
+        num_seqs, query_len = parts.num_single, 1
+    elif query_len == 1 and num_seqs:
+        num_seqs = metadata.seq_lens.shape[0]  # padding, too
+    return FlashMlaDecodes(metadata, num_seqs, query_len, operands.q_THE.shape[1]) if num_seqs else None
+
+
+def flash_mla_reason(operands: LatentOperands) -> str | None:
+    """None where FlashMLA runs decodes with these operands, else why it does not, in one sentence."""
+    q_THE, cache = operands.q_THE, operands.cache
+    _, rope_size, _, latent_size = operands.sizes
+    return flash_mla_unsupported_reason(q_THE.device, q_THE.dtype, cache.dtype, latent_size, rope_size, cache.shape[1])
+
+
 def triton_mla(
-    operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None, prompts: FlashAttention3Prompts | None = None
+    operands: LatentOperands,
+    metadata: AttentionMetadata,
+    parts: StepParts | None,
+    prompts: FlashAttention3Prompts | None = None,
+    decodes: FlashMlaDecodes | None = None,
 ) -> torch.Tensor:
     """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have equally many query tokens, which are absorbed.
 
-    prompts: planned for the materialized ones; None: Triton's kernel runs them.
+    prompts: planned for the materialized ones; None: Triton's kernel runs them. decodes: planned for the sequences with one query token,
+    without `parts` for all; None: Triton's kernel runs them.
     """
     from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_attention, multiply_heads, write_latents
     from compile_and_serve.custom_ops.attention.triton_mla_prefill import flash_materialized_attention, materialized_attention
@@ -104,28 +129,35 @@ def triton_mla(
     num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
     if num_covered < num_tokens:
         out_THV[num_covered:].zero_()
-    q_rope_THR = write_latents(
-        q_THE,
-        kv_a_TE,
-        operands.norm_weight_C,
-        operands.cos_TR,
-        operands.sin_TR,
-        cache,
-        metadata.slot_mapping,
-        operands.eps,
-        operands.interleaved,
-    )
+    heads = kv_b.view(num_heads, nope_size + values, -1)
+    latent_size = heads.shape[2]
+    entries = operands.norm_weight_C, operands.cos_TR, operands.sin_TR, cache, metadata.slot_mapping, operands.eps, operands.interleaved
+    if decodes is not None and parts is None:
+        ours = slice(0, decodes.num_tokens)
+        # In one buffer, as FlashMLA reads it. The entries are written last, because its kernel does not wait for the one before it.
+        q_joined_THE = q_THE.new_empty(num_tokens, num_heads, cache.shape[2])
+        q_latent_HTC = q_joined_THE[ours, :, :latent_size].transpose(0, 1)
+        multiply_heads(q_THE[ours, :, :nope_size].transpose(0, 1), heads[:, :nope_size], q_latent_HTC)
+        write_latents(q_THE, kv_a_TE, *entries, q_joined_THE[:, :, latent_size:], lets_next_start=False)
+        summed_HTC = decodes.run(q_joined_THE[ours], cache, scale).transpose(0, 1)
+        multiply_heads(summed_HTC, heads[:, nope_size:].transpose(1, 2), out_THV[ours].transpose(0, 1), starts_early=False)
+        return out_THV
+    q_rope_THR = write_latents(q_THE, kv_a_TE, *entries)
     # Ranges of absorbed sequences: (first, number, most query tokens). Apart, decodes run as in a step of their own.
     absorbed, absorbed_tokens = [(0, metadata.seq_lens.shape[0], metadata.max_query_len)], num_covered
     if parts is not None:
         absorbed = [(0, parts.num_single, 1), (parts.num_single, parts.num_few, parts.max_few)]
         absorbed_tokens = parts.first_token
     if absorbed_tokens:
-        heads = kv_b.view(num_heads, nope_size + values, -1)
         ours = slice(0, absorbed_tokens)
-        q_latent_HTC = q_THE.new_empty(num_heads, absorbed_tokens, heads.shape[2])
+        q_latent_HTC = q_THE.new_empty(num_heads, absorbed_tokens, latent_size)
         summed_HTC = torch.empty_like(q_latent_HTC)
         multiply_heads(q_THE[ours, :, :nope_size].transpose(0, 1), heads[:, :nope_size], q_latent_HTC)
+        if decodes is not None:
+            first = slice(0, decodes.num_tokens)
+            q_joined_THE = torch.cat((q_latent_HTC[:, first].transpose(0, 1), q_rope_THR[first]), dim=2)
+            summed_HTC[:, first] = decodes.run(q_joined_THE, cache, scale).transpose(0, 1)
+            absorbed = absorbed[1:]
         for first_seq, num_seqs, max_query_len in absorbed:
             if num_seqs:
                 absorbed_attention(

@@ -14,8 +14,16 @@ import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionBackend, Scores, cache_unsupported_reason
 from compile_and_serve.custom_ops.attention.flash_attention3 import EXPANDED_BYTES, FlashAttention3Prompts
+from compile_and_serve.custom_ops.attention.flash_mla import FlashMlaDecodes
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
-from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, flash_attention3_reason, triton_mla
+from compile_and_serve.custom_ops.attention.mla_triton import (
+    MAX_ABSORBED,
+    StepParts,
+    flash_attention3_reason,
+    flash_mla_decodes,
+    flash_mla_reason,
+    triton_mla,
+)
 from compile_and_serve.custom_ops.jit.triton_launch import is_compiling_ahead
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.state.kind import AttentionFeature
@@ -55,6 +63,8 @@ class TritonAttention(AttentionBackend):
         self._expands = False  # a step had keys that are expanded for a library's kernels, or will have them
         self._parts: StepParts | None = None  # of the last step with latent caches
         self._latent_prompts: FlashAttention3Prompts | None = None  # of that step
+        self._decoded: tuple[AttentionMetadata, int] | None = None  # a step with latent caches, and the address of its first layer's cache
+        self._latent_decodes: FlashMlaDecodes | None = None  # of that step
         self._prompt_steps = Counter[str]()
         self._announced: set[str] = set()
 
@@ -117,7 +127,7 @@ class TritonAttention(AttentionBackend):
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Forgets the step before. The kernels read lengths and block tables from the device."""
-        self._parts = None
+        self._parts = self._decoded = self._latent_decodes = None
 
     def forward(
         self,
@@ -164,7 +174,26 @@ class TritonAttention(AttentionBackend):
                 self._parts = StepParts.of_step(metadata)
                 self._latent_prompts = self._plan_latent_prompts(operands, self._parts)
             parts = self._parts
-        return triton_mla(operands, metadata, parts, None if parts is None else self._latent_prompts)
+        prompts = None if parts is None else self._latent_prompts
+        return triton_mla(operands, metadata, parts, prompts, self._planned_latent_decodes(operands, metadata, parts))
+
+    def _planned_latent_decodes(
+        self, operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None
+    ) -> FlashMlaDecodes | None:
+        """FlashMLA, planned for the step by its first layer; None: Triton's kernel runs its decodes.
+
+        The same metadata come again with other lengths where a graph is captured, or holds several runs of a drafter.
+        """
+        address, planned = operands.cache.data_ptr(), self._decoded
+        if planned is not None and planned[0] is metadata and planned[1] != address:
+            return self._latent_decodes
+        self._decoded, self._latent_decodes = (metadata, address), None
+        if (reason := flash_mla_reason(operands)) is not None:
+            self._announce(f"decodes of latent attention use Triton: {reason}")
+        else:
+            self._announce("decodes of latent attention use FlashMLA (sgl-flash-mla)")
+            self._latent_decodes = flash_mla_decodes(operands, metadata, parts)
+        return self._latent_decodes
 
     def _plan_latent_prompts(self, operands: LatentOperands, parts: StepParts) -> FlashAttention3Prompts | None:
         """FlashAttention-3, planned for the step's materialized prompts; None: Triton's kernel runs them."""

@@ -49,6 +49,8 @@ def _write_kernel(
     kv_a_stride,
     cos_stride,
     page_stride,
+    q_out_token_stride,
+    q_out_head_stride,
     eps,
     NUM_HEADS: tl.constexpr,
     NOPE: tl.constexpr,
@@ -59,12 +61,13 @@ def _write_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    LETS_NEXT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (t, 0) writes token t's cache entry; the others rotate BLOCK_H heads of its query."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = ROPE // 2
-    let_next_start(PDL)
+    let_next_start(LETS_NEXT)
     cols = tl.arange(0, BLOCK_HALF)
     ok = cols < HALF
     first_at, second_at = cols, cols + HALF
@@ -96,7 +99,7 @@ def _write_kernel(
         row_H = q_ptr + token * q_stride + heads_H[:, None] * (NOPE + ROPE) + NOPE
         first_H = tl.load(row_H + first_at[None, :], mask=ok_H, other=0.0).to(tl.float32)
         second_H = tl.load(row_H + second_at[None, :], mask=ok_H, other=0.0).to(tl.float32)
-        out_H = q_out_ptr + (token * NUM_HEADS + heads_H)[:, None] * ROPE + cols[None, :]
+        out_H = q_out_ptr + token * q_out_token_stride + heads_H[:, None] * q_out_head_stride + cols[None, :]
         out_dtype: tl.constexpr = q_out_ptr.dtype.element_ty
         tl.store(out_H, (first_H * cos[None, :] - second_H * sin[None, :]).to(out_dtype), mask=ok_H)
         tl.store(out_H + HALF, (second_H * cos[None, :] + first_H * sin[None, :]).to(out_dtype), mask=ok_H)
@@ -112,14 +115,17 @@ def write_latents(
     slot_mapping_T: torch.Tensor,
     eps: float,
     interleaved: bool,
+    out_THR: torch.Tensor | None = None,
+    lets_next_start: bool = True,
 ) -> torch.Tensor:
     """Write (norm(latent), rope(key)) to the cache at slot_mapping, and return the rotated parts of the queries. → [T, H, R]
 
-    Arguments as in `mla_attention`; the heads of a query are contiguous. slot_mapping_T: int64 [T], -1 is skipped.
+    Arguments as in `mla_attention`; the heads of a query are contiguous. slot_mapping_T: int64 [T], -1 is skipped. out_THR: where the
+    result goes; its last dimension is contiguous. lets_next_start: False: the next kernel starts when this one has ended.
     """
     num_tokens, num_heads, head_size = q_THE.shape
     rope_size, latent_size = cos_TR.shape[1], norm_weight_C.shape[0]
-    q_rope_THR = q_THE.new_empty(num_tokens, num_heads, rope_size)
+    q_rope_THR = q_THE.new_empty(num_tokens, num_heads, rope_size) if out_THR is None else out_THR
     if num_tokens == 0:
         return q_rope_THR
     block_h = min(16, next_power_of_2(num_heads))
@@ -127,10 +133,10 @@ def write_latents(
     launch(
         _write_kernel, (num_tokens, 1 + cdiv(num_heads, block_h)),
         q_THE, kv_a_TE, norm_weight_C, cos_TR, sin_TR, cache, slot_mapping_T, q_rope_THR,
-        q_THE.stride(0), kv_a_TE.stride(0), cos_TR.stride(0), cache.stride(0), eps,
+        q_THE.stride(0), kv_a_TE.stride(0), cos_TR.stride(0), cache.stride(0), *q_rope_THR.stride()[:2], eps,
         NUM_HEADS=num_heads, NOPE=head_size - rope_size, ROPE=rope_size, LATENT=latent_size, PAGE_SIZE=cache.shape[1],
         INTERLEAVED=interleaved, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(rope_size // 2), BLOCK_L=next_power_of_2(latent_size),
-        PDL=pdl, num_warps=4, **launch_options(pdl),
+        LETS_NEXT=pdl and lets_next_start, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return q_rope_THR
 
@@ -174,8 +180,8 @@ def _multiply_kernel(
     tl.store(out_TO, y_TO, mask=ok_T[:, None] & ok_O[None, :])
 
 
-def multiply_heads(x_HTI: torch.Tensor, w_HIO: torch.Tensor, out_HTO: torch.Tensor) -> None:
-    """out = x w for each head. The last dimensions of x and out are contiguous."""
+def multiply_heads(x_HTI: torch.Tensor, w_HIO: torch.Tensor, out_HTO: torch.Tensor, *, starts_early: bool = True) -> None:
+    """out = x w for each head. The last dimensions of x and out are contiguous. starts_early: while the kernel before it still runs."""
     num_heads, num_tokens, inputs = x_HTI.shape
     outputs = w_HIO.shape[2]
     if num_tokens > MAX_TOKENS or inputs > MAX_INPUTS:
@@ -202,7 +208,7 @@ def multiply_heads(x_HTI: torch.Tensor, w_HIO: torch.Tensor, out_HTO: torch.Tens
         BLOCK_O=block_o,
         PDL=pdl,
         num_warps=4,
-        **launch_options(pdl),
+        **launch_options(pdl and starts_early),
     )
 
 

@@ -92,8 +92,8 @@ class EngineCore:
         options = config.scheduler.for_device(
             is_asynchronous=found.is_asynchronous, longest_whole_prompt=found.max_model_len if found.whole_prompts else None
         )
-        self.config = replace(config, scheduler=options)
-        cache = config.cache
+        cache = replace(config.cache, block_size=found.block_size)
+        config = self.config = replace(config, scheduler=options, cache=cache)
         if cache.enable_prefix_caching and found.prefix_caching_unsupported is not None:
             logger.warning("Prefix caching is off: %s", found.prefix_caching_unsupported)
             cache = replace(cache, enable_prefix_caching=False)

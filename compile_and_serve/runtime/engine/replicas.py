@@ -170,13 +170,12 @@ class DataParallelClient(Generic[Replica]):
             max_running=sum(info.max_running for info in infos),
             max_in_flight=None if limit is None else limit * len(infos),
         )
-        cache = self.config.cache
         self._router = Router(
             len(self.replicas),
             max_num_seqs=infos[0].max_running,
             max_waiting=self.config.scheduler.max_waiting,
             num_blocks=num_blocks,
-            block_size=cache.block_size,
+            block_size=infos[0].block_size,
             enable_prefix_caching=infos[0].prefix_caching,
         )
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(self.replicas))]

@@ -70,7 +70,7 @@ def data_groups(schedulers: list[Scheduler], config: EngineConfig, cache: CacheC
         max_num_seqs=schedulers[0].max_num_seqs,
         max_waiting=config.scheduler.max_waiting,
         num_blocks=found.num_blocks,
-        block_size=cache.block_size,
+        block_size=cache.tokens_per_block,
         enable_prefix_caching=cache.enable_prefix_caching,
     )
     return DataGroups(schedulers, router)
@@ -94,7 +94,7 @@ def engine_info(config: EngineConfig, cache: CacheConfig, found: WorkerInfo, sch
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
         num_kv_blocks=found.num_blocks * num_groups,
-        block_size=cache.block_size,
+        block_size=cache.tokens_per_block,
         dtype=found.dtype,
         device=found.device,
         max_running=scheduler.max_num_seqs,

@@ -141,7 +141,7 @@ def _backend_of_group(
         head_dim=layer.head_dim,
         num_heads=max(1, num_heads // mesh.tensor),
         num_kv_heads=layer.of_rank(mesh).num_kv_heads,
-        block_size=config.cache.block_size,
+        block_size=config.cache.tokens_per_block,
         features=group.features,
         group=group.name,
     )

@@ -97,7 +97,7 @@ class BaseRunner(ABC):
         padded_sizes = [one.max_padded_size for one in (steps, self.plain_steps, *other_steps)]
         if config.mesh.data > 1:  # a step of decodes is padded to the longest one of any group
             padded_sizes.append(self.max_num_tokens)
-        self.layout = PageLayout.of(spec.paged_state, config.cache.block_size, dtype)
+        self.layout = PageLayout.of(spec.paged_state, config.cache.tokens_per_block, dtype)
         self.state = allocate_state(spec.paged_state, self.layout, num_pages, device=device)
         if encoder is not None:
             encoder.share(self.state)

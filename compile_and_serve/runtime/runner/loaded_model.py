@@ -34,6 +34,7 @@ from compile_and_serve.runtime.pooling.rerankers import with_answers
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
+from compile_and_serve.runtime.runner.block_size import latent_decode_kernels, with_block_size
 from compile_and_serve.runtime.runner.compile_drafter import build_drafter, compile_drafter
 from compile_and_serve.runtime.runner.compile_models import SideModelCompiler, compile_spec, sleeping_weights
 from compile_and_serve.runtime.runner.cross_encoder import CrossCaches, CrossEncoder
@@ -104,7 +105,7 @@ class LoadedModel:
     @property
     def pages(self) -> PageLayout:
         """Of the model's state, with what the drafter keeps under each page's number."""
-        pages = PageLayout.of(self.spec.paged_state, self.config.cache.block_size, self.cache_dtype)
+        pages = PageLayout.of(self.spec.paged_state, self.config.cache.tokens_per_block, self.cache_dtype)
         added = 0 if self.drafter is None else self.drafter.page_bytes(pages.tokens_per_page)
         return replace(pages, page_bytes=pages.page_bytes + added)
 
@@ -199,7 +200,7 @@ class LoadedModel:
         kind: tuple[Any, ...] = (
             self.facts["attention_backend"],
             self.cache_dtype,
-            self.config.cache.block_size,
+            self.config.cache.tokens_per_block,
             self.max_model_len,
             self.config.scheduler.max_num_seqs,
             self.config.scheduler.token_budget,
@@ -266,6 +267,7 @@ class LoadedModel:
         inputs = spec.inputs if spec.encoder is None else (*spec.inputs, *spec.encoder.inputs)
         return WorkerInfo(
             num_blocks=num_pages,
+            block_size=self.config.cache.tokens_per_block,
             page_bytes=self.pages.page_bytes,
             is_asynchronous=platform.is_asynchronous,
             has_idle_tasks=platform.replays_graphs,  # captures and measurements
@@ -276,7 +278,7 @@ class LoadedModel:
             groups=[
                 StateGroupInfo(
                     unit,
-                    block_size=layout.tokens_per_page or layout.rows_per_page or self.config.cache.block_size,
+                    block_size=layout.tokens_per_page or layout.rows_per_page or self.config.cache.tokens_per_block,
                     window=group.kind.window,
                     pages_per_slot=layout.pages_per_slot,
                     snapshots=group.kind.snapshots,
@@ -322,6 +324,7 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
     state_dtype = resolve_state_dtype(config.cache.state_dtype)
     if state_dtype is not None:
         spec = replace(spec, state=tuple(group.with_state_dtype(state_dtype) for group in spec.state))
+    config = with_block_size(config, spec.paged_state, device, dtype, cache_dtype)
     max_len = max_model_len(config, spec)
     limits = config.scheduler.for_device(
         is_asynchronous=platform_of(device).is_asynchronous, longest_whole_prompt=max_len if spec.whole_prompts else None
@@ -355,8 +358,9 @@ def load_model(config: EngineConfig, rank: Rank, device: torch.device, on_stage:
         spec = spec_of_stage(spec, model.sources_of_others, is_last=stages.is_last)
         drafter = drafter if stages.is_last else None
 
-    log_grown_pages(spec.paged_state, config.cache.block_size, cache_dtype)
+    log_grown_pages(spec.paged_state, config.cache.tokens_per_block, cache_dtype)
     facts |= recurrent_kernels(spec, device)
+    facts |= latent_decode_kernels(config, spec.paged_state, backends, device, dtype, cache_dtype)
 
     start = time.perf_counter()
     with memory_for("loading the weights", device, memory.LOADING):

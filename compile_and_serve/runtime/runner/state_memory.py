@@ -157,9 +157,9 @@ def plan_num_pages(
         if not shares_host_memory and config.num_blocks is None and config.memory_bytes is None:
             advice = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
         pages = max(num_pages, 0)
-        held = pages * max_model_len // per_request if len(layout.groups) > 1 else pages * config.block_size
+        held = pages * max_model_len // per_request if len(layout.groups) > 1 else pages * config.tokens_per_block
         raise KVCacheTooSmallError(
-            f"The KV cache has room for {held} tokens ({pages} blocks of {config.block_size}, "
+            f"The KV cache has room for {held} tokens ({pages} blocks of {config.tokens_per_block}, "
             f"{pages * layout.page_bytes / GIB:.2f} GiB), but one request of max_model_len={max_model_len} needs "
             f"{per_request * layout.page_bytes / GIB:.2f} GiB: {advice}."
         )

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,8 @@ class Worker:
             self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
         self._connector: WorkerConnector | None = None
         if (connector := configured_connector(config)) is not None:
-            self._connector = connector.worker_side(config, rank, loaded.pages.page_bytes)
+            sized = replace(config.cache, block_size=loaded.config.cache.block_size)
+            self._connector = connector.worker_side(replace(config, cache=sized), rank, loaded.pages.page_bytes)
         self._start_of_cache = time.perf_counter()
         with self._counting():
             plan = self._memory_plan = None if platform.shares_host_memory else loaded.measure_memory(weights, self._graphs)
@@ -143,7 +144,7 @@ class Worker:
         loaded, options = self.loaded, self.loaded.config.compile
         self._num_blocks_started = num_blocks
         cache_bytes = self._allocate_cache()
-        tokens = num_blocks * loaded.config.cache.block_size
+        tokens = num_blocks * loaded.config.cache.tokens_per_block
         rounded = "" if loaded.cache_dtype == loaded.dtype else f" in {dtype_name(loaded.cache_dtype)}"
         self._stage("kv cache", self._start_of_cache, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB" + rounded)
 
@@ -166,7 +167,7 @@ class Worker:
                 "kv_cache_tokens": tokens,
                 "kv_cache_bytes": cache_bytes,
                 "kv_cache_dtype": loaded.facts["kv_cache_dtype"],
-                "block_size": loaded.config.cache.block_size,
+                "block_size": loaded.config.cache.tokens_per_block,
                 "loaded_bytes": loaded.facts["loaded_bytes"],
                 "memory": {} if self._memory_plan is None else asdict(self._memory_plan),
             }

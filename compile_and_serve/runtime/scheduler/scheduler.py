@@ -72,7 +72,7 @@ class Scheduler:
     """Requests in, steps out: `add_request`, then `schedule` → (the model runner) → `update`, in turn.
 
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one request together, in
-    tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of `cache.block_size`. num_adapter_slots: LoRA
+    tokens; where the whole cache holds fewer, that is the limit. groups: None is one group, of the cache's blocks. num_adapter_slots: LoRA
     adapters that one step may use. speculator: None: no step has drafts. drafts_run_ahead, whole_prompts, length_regimes: of `WorkerInfo`.
     connector: None: no blocks are loaded or stored. encoder: None: there is none. num_stages: of the model.
     """
@@ -96,7 +96,7 @@ class Scheduler:
     ) -> None:
         check_config(config)
         self.config = config
-        self.groups = [StateGroupInfo("tokens", block_size=cache.block_size)] if groups is None else list(groups)
+        self.groups = [StateGroupInfo("tokens", block_size=cache.tokens_per_block)] if groups is None else list(groups)
         self.manager = KVCacheManager(
             num_blocks,
             self.groups,

@@ -287,7 +287,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
 class WorkerInfo(msgspec.Struct, kw_only=True):
     """What a rank knows once its weights are loaded.
 
-    num_blocks: KV blocks that it has room for, over all groups. page_bytes: of each on this rank. is_asynchronous: of its platform.
+    num_blocks: KV blocks that it has room for, over all groups. block_size: as the options say, or as was chosen for the model.
+    page_bytes: of each block on this rank. is_asynchronous: of its platform.
     has_idle_tasks: whether `Worker.idle` may have work to do. prefix_caching_unsupported: why this model's cache
     cannot be reused by other requests, as a sentence. adapter_targets: the linears
     that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters. drafts_run_ahead: the runner can
@@ -297,6 +298,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     """
 
     num_blocks: int
+    block_size: int
     page_bytes: int
     is_asynchronous: bool
     has_idle_tasks: bool

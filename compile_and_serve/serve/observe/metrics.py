@@ -164,7 +164,7 @@ class Metrics:
         """Publish the facts known after start-up: compilation, KV cache and limits."""
         facts = {name: str(getattr(info, name)) for name in ("dtype", "device", "block_size", "num_kv_blocks")}
         facts["max_model_len"] = str(info.max_model_len)
-        of_report = ("attention_backend", "kv_cache_dtype", "all_reduce", "token_exchange")
+        of_report = ("attention_backend", "latent_decodes", "kv_cache_dtype", "all_reduce", "token_exchange")
         facts |= {name: str(info.compile_report.get(name, "")) for name in of_report}
         gauge = Gauge(PREFIX + "engine_info", "Properties of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)

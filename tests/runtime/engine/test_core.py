@@ -257,6 +257,7 @@ def test_the_worker_says_how_its_cache_is_laid_out(
 ) -> None:
     worker = WorkerInfo(
         num_blocks=24,
+        block_size=4,
         page_bytes=1024,
         is_asynchronous=False,
         has_idle_tasks=False,

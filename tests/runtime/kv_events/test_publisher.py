@@ -118,7 +118,7 @@ def test_an_engine_tells_what_it_caches(tmp_path: Path, endpoints: dict[str, str
     """Hashes are those of tokens and parents; a salt shows; a reset clears all."""
     config = tiny_config(write_tiny_model(tmp_path / "tiny"), kv_events_config={"enable_kv_cache_events": True} | endpoints)
     core = EngineCore(config)
-    size = config.cache.block_size
+    size = config.cache.tokens_per_block
     subscriber = Subscriber(endpoints["endpoint"])
     subscriber.sync(lambda: core.utility("reset_prefix_cache") and None)
     prompt = prompt_of(3, 3 * size + 1)

@@ -36,7 +36,7 @@ def plan(config: CacheConfig, **overrides: object) -> int:
         "free_bytes": 8 * GIB,
         "shares_host_memory": True,
     }
-    layout = PageLayout.of(GROUPS, config.block_size, torch.bfloat16)
+    layout = PageLayout.of(GROUPS, config.tokens_per_block, torch.bfloat16)
     return plan_num_pages(config, GROUPS, layout, **(given | overrides))  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ def handover_fingerprint(config: EngineConfig, dtype: str) -> str:
     model, cache, compiled = config.model, config.cache, config.compile
     digest = sha256()
     options = (model.model_impl, model.hf_overrides, model.load_format, model.load_format == "dummy" and model.seed, dtype)
-    kept = (cache.dtype, cache.state_dtype, cache.block_size, compiled.quantization, compiled.quantization_exclude)
+    kept = (cache.dtype, cache.state_dtype, cache.tokens_per_block, compiled.quantization, compiled.quantization_exclude)
     drafter = None if config.speculative is None or config.drafter_path is None else replace(config.speculative, model=None).method
     digest.update(repr((__version__, options, kept, drafter)).encode())
     for path in (model.path, config.drafter_path, model.merge_lora):

@@ -18,7 +18,7 @@ def fingerprint(config: EngineConfig, page_bytes: int) -> bytes:
     """Of the model's files, the options that change keys and values, and the layout of pages."""
     digest = sha256()
     model = replace(config.model, path=Path(), model="", download_dir=None)
-    cache = (config.cache.dtype, config.cache.state_dtype, config.cache.block_size)
+    cache = (config.cache.dtype, config.cache.state_dtype, config.cache.tokens_per_block)
     compiled = (config.compile.quantization, config.compile.quantization_exclude, config.mesh)
     speculative = None if config.speculative is None else replace(config.speculative, model=None)
     digest.update(repr((__version__, model, cache, compiled, speculative, page_bytes)).encode())
