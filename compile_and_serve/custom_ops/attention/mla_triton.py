@@ -141,7 +141,10 @@ def triton_mla(
         write_latents(q_THE, kv_a_TE, *entries, q_joined_THE[:, :, latent_size:], lets_next_start=False)
         summed_HTC = decodes.run(q_joined_THE[ours], cache, scale).transpose(0, 1)
         multiply_heads(summed_HTC, heads[:, nope_size:].transpose(1, 2), out_THV[ours].transpose(0, 1), starts_early=False)
-        return out_THV
+        if not is_compiling_ahead():
+            return out_THV
+        # The kernels below run decodes beside prompts, and sequences with unequal numbers of query tokens.
+        decodes = decodes if metadata.max_query_len == 1 else None
     q_rope_THR = write_latents(q_THE, kv_a_TE, *entries)
     # Ranges of absorbed sequences: (first, number, most query tokens). Apart, decodes run as in a step of their own.
     absorbed, absorbed_tokens = [(0, metadata.seq_lens.shape[0], metadata.max_query_len)], num_covered

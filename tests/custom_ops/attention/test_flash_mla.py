@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,37 @@ def test_every_run_of_a_step_has_its_own_schedule() -> None:
     out = backend.mla_forward(LatentOperands(*args, 0.2), metadata)
     assert out[:2].any(-1).all()
     assert not out[2].any()
+
+
+@interpreted
+@pytest.mark.usefixtures("_library")
+def test_steps_launch_kernels_that_were_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead come the steps of `compile_kernels`: FlashMLA runs all of them alone, except one. No kernel runs here."""
+    from compile_and_serve.custom_ops.attention import triton_mla_decode, triton_mla_prefill
+
+    launched: set[tuple[Any, ...]] = set()
+    for module in (triton_mla_decode, triton_mla_prefill):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **options: launched.add((kernel.fn.__name__, *sorted(options.items()))))
+    monkeypatch.setattr(triton_mla_decode, "supports_pdl", lambda _: True)
+    monkeypatch.setattr(triton_mla_decode, "num_sms", lambda _: 132)
+
+    def kernels_of(*steps: tuple[int, ...]) -> set[tuple[Any, ...]]:
+        launched.clear()
+        for query_lens in steps:
+            metadata, pages = cases.make_metadata(cases.Batch(query_lens=query_lens, seq_lens=query_lens), TritonAttention())
+            args = arguments(metadata.num_tokens, pages, 16, **SIZES)
+            metadata.backend.mla_forward(LatentOperands(*args, 0.2), metadata)
+        return set(launched)
+
+    for module in (mla_triton, triton_mla_prefill):
+        monkeypatch.setattr(module, "is_compiling_ahead", lambda: True)
+    ahead = kernels_of((2,) * 256, (1, 1, 2, 254, 254), (8,), *((1,) * count for count in (1, 16, 32, 64, 256)))
+    assert not any(("MAX_QUERY", 1) in kernel for kernel in ahead)  # FlashMLA runs single query tokens
+    for module in (mla_triton, triton_mla_prefill):
+        monkeypatch.setattr(module, "is_compiling_ahead", lambda: False)
+    later = kernels_of(*(((1,) * few + (11, 20)) for few in (0, 4, 11, 50, 64)), (2, 5), (2, 3) * 100, (1,) * 64, (3, 3), (20, 4))
+    assert {dict(kernel[1:]).get("MAX_QUERY") for kernel in later} == {None, 4, 16}
+    assert later <= ahead
 
 
 @pytest.mark.parametrize(
