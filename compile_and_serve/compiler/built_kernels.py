@@ -1,6 +1,6 @@
 """The kernels that Inductor built for a piece: what is stored of them, and how they are loaded without Inductor.
 
-Importing Inductor takes longer than all else of a start with stored pieces. So beside a piece's module lies what its kernels need: the
+Importing Inductor takes one to two seconds of a start with stored pieces. So beside a piece's module lies what its kernels need: the
 libraries of C++ kernels, and the cubins of Triton kernels with the code that launches them. torch's launcher of cubins is C++.
 A piece that needs more of Inductor has an `obstacle`; `load_pieces` then imports Inductor and says why.
 """

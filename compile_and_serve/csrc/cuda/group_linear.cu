@@ -28,8 +28,8 @@ constexpr int kTiles = 2, kRows = kTiles * kTile, kWarps = 8, kThreads = 32 * kW
 constexpr int kTileBytes = kTile * kInputs / 2, kCodeBytes = kTiles * kTileBytes;
 constexpr int kScaleBytes = kParts * kRows * 2, kZeroBytes = kParts * kRows;
 constexpr int kSumsStride = kRows + 4;  // floats from one token's sums to the next one's
-constexpr int kMaxSplits = 8;    // the largest cluster that every device takes
-constexpr int kStartCost = 8;    // time in which a block starts and ends, in stages
+constexpr int kMaxSplits = 8;           // the largest cluster that every device takes
+constexpr int kStartCost = 8;           // time in which a block starts and ends, in stages
 constexpr int kMaxDevices = 64;
 
 template <int token_tiles>
@@ -434,36 +434,17 @@ cudaError_t launch_few(const CasGroupLinear& args) {
     return launch<Shape<token_tiles>>(args, group_linear_kernel<is_half, token_tiles, group_shift>, at_once);
 }
 
-// A matrix in boxes of box_rows rows of box_bytes, swizzled in shared memory in that width.
-cudaError_t map_of(CUtensorMap& map, CUtensorMapDataType type, const void* data, int64_t columns, int64_t rows, int64_t row_bytes,
-                   uint32_t box_bytes, uint32_t box_rows) {
-    static const auto encode = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-    }();
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};
-    const cuuint32_t box[2] = {box_bytes / 2, box_rows}, steps[2] = {1, 1};
-    const auto swizzle = box_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    const bool is_done = encode != nullptr && encode(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                                                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-    return is_done ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 template <bool is_half, int token_tiles, int group_shift>
 cudaError_t launch_wide(const CasGroupLinear& args) {
     using S = WideShape<token_tiles, group_shift>;
     static AtOnce at_once = {};
     const int64_t tiles = (args.rows + kTile - 1) / kTile * (args.silu_mul ? 2 : 1);
     CUtensorMap x, codes;
-    cudaError_t error = map_of(x, is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, args.x, args.inputs,
-                               args.tokens, args.x_stride * 2, kInputs, S::tokens);
+    const auto type = is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    cudaError_t error = make_tensor_map(x, type, args.x, args.inputs, args.tokens, args.x_stride * 2, kInputs, S::tokens);
     if (error == cudaSuccess) {
-        error = map_of(codes, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.weight, kInputs / 4, tiles * args.num_blocks * kTile, kInputs / 2,
-                       kInputs / 2, kTile);
+        error = make_tensor_map(codes, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.weight, kInputs / 4, tiles * args.num_blocks * kTile,
+                                kInputs / 2, kInputs / 2, kTile);
     }
     const auto kernel = group_linear_wide_kernel<is_half, token_tiles, group_shift>;
     return error != cudaSuccess ? error : launch<S>(args, kernel, at_once, x, codes);

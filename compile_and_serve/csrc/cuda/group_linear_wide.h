@@ -1,4 +1,5 @@
-// The kernel of group_linear.cu for more than 16 tokens, by wgmma. Only group_linear.cu includes it, within its namespace.
+// The kernel of group_linear.cu for more than 16 tokens, by wgmma, and its tensor maps. Only group_linear.cu includes it, within its
+// namespace.
 //
 // A warpgroup takes a tile of 64 rows. The warps take turns in asking for stages by TMA, which swizzles codes and x in shared memory and
 // fills x with zeros past its end. A stage has two barriers: `full`, when its bytes are there, and `empty`, when every warp has read them.
@@ -271,4 +272,25 @@ __global__ void __launch_bounds__(kThreads, WideShape<token_tiles, group_shift>:
         end_barrier(base + thread * S::stage_bytes + S::empty_at);
     }
     finish<is_half, token_tiles>(args, shared, sums, first_row, lane);
+}
+
+// Describes a matrix of 16-bit elements to TMA: boxes of box_rows rows of box_bytes, swizzled in shared memory in that width.
+cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const void* data, int64_t columns, int64_t rows,
+                            int64_t row_bytes, uint32_t box_bytes, uint32_t box_rows) {
+    static const auto encode = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+    }();
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};
+    const cuuint32_t box[2] = {box_bytes / 2, box_rows}, steps[2] = {1, 1};
+    const auto swizzle = box_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    if (encode == nullptr) {
+        return cudaErrorSymbolNotFound;  // the driver is too old
+    }
+    const CUresult result = encode(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -2,11 +2,11 @@
 
 Shape legend: T tokens, I input features, O output features.
 
-- FEW: the weight is dequantized inside the product, in CUDA C++ (`group_gemm`), where it is built and takes the operands;
+- CUDA: the weight is dequantized inside the product, in CUDA C++ (`group_gemm`), where it is built and takes the operands;
 - TILE: the same in Triton (`triton_group_matmul`);
 - EXPANDED: the weight is dequantized to x's dtype in scratch memory, then `fused_linear`'s kernels run.
 
-Up to 64 tokens FEW runs, or TILE in its place. Above, the tuner measures all where either may be faster.
+Up to 64 tokens CUDA runs, or TILE in its place. Up to MAX_TILE_TOKENS the tuner measures all of them. Above, EXPANDED runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compile_and_serve.custom_ops.quantized.triton_group_matmul import dequantiz
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
-FEW, TILE, EXPANDED = "few", "tile", "expanded"
+CUDA, TILE, EXPANDED = "cuda", "tile", "expanded"
 _MIN_EXPANDED_TOKENS = 65  # with fewer, writing and reading the expanded weight takes longer than either of the others
 MAX_TILE_TOKENS = 512
 
@@ -54,8 +54,8 @@ class GroupLinear:
         num_tokens = self.x_TI.shape[0]
         if num_tokens > MAX_TILE_TOKENS:
             return (EXPANDED,)
-        few = (FEW,) if self._few_library() is not None else ()
-        return (*few, EXPANDED, TILE) if num_tokens >= _MIN_EXPANDED_TOKENS else few or (TILE,)
+        cuda = (CUDA,) if self._cuda_library() is not None else ()
+        return (*cuda, EXPANDED, TILE) if num_tokens >= _MIN_EXPANDED_TOKENS else cuda or (TILE,)
 
     def problem(self) -> Problem:
         """What the fastest kernel depends on."""
@@ -68,10 +68,11 @@ class GroupLinear:
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
             *((self.table,) if self.table else ()),
+            *((CUDA,) if self._cuda_library() is not None else ()),  # measured again once it can be built
         )
         return Problem(kind="group_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
-    def _few_library(self) -> ctypes.CDLL | None:
+    def _cuda_library(self) -> ctypes.CDLL | None:
         reason = unsupported_reason(
             self.x_TI, self.scale, self.offset, self.out_features, self.bits, self.group_size, self.silu_mul, self.table
         )
@@ -98,8 +99,8 @@ class GroupLinear:
         x_TI = self.x_TI
         if self.norm_weight_I is not None:
             x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
-        if kernel == FEW:
-            library = self._few_library()
+        if kernel == CUDA:
+            library = self._cuda_library()
             assert library is not None, "not one of `kernels`"
             return run_group_linear(
                 library,

@@ -4,9 +4,8 @@ Shape legend: T tokens, I input features, O output features.
 
 - 1 token: a kernel that streams the weight and quantizes the activations itself (`triton_gemv`), or tiles as below;
 - up to MAX_TILE_TOKENS: tiles of the weight, with the whole epilogue in the same kernel (`triton_matmul`), or a library's
-  matrix product (`scaled_gemm`) between elementwise kernels;
-- more: the fastest library product, with float8 also one with SiLU-mul in it (`silu_mul_gemm`); the tiles where no library takes the
-  operands.
+  matrix product between elementwise kernels (`scaled_gemm`), with float8 also one with SiLU-mul in it (`silu_mul_gemm`);
+- more: the fastest library product; the tiles where no library takes the operands.
 
 The tuner measures each kernel with its prologue and epilogue, once for each shape and range of token counts.
 """
@@ -85,9 +84,10 @@ class QuantizedLinear:
         return Problem(kind="quantized_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
     def _libraries(self) -> tuple[str, ...]:
-        """The libraries that are built and have products for this call."""
-        device, dtype = self.weight_OI.device, self.weight_OI.dtype
-        if dtype != torch.float8_e4m3fn or not platform_of(device).runs_cuda_kernels:
+        """The libraries that are built and may have products for this call. The others are not asked for, since that would build them."""
+        device = self.weight_OI.device
+        is_float8 = self.weight_OI.dtype == torch.float8_e4m3fn and self.activations != "none"
+        if not is_float8 or self.x_TI.dtype != torch.bfloat16 or not platform_of(device).runs_cuda_kernels:
             return ()
         libraries = {
             "cutlass": load_gemms(device),

@@ -14,7 +14,8 @@ from compile_and_serve.custom_ops.jit.cuda import find_nvcc
 
 pytest.importorskip("triton")
 
-from compile_and_serve.custom_ops.quantized import group_gemm
+from compile_and_serve.custom_ops.quantized import cuda_group_linear, group_gemm
+from compile_and_serve.custom_ops.quantized.cuda_group_linear import CUDA, EXPANDED, TILE, GroupLinear
 from compile_and_serve.custom_ops.quantized.group_gemm import group_linear_library, unsupported_reason
 
 
@@ -82,3 +83,29 @@ def test_what_it_does_not_take() -> None:
         reason = unsupported_reason(**taken | change)
         assert reason is not None
         assert word in reason
+
+
+def test_it_is_measured_once_it_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nvcc was missing before, the kept choice is one among the others."""
+    library: object = None
+    monkeypatch.setattr(cuda_group_linear, "load_group_linear", lambda device: library)
+
+    def linear(num_tokens: int) -> GroupLinear:
+        return GroupLinear(
+            x_TI=torch.zeros(num_tokens, 256, dtype=torch.float16),
+            packed=torch.zeros(2, 2, 64, 32, dtype=torch.int16),
+            scale=torch.zeros(2, 2, 64, dtype=torch.float16),
+            offset=None,
+            out_features=128,
+            bits=4,
+            group_size=128,
+        )
+
+    kernels = {num_tokens: linear(num_tokens).kernels() for num_tokens in (1, 64, 65, 512, 513)}
+    assert kernels == {1: (TILE,), 64: (TILE,), 65: (EXPANDED, TILE), 512: (EXPANDED, TILE), 513: (EXPANDED,)}
+    before = linear(65).problem()
+    library = object()
+    kernels = {num_tokens: linear(num_tokens).kernels() for num_tokens in kernels}
+    assert kernels == {1: (CUDA,), 64: (CUDA,), 65: (CUDA, EXPANDED, TILE), 512: (CUDA, EXPANDED, TILE), 513: (EXPANDED,)}
+    assert linear(65).problem().key != before.key
+    assert linear(512).problem().name == linear(65).problem().name

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from compile_and_serve.custom_ops.quantized.cuda_group_linear import FEW, GroupLinear
+from compile_and_serve.custom_ops.quantized.cuda_group_linear import CUDA, GroupLinear
 from tests.support.numbers import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -54,14 +54,14 @@ def error_of(
         silu_mul=silu_mul,
         residual_TO=residual,
     )
-    assert FEW in linear.kernels()
+    assert CUDA in linear.kernels()
     weight = dequantize_groups(codes, scale, offset, 4, group_size, torch.float64)
     y = F.linear(x.double(), weight, None if bias is None else bias.double())
     if silu_mul:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
     expected = y if residual is None else y + residual.double()
-    outs = [linear.run(FEW) for _ in range(3)]
+    outs = [linear.run(CUDA) for _ in range(3)]
     assert all(torch.equal(out, outs[0]) for out in outs)
     return relative_error(outs[0], expected)
 
@@ -107,9 +107,9 @@ def test_a_graph_replays_it() -> None:
         bits=4,
         group_size=128,
     )
-    expected, graph = linear.run(FEW), torch.cuda.CUDAGraph()
+    expected, graph = linear.run(CUDA), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = linear.run(FEW)
-        out = linear.run(FEW)
+        out = linear.run(CUDA)
+        out = linear.run(CUDA)
     graph.replay()
     assert torch.equal(out, expected)

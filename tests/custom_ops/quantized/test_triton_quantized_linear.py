@@ -17,7 +17,7 @@ from compile_and_serve.custom_ops.quantization import block_scales, dequantize_w
 from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
 from compile_and_serve.custom_ops.quantized import scaled_gemm
 from compile_and_serve.custom_ops.quantized import triton_matmul as triton_quantized_matmul
-from compile_and_serve.custom_ops.quantized.cuda_linear import GEMV, TILE, QuantizedLinear, quantized_linear
+from compile_and_serve.custom_ops.quantized.cuda_linear import GEMV, SCALED_SILU_MUL, TILE, QuantizedLinear, quantized_linear
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS
 from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, TORCH, gemm_names
@@ -207,7 +207,62 @@ def test_deep_gemms_products_join_once_they_are_built(monkeypatch: pytest.Monkey
     names.append(linear(300).problem().name)
     assert names == [names[0], f"{names[0]} deep_gemm", f"{names[0]} cutlass deep_gemm"]
     assert not set(DEEP) & {*linear(300, row_scales).kernels(), *linear(300, dtype=torch.float16).kernels()}
-    assert "deep_gemm" not in linear(300, row_scales).problem().name
+    for other in (linear(300, row_scales), linear(300, dtype=torch.float16)):
+        assert "deep_gemm" not in other.problem().name
+
+
+def test_libraries_are_not_asked_for_where_none_of_their_products_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for one begins to build it."""
+    asked: list[str] = []
+    for module in (scaled_gemm, quantized_linear_cuda):
+        for name in ("load_gemms", "load_deep_gemms"):
+            monkeypatch.setattr(module, name, lambda device, name=name: asked.append(name))
+    monkeypatch.setattr(quantized_linear_cuda, "load_silu_mul_gemms", lambda device: asked.append("load_silu_mul_gemms"))
+    monkeypatch.setattr(quantized_linear_cuda, "platform_of", lambda device: SimpleNamespace(runs_cuda_kernels=True))
+
+    def ask(activations: str, scales, weight_dtype: torch.dtype, dtype: torch.dtype) -> set[str]:
+        asked.clear()
+        linear = linear_of(arguments(300, 64, 96, True, False, activations, scales, weight_dtype, dtype))
+        linear.kernels()
+        linear.problem()
+        return set(asked)
+
+    fp8 = torch.float8_e4m3fn
+    assert ask("dynamic", row_scales, fp8, torch.bfloat16) == {"load_gemms", "load_silu_mul_gemms"}
+    assert ask("dynamic", block_scales, fp8, torch.bfloat16) == {"load_gemms", "load_deep_gemms"}
+    assert not ask("dynamic", block_scales, fp8, torch.float16)
+    assert not ask("none", row_scales, fp8, torch.bfloat16)
+    assert not ask("dynamic", row_scales, torch.int8, torch.bfloat16)
+
+
+def test_a_product_with_silu_mul_joins_where_it_computes_the_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_built = False
+    monkeypatch.setattr(quantized_linear_cuda, "load_silu_mul_gemms", lambda device: object() if is_built else None)
+    for module in (scaled_gemm, quantized_linear_cuda):
+        monkeypatch.setattr(module, "load_gemms", lambda device: None)
+    monkeypatch.setattr(quantized_linear_cuda, "platform_of", lambda device: SimpleNamespace(runs_cuda_kernels=True))
+
+    def linear(**changes: object) -> QuantizedLinear:
+        a = arguments(300, 64, 96, True, False, "dynamic", row_scales, torch.float8_e4m3fn, torch.bfloat16)
+        return linear_of(a | changes)
+
+    before = linear().problem().name
+    assert SCALED_SILU_MUL not in linear().kernels()
+    is_built = True
+    assert SCALED_SILU_MUL in linear().kernels()
+    assert linear().problem().name == f"{before} cutlass_silu_mul"
+    one = torch.ones(300, 64, dtype=torch.bfloat16)
+    weight = linear().weight_OI
+    for changes in (
+        {"bias_O": one[0]},
+        {"residual_TO": one[:, :32]},
+        {"silu_mul": False},
+        {"x_TI": linear().x_TI.half()},
+        {"activations": "none"},
+        {"weight_OI": weight[:56], "scale": linear().scale[:56]},  # 28 pairs of gates and up-projections
+        {"scale": torch.ones(1, 1)},
+    ):
+        assert SCALED_SILU_MUL not in linear(**changes).kernels(), changes
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
