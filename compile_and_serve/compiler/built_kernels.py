@@ -164,7 +164,7 @@ def _triton_launch(result: Any) -> TritonLaunch:
     )
 
 
-def are_there(built: BuiltKernels, work_dir: Path) -> bool:
+def has_all_files(built: BuiltKernels, work_dir: Path) -> bool:
     """Whether the folder has the files of all kernels."""
     triton = (launch["file"] for kernel in built["triton"].values() for launch in kernel["launches"])
     return all((work_dir / file).is_file() for file in (*built["cpp"].values(), *triton))

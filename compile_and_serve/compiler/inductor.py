@@ -28,7 +28,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compile_and_serve.compiler.built_kernels import BuiltKernels, are_there, scope_with_kernels, show_data_pointers, without_unused_imports
+from compile_and_serve.compiler.built_kernels import (
+    BuiltKernels,
+    has_all_files,
+    scope_with_kernels,
+    show_data_pointers,
+    without_unused_imports,
+)
 from compile_and_serve.compiler.compat import LinearsOfRows, fake_mode_with_symbols
 from compile_and_serve.compiler.fusion import fusion_of
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
@@ -180,13 +186,13 @@ def load_pieces(
             obstacles.append("nothing is stored of its kernels")
         elif kernels["obstacle"] is not None:
             obstacles.append(kernels["obstacle"])
-        elif not are_there(kernels, work_dir):
+        elif not has_all_files(kernels, work_dir):
             obstacles.append("a file of its kernels is missing")
         else:
             scope = scope_with_kernels(kernels, device, work_dir)
             loaded[piece] = _load_piece(piece, without_unused_imports(sources[piece], given=scope), work_dir, scope)
     if obstacles:
-        log.info("Inductor loads %d of %d pieces, which takes seconds. The first: %s.", len(obstacles), len(sources), obstacles[0])
+        log.info("Inductor loads %d of %d pieces, which takes seconds; the first because %s.", len(obstacles), len(sources), obstacles[0])
         loaded |= _load_with_inductor({piece: sources[piece] for piece in sources if piece not in loaded}, device, work_dir)
     return {piece: CompiledPiece(run=loaded[piece], source=source) for piece, source in sources.items()}
 

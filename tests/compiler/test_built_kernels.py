@@ -172,9 +172,9 @@ def test_why_inductor_loads_a_piece_is_logged(caplog: pytest.LogCaptureFixture, 
         load_pieces({"a": "call = None"}, CPU, tmp_path, {"a": BuiltKernels(obstacle="it uses start_graph", cpp={}, triton={})})
         load_pieces({"a": "call = None"}, CPU, tmp_path, {"a": BuiltKernels(obstacle=None, cpp={"k": "no/file.so"}, triton={})})
     assert [record.message for record in caplog.records] == [
-        "Inductor loads 1 of 2 pieces, which takes seconds. The first: nothing is stored of its kernels.",
-        "Inductor loads 1 of 1 pieces, which takes seconds. The first: it uses start_graph.",
-        "Inductor loads 1 of 1 pieces, which takes seconds. The first: a file of its kernels is missing.",
+        "Inductor loads 1 of 2 pieces, which takes seconds; the first because nothing is stored of its kernels.",
+        "Inductor loads 1 of 1 pieces, which takes seconds; the first because it uses start_graph.",
+        "Inductor loads 1 of 1 pieces, which takes seconds; the first because a file of its kernels is missing.",
     ]
 
 
