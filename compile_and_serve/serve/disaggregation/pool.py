@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import httpx
 
 from compile_and_serve.runtime.engine.router import MAX_HASHED_BLOCKS, Router
-from compile_and_serve.runtime.kv_events.wire import Event
+from compile_and_serve.runtime.kv_events.wire import DEVICE, BlockStored, Event
 from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -35,6 +35,7 @@ class ServerPool:
         self.knows_tokens = block_size is not None
         self._router = Router(len(urls), max_num_seqs=_MAX_RUNNING, num_blocks=_MAX_PIECES, block_size=self._size)
         self._num_routed = 0
+        self._has_other_blocks: set[int] = set()  # servers whose events name blocks of another size
 
     @property
     def num_up(self) -> int:
@@ -66,7 +67,13 @@ class ServerPool:
         self._router.finish(name)
 
     def observe_events(self, index: int, events: Sequence[Event]) -> None:
-        """What a server has cached and forgotten."""
+        """What a server has cached and forgotten. Blocks of another size are never found, which is logged once."""
+        stored = (one for one in events if isinstance(one, BlockStored) and one.medium == DEVICE and one.group_idx == 0)
+        size = next((one.block_size for one in stored), self._size)
+        if size != self._size and index not in self._has_other_blocks:
+            self._has_other_blocks.add(index)
+            text = "%s has blocks of %d tokens, not %d: what it has cached is not found. Start `route` with --block-size %d."
+            logger.warning(text, self.urls[index], size, self._size, size)
         self._router.observe_events(index, events)
 
     def set_down(self, index: int) -> None:

@@ -64,7 +64,7 @@ def test_the_block_size_is_what_flash_mla_needs_where_it_runs(
     with caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"):
         found = with_block_size(config, groups, CPU, BF16, cache_dtype)
     assert found == replace(config, cache=replace(config.cache, block_size=size))
-    assert ("have 64 tokens, as FlashMLA needs them" in caplog.text) is (size == 64 != config.cache.block_size)
+    assert ("have 64 tokens: FlashMLA needs them" in caplog.text) is (size == 64 != config.cache.block_size)
     backends: Any = {group.name: SimpleNamespace(name=config.attention_backend or "triton") for group in groups}
     assert latent_decode_kernels(found, groups, backends, CPU, BF16, cache_dtype) == ({} if said is None else {"latent_decodes": said})
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -16,6 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from compile_and_serve.runtime.kv_events.wire import DEVICE, BlockStored
 from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key
 from compile_and_serve.serve.disaggregation.app import DisaggregatingRouter, create_router_app
+from compile_and_serve.serve.disaggregation.pool import ServerPool
 
 GIVEN: dict[str, Any] = {"do_remote_prefill": True, "remote_engine_id": "p", "cas": {"lease": "secret"}}
 URLS = ("http://p0", "http://p1", "http://d0", "http://d1")
@@ -206,6 +208,19 @@ async def test_events_say_which_server_has_a_prefix() -> None:
         router.prefill.observe_events(1, [stored])
         await post(client)
         assert [body["prompt"] for body in servers["p1"].bodies] == ["Once upon a time"]
+
+
+async def test_servers_with_blocks_of_another_size_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    stored = BlockStored(
+        block_hashes=[b"1"], parent_block_hash=None, token_ids=[], block_size=64, lora_id=None, medium=DEVICE, lora_name=None, group_idx=0
+    )
+    async with httpx.AsyncClient() as http:
+        pool = ServerPool(["http://p0", "http://p1"], http, block_size=16)
+        for event in (msgspec.structs.replace(stored, group_idx=1), msgspec.structs.replace(stored, block_size=16), stored, stored):
+            pool.observe_events(1, [event])
+    assert [record.getMessage() for record in caplog.records] == [
+        "http://p1 has blocks of 64 tokens, not 16: what it has cached is not found. Start `route` with --block-size 64."
+    ]
 
 
 async def test_servers_that_do_not_answer_get_nothing_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
