@@ -33,7 +33,7 @@ from compile_and_serve.custom_ops.attention.triton_mla_decode import absorbed_at
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_library
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
-from compile_and_serve.custom_ops.quantization import dequantize_weight, scales_by_group
+from compile_and_serve.custom_ops.quantization import dequantize_weight, group_major_scales
 from compile_and_serve.custom_ops.quantized.cuda_group_linear import GroupLinear
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP
@@ -145,15 +145,15 @@ def ours(case: Case) -> Iterable[Candidate]:
         return
     stored = linear.packed if isinstance(linear, GroupLinear) else linear.weight_OI
     for kernel in linear.kernels():
-        run = (_with_scales_by_group(linear) if kernel in DEEP else linear).run
+        run = (_with_group_major_scales(linear) if kernel in DEEP else linear).run
         yield Candidate(kernel, lambda w, kernel=kernel, run=run: case.end(run(kernel, w)), stored)  # type: ignore[misc]
 
 
-def _with_scales_by_group(linear: QuantizedLinear) -> QuantizedLinear:
+def _with_group_major_scales(linear: QuantizedLinear) -> QuantizedLinear:
     """As the linear would quantize x for the kernel."""
     assert linear.quantized is not None
     values, x_scale = linear.quantized
-    return replace(linear, quantized=(values, scales_by_group(x_scale.shape[0], x_scale.shape[1], x_scale.device).copy_(x_scale)))
+    return replace(linear, quantized=(values, group_major_scales(x_scale.shape[0], x_scale.shape[1], x_scale.device).copy_(x_scale)))
 
 
 @functools.cache

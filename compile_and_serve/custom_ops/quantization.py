@@ -94,8 +94,8 @@ def quantize_activations(
     return quantized_TGB.view(num_tokens, groups * BLOCK)[:, :in_features], scale_TG
 
 
-def scales_by_group(num_tokens: int, num_groups: int, device: torch.device) -> torch.Tensor:
-    """Memory for scales [T, G] with those of a group adjacent, each group at a multiple of 16 bytes. → float32 [T, G]"""
+def group_major_scales(num_tokens: int, num_groups: int, device: torch.device) -> torch.Tensor:
+    """Memory for scales in which those of a group are adjacent. Each group begins at a multiple of 16 bytes. → float32 [T, G]"""
     return torch.empty(num_groups, -(-num_tokens // 4) * 4, dtype=torch.float32, device=device).t()[:num_tokens]
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.jit.triton_launch import launch
-from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Quantized, scales_by_group
+from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Quantized, group_major_scales
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -92,7 +92,7 @@ def _quantize_kernel(
     LARGEST_VALUE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    BY_GROUP: tl.constexpr,
+    GROUP_MAJOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -106,8 +106,8 @@ def _quantize_kernel(
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
         x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
-    row_stride = 1 if BY_GROUP else tl.cdiv(num_features, GROUP)
-    group_stride = tl.cdiv(tl.num_programs(0), 4) * 4 if BY_GROUP else 1
+    row_stride = 1 if GROUP_MAJOR else tl.cdiv(num_features, GROUP)
+    group_stride = tl.cdiv(tl.num_programs(0), 4) * 4 if GROUP_MAJOR else 1
     store_quantized(
         x_I,
         row,
@@ -134,20 +134,20 @@ def quantize_rows(
     eps: float = 1e-6,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
-    by_group: bool = False,
+    group_major: bool = False,
 ) -> Quantized:
     """`quantize_activations` of rms_norm(x), or of x, on the device.
 
-    x_TI: [T, I], rows may be strided. The norm is rounded to x's dtype before it is quantized. by_group: the scales are laid out as by
-    `scales_by_group`. → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
+    x_TI: [T, I], rows may be strided. The norm is rounded to x's dtype before it is quantized. group_major: the scales are laid out as by
+    `group_major_scales`. → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
     """
     assert input_scale is None or not per_group, "a static scale is per tensor"
     num_tokens, num_features = x_TI.shape
     width = max(BLOCK, next_power_of_2(num_features))
     num_groups = cdiv(num_features, BLOCK) if per_group else 1
     out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
-    if by_group:
-        scale = scales_by_group(num_tokens, num_groups, x_TI.device)
+    if group_major:
+        scale = group_major_scales(num_tokens, num_groups, x_TI.device)
     else:
         scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
     if num_tokens:
@@ -169,7 +169,7 @@ def quantize_rows(
             LARGEST_VALUE=LARGEST[dtype],
             GROUP=BLOCK if per_group else width,
             BLOCK=width,
-            BY_GROUP=by_group,
+            GROUP_MAJOR=group_major,
             PDL=pdl,
             num_warps=warps,
             **launch_options(pdl),

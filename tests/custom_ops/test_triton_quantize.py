@@ -52,7 +52,7 @@ def test_scales_of_a_group_may_be_adjacent(num_tokens, features) -> None:
     torch.manual_seed(features)
     x = torch.randn(num_tokens, features)
     expected, expected_scale = quantize_rows(x, torch.int8, per_group=True)
-    quantized, scale = quantize_rows(x, torch.int8, per_group=True, by_group=True)
+    quantized, scale = quantize_rows(x, torch.int8, per_group=True, group_major=True)
     assert torch.equal(quantized, expected)
     assert torch.equal(scale, expected_scale)
     assert scale.stride() == (1, -(-num_tokens // 4) * 4)

@@ -145,7 +145,8 @@ __device__ __forceinline__ int tile_at(const CasGroupLinear& args, int i) {
 }
 
 // Adds up the sums of the blocks of a cluster and writes the outputs. sums: of a lane, as wgmma and mma.sync give them: of tokens 2 · lane
-// and 2 · lane + 1 of every 8, row first_row and the one 8 below. All stages have been read or will be before the barrier.
+// and 2 · lane + 1 of every 8, row first_row and the one 8 below. Sums take the place of stages: a thread calls it once it has read all of
+// them.
 template <bool is_half, int token_tiles>
 __device__ __forceinline__ void finish(const CasGroupLinear& args, uint8_t* shared, const float (&sums)[4 * token_tiles], int first_row,
                                        int lane) {

@@ -3,10 +3,10 @@
 //
 // A warpgroup takes a tile of 64 rows. The warps take turns in asking for stages by TMA, which swizzles codes and x in shared memory and
 // fills x with zeros past its end. A stage has two barriers: `full`, when its bytes are there, and `empty`, when every warp has read them.
-// So no warp waits for another one, but for the wgmma of its four.
+// So a warp waits for no other one, except in wgmma, which the four of its warpgroup issue together.
 #pragma once
 
-constexpr int kLag = 2;  // a stage is asked for in place of the one so many before, so that warpgroups may drift apart
+constexpr int kLag = 2;  // a stage is filled anew only so many stages after it was read, so that warpgroups may drift apart
 
 template <int token_tiles, int group_shift>
 struct WideShape {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply_wide(float (&d)[size], const uint32_t (
     }
 }
 
-// The low half of a descriptor; descriptors of other places differ in it by 16ths of bytes.
+// The low half of a descriptor. For a place that is n bytes further, add n / 16.
 __device__ __forceinline__ uint32_t place_of(uint32_t at) { return (1 << 16) | ((at & 0x3FFFF) >> 4); }
 
 // Rows of 128 bytes, whose 16 bytes are swizzled within 8 rows.

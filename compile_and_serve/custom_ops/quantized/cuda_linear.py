@@ -129,7 +129,7 @@ class QuantizedLinear:
                 self.activations,
                 self.input_scale,
             )
-        x_TI, x_scale = self.operand(by_group=kernel in DEEP)
+        x_TI, x_scale = self.operand(group_major=kernel in DEEP)
         if kernel == TILE:
             return matmul(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype)
         if kernel == SCALED_SILU_MUL:
@@ -146,10 +146,10 @@ class QuantizedLinear:
             y_TO = silu_mul_rows(y_TO, out_TO)
         return y_TO if self.residual_TO is None else y_TO + self.residual_TO
 
-    def operand(self, *, by_group: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def operand(self, *, group_major: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x after the norm, quantized with its scales where activations are quantized.
 
-        by_group: the layout of scales that are made here, as in `quantize_rows`.
+        group_major: as in `quantize_rows`, for scales that are made here.
         """
         if self.quantized is not None:
             return self.quantized
@@ -161,7 +161,7 @@ class QuantizedLinear:
                 eps=self.eps,
                 per_group=self.scale.dim() == 2,
                 input_scale=self.input_scale,
-                by_group=by_group,
+                group_major=group_major,
             )
         if self.norm_weight_I is not None:
             return rms_norm(self.x_TI, self.norm_weight_I, self.eps), None

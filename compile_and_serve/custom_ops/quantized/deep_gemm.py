@@ -20,7 +20,7 @@ from compile_and_serve.custom_ops.jit.cpp import BuildError
 from compile_and_serve.custom_ops.jit.cuda import NvccLibrary, load_or_build
 from compile_and_serve.custom_ops.jit.sources import CSRC
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.quantization import scales_by_group
+from compile_and_serve.custom_ops.quantization import group_major_scales
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_arguments, launch_gemm
 
 VERSION = "0.2.5"  # the arguments of the kernel's template change from one version to the next
@@ -60,17 +60,17 @@ def run_deep_gemm(
 ) -> torch.Tensor:
     """bf16(a_scale · b_scale · a bᵀ) by one of DEEP. → [T, O]
 
-    The operands have to satisfy `cutlass_gemm.unsupported_reason`. a_scale_TG: float32; laid out otherwise than by `scales_by_group`, it
-    is copied first. b_scale: float32 [ceil(O / 128), G].
+    The operands have to satisfy `cutlass_gemm.unsupported_reason`. a_scale_TG: float32; it is copied first unless it
+    is laid out as by `group_major_scales`. b_scale: float32 [ceil(O / 128), G].
     """
     out_TO = torch.empty(a_TI.shape[0], b_OI.shape[0], dtype=torch.bfloat16, device=a_TI.device)
-    a_scale_TG, b_scale = _by_group(a_scale_TG), b_scale.contiguous()
+    a_scale_TG, b_scale = _group_major(a_scale_TG), b_scale.contiguous()
     launch_gemm(library, config, gemm_arguments(out_TO, a_TI, b_OI, a_scale_TG, b_scale))
     return out_TO
 
 
-def _by_group(scale_TG: torch.Tensor) -> torch.Tensor:
+def _group_major(scale_TG: torch.Tensor) -> torch.Tensor:
     num_tokens, num_groups = scale_TG.shape
     if scale_TG.stride() == (1, -(-num_tokens // 4) * 4) and scale_TG.data_ptr() % 16 == 0:
         return scale_TG
-    return scales_by_group(num_tokens, num_groups, scale_TG.device).copy_(scale_TG)
+    return group_major_scales(num_tokens, num_groups, scale_TG.device).copy_(scale_TG)

@@ -14,7 +14,7 @@ import torch
 
 from compile_and_serve.custom_ops.jit.cpp import BuildError
 from compile_and_serve.custom_ops.jit.cuda import find_nvcc
-from compile_and_serve.custom_ops.quantization import quantize_activations, scales_by_group
+from compile_and_serve.custom_ops.quantization import group_major_scales, quantize_activations
 from compile_and_serve.custom_ops.quantized import deep_gemm
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import GemmArguments
 from compile_and_serve.custom_ops.quantized.deep_gemm import DEEP, VERSION, deep_gemm_library, run_deep_gemm
@@ -75,12 +75,12 @@ def test_scales_are_copied_unless_they_lie_as_the_kernel_reads_them(monkeypatch:
     monkeypatch.setattr(deep_gemm, "launch_gemm", launch)
     a, scale = quantize_activations(torch.randn(num_tokens, 300), FP8, per_group=True)
     b, b_scale = torch.zeros(64, 300).to(FP8), torch.ones(1, groups)
-    by_group = scales_by_group(num_tokens, groups, scale.device).copy_(scale)
-    for given in (scale, by_group, torch.cat((scale[:1], scale)).t().contiguous().t()[1:]):  # the last begins between 16 bytes
+    group_major = group_major_scales(num_tokens, groups, scale.device).copy_(scale)
+    for given in (scale, group_major, torch.cat((scale[:1], scale)).t().contiguous().t()[1:]):  # the last begins between 16 bytes
         out = run_deep_gemm(ctypes.CDLL(None), DEEP[0], a, b, given, b_scale)
         assert (out.shape, out.dtype) == ((num_tokens, 64), torch.bfloat16)
     assert all(torch.equal(values, scale.t()) for _, values in read)
-    assert [address == by_group.data_ptr() for address, _ in read] == [False, True, False]
+    assert [address == group_major.data_ptr() for address, _ in read] == [False, True, False]
 
 
 @pytest.mark.slow

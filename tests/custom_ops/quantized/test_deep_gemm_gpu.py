@@ -66,7 +66,7 @@ def test_it_is_captured_and_replayed(config: str) -> None:
     x = torch.randn(200, 2048, device=CUDA).bfloat16()
 
     def run() -> torch.Tensor:
-        a, a_scale = quantize_rows(x, FP8, per_group=True, by_group=True)
+        a, a_scale = quantize_rows(x, FP8, per_group=True, group_major=True)
         return run_deep_gemm(library(), config, a, weight, a_scale, scale)
 
     run()

@@ -52,7 +52,7 @@ for dtype, largest in ((tl.float8e4nv, 448.0), (tl.int8, 127.0)):
             found[f"matmul {dtype} {name} {tokens}"] = made(_matmul_kernel, constants, warps, special)
 for name, group in (("row", 16384), ("group", 128)):
     constants = {
-        "HAS_NORM": False, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": group, "BLOCK": 16384, "BY_GROUP": name == "group",
+        "HAS_NORM": False, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": group, "BLOCK": 16384, "GROUP_MAJOR": name == "group",
         "PDL": True, "norm_ptr": None, "input_scale_ptr": None,
     }
     found[f"quantize by {name}"] = made(_quantize_kernel, constants, 16, {"out_ptr": "*fp8e4nv"})
