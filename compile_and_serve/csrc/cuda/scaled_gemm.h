@@ -1,4 +1,5 @@
-// The C interface of scaled_gemm.cu: plain pointers and integers, so that the build needs neither torch's headers nor its ABI.
+// The C interface of scaled_gemm.cu and block_gemm.cu: plain pointers and integers, so that the build needs neither torch's headers nor its
+// ABI.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,8 @@ extern "C" {
 // out[m, n] = a_scale · b_scale · Σ_k a[m, k] b[n, k] + residual[m, n]; a and b are float8 e4m3, k contiguous; out and residual (may
 // be null) are bfloat16, n contiguous.
 // Scales are float32: one number, or one per row of a (a_per_row) and one per row of b (b_per_row). In a configuration with blocks of
-// 128, a_scale is [m, ceil(k / 128)] and b_scale is [ceil(n / 128), ceil(k / 128)], both contiguous.
+// 128, a_scale is [m, ceil(k / 128)] and b_scale is [ceil(n / 128), ceil(k / 128)], both contiguous. block_gemm.cu has another layout of
+// a_scale, and adds no residual.
 struct CasScaledGemm {
     void* out;
     const void* a;

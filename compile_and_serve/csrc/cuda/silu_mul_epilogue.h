@@ -17,7 +17,7 @@ namespace cas {
 
 using namespace cute;
 
-// kWarpGroups: warp groups that share a tile, 64 rows each at a time. has_scales: sums are multiplied by scales before.
+// kWarpGroups: warp groups that share a tile, 64 rows each at a time. has_scales: scales multiply the sums first.
 template <class TileShape_, int kWarpGroups_, bool has_scales>
 class SiluMulEpilogue {
     using Bf16 = cutlass::bfloat16_t;
