@@ -80,6 +80,11 @@ class GraphRunners:
         # While all requests have adapters, the plan without adapters loses no steps, and vice versa.
         return any(runner.capture_next() for runner in sorted(self._all, key=lambda one: -one.largest_loss))
 
+    def renew(self) -> None:
+        """`CudaGraphRunner.renew` of all."""
+        for one in (*self._all, *(() if self.encoder is None else (self.encoder,))):
+            one.renew()
+
     def capture_pieces_up_to(self, max_tokens: int | None) -> None:
         """`CudaGraphRunner.capture_pieces_up_to` of each."""
         for runner in self._in_pieces:

@@ -77,7 +77,7 @@ class PiecewiseGraphs:
         self.sizes = tuple(sizes)
         self.max_tokens: int | None = None  # of a size whose kernels are chosen; None: all are
         self._provisional: set[int] = set()  # sizes captured above the limit
-        self._outdated: set[int] = set()  # sizes whose graphs were provisional, until they are captured again
+        self._outdated: set[int] = set()  # sizes whose graphs have kernels that are not chosen any more, until they are captured again
         self._model = model
         self._device = device
         self._captured: dict[int, _Captured] = {}
@@ -95,7 +95,14 @@ class PiecewiseGraphs:
         such a size, `want_next` names it, to be captured again with the kernels that are chosen then.
         """
         self.max_tokens = max_tokens
-        for size in [size for size in self._provisional if max_tokens is None or size <= max_tokens]:
+        self._outdate([size for size in self._provisional if max_tokens is None or size <= max_tokens])
+
+    def renew(self) -> None:
+        """Have all sizes captured again, as kernels have changed: `want_next` names them."""
+        self._outdate(list(self._captured))
+
+    def _outdate(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
             self._provisional.discard(size)
             self._outdated.add(size)
             self._lost.pop(size, None)

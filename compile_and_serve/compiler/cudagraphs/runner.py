@@ -209,11 +209,22 @@ class CudaGraphRunner:
         size = max(self._waiting, key=lambda size: self._lost.get((size, True), 0.0))  # ties: the first
         self._waiting.remove(size)
         self._capture_full(size, with_sampling=True)
-        bisect.insort(self._captured_sizes, size)
+        if size not in self._captured_sizes:
+            bisect.insort(self._captured_sizes, size)
         return True
+
+    def renew(self) -> None:
+        """Have every graph captured again, as kernels have changed. Until its turn comes, a graph is replayed as it is."""
+        self._waiting = capture_order(self.sizes)
+        self._waiting_unsampled = sorted(size for size, samples in self._full if not samples)
+        self._lost.clear()
+        if self._piecewise is not None:
+            self._piecewise.renew()
 
     def _capture_full(self, size: int, *, with_sampling: bool) -> None:
         assert self._decode_step is not None
+        if self._full.pop((size, with_sampling), None) is not None:  # it is captured again: the memory of two is not there
+            self.stats.captured["full"] -= 1
         before = self._device.used_bytes()
         step = self._decode_step(size)
         names: list[str] = []

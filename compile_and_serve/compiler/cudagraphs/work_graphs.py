@@ -70,6 +70,11 @@ class WorkGraphs:
         self._stats.replays[self._kind] += 1
         return True
 
+    def renew(self) -> None:
+        """As `CudaGraphRunner.renew`."""
+        self._waiting = capture_order(self.sizes)
+        self._lost = dict.fromkeys(self.sizes, 0.0)
+
     def capture_next(self) -> bool:
         """Capture the size that is wanted most; False when there is nothing left to capture."""
         if self._work_of is None or not self._waiting:
@@ -83,12 +88,15 @@ class WorkGraphs:
                 work.run()
                 return ()
 
+            if self._graphs.pop((work.name, size), None) is not None:  # it is captured again
+                self._stats.captured[self._kind] -= 1
             with capturing(f"{work.name} of {size} sequences"):
                 graph, _, seconds = self._device.capture(run)
             self._graphs[work.name, size] = graph, work.addresses
             self._stats.captured[self._kind] += 1
             self._stats.capture_seconds += seconds
-        bisect.insort(self._captured, size)
+        if size not in self._captured:
+            bisect.insort(self._captured, size)
         self._stats.used_bytes += max(0, self._device.used_bytes() - before)
         return True
 

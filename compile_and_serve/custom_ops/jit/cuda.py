@@ -1,7 +1,7 @@
 """Builds a CUDA C++ source into a shared library with nvcc, as `custom_ops/jit/cpp.py` does for the CPU. Needs no GPU.
 
-Building CUTLASS' kernels takes minutes. A missing library of them is built in the background and used from the next start on, so that the
-kernels of a running process never change.
+Building CUTLASS' kernels takes minutes. A missing library of them is built in the background. It comes into use when `use_built_libraries`
+is called, at a moment at which the kernels of a running process may change, or at the next start.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from compile_and_serve.custom_ops.jit.sources import CSRC
 from compile_and_serve.custom_ops.platform import platform_of
 
 log = logging.getLogger(__name__)
+
+_loaded: dict[tuple[str, torch.device], ctypes.CDLL | None] = {}  # by what it is called in the log, and device
+_built: list[tuple[str, torch.device]] = []  # in the background, and not in use yet
 
 _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-w")
 
@@ -113,10 +116,31 @@ def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) ->
 def load_or_build(
     device: torch.device, what: str, make_library: Callable[[], NvccLibrary], *, is_quick: bool = False
 ) -> ctypes.CDLL | None:
-    """The built library. None with the reason in the log; it is then built in the background if possible.
+    """The built library. None with the reason in the log; it is then built in the background if possible, and None is returned until
+    `use_built_libraries`.
 
     is_quick: it is built at once instead.
     """
+    key = what, device
+    if key not in _loaded:
+        _loaded[key] = _load_or_build(device, what, make_library, is_quick=is_quick)
+    return _loaded[key]
+
+
+def num_built_libraries() -> int:
+    """Libraries that were built in the background and are not in use yet."""
+    return len(_built)
+
+
+def use_built_libraries() -> list[str]:
+    """Let the next calls of `load_or_build` return the libraries that were built in the background meanwhile. → what they are called"""
+    keys = [_built.pop() for _ in range(len(_built))]
+    for key in keys:
+        _loaded.pop(key, None)
+    return sorted({what for what, _ in keys})
+
+
+def _load_or_build(device: torch.device, what: str, make_library: Callable[[], NvccLibrary], *, is_quick: bool) -> ctypes.CDLL | None:
     if platform_of(device).compute_capability != (9, 0):
         log.info("%s need compute capability 9.0; other kernels are used.", what)
         return None
@@ -128,13 +152,14 @@ def load_or_build(
     except (BuildError, OSError) as error:
         log.warning("%s are not in use, others are: %s", what, error)
         return None
-    log.info("%s are being built in the background (once, some minutes) and used from the next start on.", what)
-    run_in_background(f"build-{library.name}", functools.partial(_build, library, what))
+    log.info("%s are being built in the background (once, some minutes), and used in an idle moment then.", what)
+    run_in_background(f"build-{library.name}", functools.partial(_build, library, what, device))
     return None
 
 
-def _build(library: NvccLibrary, what: str) -> None:
+def _build(library: NvccLibrary, what: str, device: torch.device) -> None:
     try:
         library.build()
+        _built.append((what, device))
     except BuildError as error:
         log.warning("%s could not be built: %s", what, error)

@@ -45,14 +45,9 @@ def silu_mul_library() -> NvccLibrary:
     return cutlass_library("silu_mul_gemm", len((*KERNELS, SCALED)), headers=("silu_mul_epilogue.h", "silu_mul_layout.h"))
 
 
-@functools.cache
 def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
-    """The library, or None while it is not built (see `load_or_build`)."""
-    library = load_or_build(device, "CUTLASS' products with SiLU-mul", silu_mul_library)
-    if library is not None:
-        for kernel in (*KERNELS, SCALED):
-            getattr(library, f"cas_silu_mul_gemm_{kernel}").restype = ctypes.c_char_p
-    return library
+    """The library, or None while it is not in use (see `load_or_build`)."""
+    return load_or_build(device, "CUTLASS' products with SiLU-mul", silu_mul_library)
 
 
 def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -107,7 +102,9 @@ def run_silu_mul_gemm(
         weight_per_row=weight_scale is not None and weight_scale.numel() > 1,
         stream=platform_of(x_TI.device).current_stream(),
     )
-    error = getattr(library, f"cas_silu_mul_gemm_{kernel}")(ctypes.byref(args))
+    launch = getattr(library, f"cas_silu_mul_gemm_{kernel}")
+    launch.restype = ctypes.c_char_p
+    error = launch(ctypes.byref(args))
     if error is not None:
         raise RuntimeError(f"CUTLASS' {kernel} could not multiply {list(x_TI.shape)} by {list(weight_OI.shape)}: {error.decode()}")
     return out_TH

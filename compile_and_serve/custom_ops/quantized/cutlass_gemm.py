@@ -6,7 +6,6 @@ Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) g
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 
@@ -34,9 +33,8 @@ def gemm_library() -> NvccLibrary:
     return cutlass_library("scaled_gemm", len(ROWS + BLOCKS))
 
 
-@functools.cache
 def load_gemms(device: torch.device) -> ctypes.CDLL | None:
-    """The library, or None while it is not built (see `load_or_build`)."""
+    """The library, or None while it is not in use (see `load_or_build`)."""
     return load_or_build(device, "CUTLASS' float8 products", gemm_library)
 
 

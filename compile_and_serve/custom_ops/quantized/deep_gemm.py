@@ -48,9 +48,8 @@ def deep_gemm_library(num_multiprocessors: int) -> NvccLibrary:
     )
 
 
-@functools.cache
 def load_deep_gemms(device: torch.device) -> ctypes.CDLL | None:
-    """The library, or None while it is not built (see `load_or_build`)."""
+    """The library, or None while it is not in use (see `load_or_build`)."""
     make_library = functools.partial(deep_gemm_library, platform_of(device).num_multiprocessors)
     return load_or_build(device, "DeepGEMM's float8 products", make_library)
 

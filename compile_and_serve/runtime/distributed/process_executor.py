@@ -271,7 +271,7 @@ class DistributedExecutor:
         done = self._receive(IdleTaskDone)
         self._stats[0] = done.stats
         if not requests_wait:  # otherwise other tasks may be left
-            self._has_idle_tasks = done.did_work
+            self._has_idle_tasks = done.did_work or "builds" in done.stats.pending_work
         return done.did_work
 
     def sleep(self, level: int) -> None:

@@ -1,11 +1,13 @@
 """Warm-up: synthetic steps do everything that is done once, so that no request waits for it.
 
 Before serving, `compile_kernels` compiles the Triton kernels, and `WarmUp.run` measures the linears of decode steps and captures the
-first CUDA graphs. `WarmUp.idle` does the rest, one piece at a time, while no step is in flight.
+first CUDA graphs. `WarmUp.idle` does the rest, one piece at a time, while no step is in flight. It also takes libraries of kernels into
+use that were built meanwhile: it chooses among all kernels again, then captures all graphs again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
 from compile_and_serve.custom_ops.dummy_step import make_step
+from compile_and_serve.custom_ops.jit.background_thread import num_running
+from compile_and_serve.custom_ops.jit.cuda import num_built_libraries, use_built_libraries
 from compile_and_serve.custom_ops.jit.sources import PACKAGE
 from compile_and_serve.custom_ops.jit.triton_launch import compile_ahead, was_compiled_ahead
 from compile_and_serve.custom_ops.step import Step
@@ -21,6 +25,8 @@ from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
 from compile_and_serve.runtime.runner.base_runner import BaseRunner
 from compile_and_serve.runtime.runner.state_memory import GIB
+
+log = logging.getLogger(__name__)
 
 MIN_MIXED_TOKENS = 8  # of `run_mixed_step`
 CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the next larger one
@@ -39,6 +45,8 @@ class WarmUp:
         self._logits_dtype = logits_dtype
         self._is_alone = is_alone
         self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
+        self._awaits_libraries = True  # kernels may still be built in the background
+        self._renews_graphs = False  # once all is measured; until then none is captured
 
     def run(self) -> str:
         """Run every kind of step and capture the first graphs. Returns a sentence on the graphs, or ""."""
@@ -75,8 +83,14 @@ class WarmUp:
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {graph_memory(graphs)}"
 
     def pending_work(self) -> dict[str, int]:
-        """What `idle` has still to do: sizes of CUDA graphs to capture, ranges of token counts to choose kernels for."""
-        return {"captures": 0 if self._graphs is None else self._graphs.num_to_capture, "choices": len(self._to_measure)}
+        """What `idle` has still to do: sizes of CUDA graphs to capture, ranges of token counts to choose kernels for, and what is being
+        built in the background or not in use yet.
+        """
+        return {
+            "captures": 0 if self._graphs is None else self._graphs.num_to_capture,
+            "choices": len(self._to_measure),
+            "builds": num_running() + num_built_libraries(),
+        }
 
     def idle(self, *, requests_wait: bool = False) -> bool:
         """Capture one more graph or measure one more range of token counts. Returns False if nothing is left to do.
@@ -84,7 +98,9 @@ class WarmUp:
         requests_wait: only capture the full graph that is wanted most; everything else would cost the requests more than it gives them.
         """
         graphs = self._graphs
-        if graphs is not None and graphs.capture_next():
+        if not requests_wait and self._awaits_libraries:
+            self._use_libraries()
+        if graphs is not None and not self._renews_graphs and graphs.capture_next():
             return True
         if requests_wait:
             return False
@@ -93,6 +109,9 @@ class WarmUp:
             self._measure(count)
             if graphs is not None:
                 graphs.capture_pieces_up_to(count if self._to_measure else None)
+                if self._renews_graphs and not self._to_measure:
+                    self._renews_graphs = False
+                    graphs.renew()
             return True
         if graphs is None:
             return False
@@ -105,6 +124,20 @@ class WarmUp:
             encoder.run_dummy(size)
             return True
         return False
+
+    def _use_libraries(self) -> None:
+        """Once all ranks have built their libraries of kernels, take them into use and begin to choose anew."""
+        ranks = [(num_running(), num_built_libraries())]
+        if not self._is_alone:
+            ranks = gather_objects(ranks[0])
+        if any(running for running, _ in ranks):
+            return
+        self._awaits_libraries = False
+        if any(built for _, built in ranks):
+            text = "In use now: %s. Kernels are chosen and CUDA graphs captured again while there are no requests."
+            log.info(text, ", ".join(use_built_libraries()) or "what other ranks built")
+            self._to_measure = token_ranges(self.runner.max_num_tokens)[::-1]
+            self._renews_graphs = True
 
     def _of_any_rank(self, counts: tuple[int, ...]) -> list[int]:
         """The counts of all ranks. Ranks make the same calls, although one may have measured what another has not."""

@@ -26,7 +26,6 @@ from typing import Any
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.trace import start_trace, stop_trace
 from compile_and_serve.compiler.reports.dump import add_to_report
-from compile_and_serve.custom_ops.jit.background_thread import num_running
 from compile_and_serve.custom_ops.jit.cpu_kernels import build_cpu_kernels
 from compile_and_serve.custom_ops.jit.triton_launch import prepare_cache_key
 from compile_and_serve.custom_ops.mesh import DATA, EXPERT
@@ -262,8 +261,7 @@ class Worker:
 
     def _pending_work(self) -> dict[str, int]:
         """Work that is done while the engine serves: kind → how many pieces are left."""
-        pieces = self._warm_up.pending_work() | {"builds": num_running()}
-        return {kind: count for kind, count in pieces.items() if count}
+        return {kind: count for kind, count in self._warm_up.pending_work().items() if count}
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, the CUDA graphs and the weights, which level 1 copies to the host and level 2 drops.

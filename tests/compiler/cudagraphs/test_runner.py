@@ -428,6 +428,41 @@ def test_idle_moments_capture_every_piecewise_size_once(shared_cache_dir: Path) 
     assert piecewise.stats.replays["piecewise"] == 1
 
 
+def test_graphs_are_captured_again_once_and_serve_until_then() -> None:
+    runner, model, buffers, device = make()
+    runner.capture()
+    sizes, memory = list(runner.sizes), device.used
+    runner.renew()
+    assert runner.num_waiting == len(sizes)
+    run(runner, buffers.inputs(2))
+    assert runner.stats.replays["full"] == 1
+    model.sizes_run.clear()
+    assert runner.capture() == len(sizes)
+    assert sorted(model.sizes_run) == sizes
+    assert device.used == 2 * memory  # of the fake, which frees nothing
+    assert runner.stats.captured["full"] == len(sizes)
+    assert runner.padded_size(3, 3, 1) == 4
+    run(runner, buffers.inputs(2))
+    assert runner.stats.replays["full"] == 2
+    assert runner.stats.plain_steps == 0
+
+
+def test_pieces_are_captured_again_by_the_next_steps_of_their_sizes(shared_cache_dir: Path) -> None:
+    spec, model = compiled(shared_cache_dir)
+    runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice())
+    while (size := runner.next_piecewise_size()) is not None:
+        if size == 16:
+            step(runner, [7] * 16, 0, caches(spec, torch.float32))
+    captured = runner.stats.captured["piecewise"]
+    runner.renew()
+    step(runner, [7] * 16, 0, caches(spec, torch.float32))
+    assert runner.stats.captured["piecewise"] == captured  # replayed as they are
+    assert runner.next_piecewise_size() == 16
+    step(runner, [7] * 16, 0, caches(spec, torch.float32))
+    assert runner.stats.captured["piecewise"] == 2 * captured
+    assert runner.next_piecewise_size() is None
+
+
 def test_a_size_that_waits_for_its_kernels_is_captured_for_the_time_being_where_steps_lose_much(shared_cache_dir: Path) -> None:
     spec, model = compiled(shared_cache_dir)
     runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(), sizes=(8, 16, 24))

@@ -36,3 +36,21 @@ def test_work_is_replayed_at_its_size_and_addresses() -> None:
     assert done == [("a", 4), ("b", 2)]
     assert graphs.num_waiting == 0
     assert (stats.captured["draft"], stats.replays["draft"]) == (6, 2)
+
+
+def test_work_is_captured_again_once() -> None:
+    done: list[int] = []
+    graphs = WorkGraphs((1, 2), FakeDevice(), stats := GraphStats(), "draft")
+    graphs.bind(lambda size: [Work(name="a", run=lambda: done.append(size))])
+    while graphs.capture_next():
+        pass
+    done.clear()
+    graphs.renew()
+    assert graphs.num_waiting == 2
+    assert graphs.replay("a", 2)  # until its turn comes
+    while graphs.capture_next():
+        pass
+    assert sorted(done) == [1, 2, 2]
+    assert stats.captured["draft"] == 2
+    assert graphs.padded_size(2) == 2
+    assert graphs.replay("a", 2)
