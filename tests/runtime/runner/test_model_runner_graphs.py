@@ -146,6 +146,30 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
         assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 7)
 
 
+def test_graphs_that_are_captured_again_between_steps_take_nothing_from_them() -> None:
+    pytest.importorskip("triton")
+    graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2))
+    runner = make_runner(graphs)
+    graphs.bind(runner.decode_step)
+    graphs.capture()
+    prompts = {"a": [1, 2, 3], "b": [4, 5]}
+    new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
+    results = [runner.launch(step(0, {"a": 3, "b": 2}, new_requests=new)).result()]
+    for number in range(1, 8):
+        more = [CachedRequestData(request_id=name, new_block_ids=[[10 + i, 20 + i]]) for i, name in enumerate(prompts)]
+        given = {"cached_requests": more} if number == 1 else {}
+        results.append(runner.launch(step(number, {"a": 1, "b": 1}, **given)).result())
+        if number == 2:
+            graphs.renew()
+        if number in (3, 5):  # one step runs in the old graph
+            assert graphs.capture_next()
+    assert graphs.num_waiting == 0
+    assert graphs.stats.replays["full"] == 7
+    assert graphs.stats.captured["full"] == 2
+    for name, prompt in prompts.items():
+        assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 8)
+
+
 def test_a_sequence_that_lacks_its_last_token_alone_begins_in_a_graph() -> None:
     """As behind blocks from another engine. Chunks that lack more, and prompts of one token, are no decodes."""
     pytest.importorskip("triton")

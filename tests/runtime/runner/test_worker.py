@@ -12,6 +12,7 @@ import torch
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import StepModel
+from compile_and_serve.custom_ops.tuning.token_ranges import token_ranges
 from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.runner import warm_up
@@ -62,10 +63,9 @@ def test_nothing_is_left_for_idle_moments_where_all_is_to_be_captured_first(tmp_
     assert not executor.idle()
 
 
-@pytest.mark.slow
-def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker_wakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
+    """The runners of CUDA graphs that workers make, of stand-ins for graphs."""
     made: list[CudaGraphRunner] = []
 
     def fake_graphs(config: EngineConfig, _: object, plans: list[StepModel], *__: object, **___: object) -> GraphRunners:
@@ -82,6 +82,11 @@ def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker
         return GraphRunners([runner])
 
     monkeypatch.setattr("compile_and_serve.runtime.runner.loaded_model.make_graph_runners", fake_graphs)
+    return made
+
+
+@pytest.mark.slow
+def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker_wakes(tmp_path: Path, made: list[CudaGraphRunner]) -> None:
     config = tiny_config(write_tiny_model(tmp_path), max_num_seqs=33)  # 1, 2, 4, 8, 16, 24, 32 and 33
     assert warm_up.CAPTURED_AT_START < 8
     executor = InProcessExecutor(replace(config, compile=replace(config.compile, capture="all")), lambda *_: None)
@@ -90,6 +95,36 @@ def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker
     executor.wake_up(weights=True, kv_cache=True)
     assert len(made) == 2
     assert made[-1].report()["full_graphs"] == 8
+
+
+@pytest.mark.slow
+def test_libraries_of_kernels_that_are_built_meanwhile_are_used_when_the_worker_is_idle(
+    tmp_path: Path, made: list[CudaGraphRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, running, ran = ["products"], [1], []
+    monkeypatch.setattr(warm_up, "num_running", lambda: sum(running))
+    monkeypatch.setattr(warm_up, "num_built_libraries", lambda: len(built))
+    monkeypatch.setattr(warm_up, "use_built_libraries", lambda: [built.pop()])
+    config = tiny_config(write_tiny_model(tmp_path), max_num_seqs=33)
+    executor = InProcessExecutor(config, lambda *_: None)
+    while executor.idle():
+        pass
+    assert executor.stats().pending_work == {"builds": 2}
+    [graphs], captures = made, made[0].stats.capture_seconds
+    run = warm_up.run_dummy_step
+
+    def recorded(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:
+        ran.append(num_tokens)
+        run(runner, num_tokens, num_seqs)
+
+    monkeypatch.setattr(warm_up, "run_dummy_step", recorded)
+    running.clear()
+    while executor.idle():
+        pass
+    assert ran == token_ranges(max(config.scheduler.token_budget, config.scheduler.max_num_seqs))
+    assert executor.stats().pending_work == {}
+    assert graphs.report()["full_graphs"] == 8
+    assert graphs.stats.capture_seconds == 2 * captures
 
 
 def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
