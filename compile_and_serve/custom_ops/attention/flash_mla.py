@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from importlib.util import find_spec
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from compile_and_serve.custom_ops.state.metadata import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 FLASH_MLA_PAGE = 64  # tokens
+VERSION = "1.0.0"  # its ops take positional arguments, which may change from one version to the next
 _LATENT, _ROPE = 512, 64
 
 
@@ -46,18 +47,24 @@ def flash_mla_unsupported_reason(
 @functools.cache
 def _load() -> str | None:
     """Load the library. → why it cannot be used, which is logged once, unless it is not installed"""
-    found = find_spec("flash_mla")
-    if found is None:
-        return "FlashMLA is not installed (package sgl-flash-mla)"
     try:
-        folders = [Path(folder) for folder in found.submodule_search_locations or ()]
-        torch.ops.load_library(str(next(file for folder in folders for file in folder.glob("_C_legacy*.so"))))
+        package = distribution("sgl-flash-mla")
+    except PackageNotFoundError:
+        return "FlashMLA is not installed (package sgl-flash-mla)"
+    if (reason := _load_from(package)) is not None:
+        logger.warning("%s; Triton runs its steps.", reason)
+    return reason
+
+
+def _load_from(package: Distribution) -> str | None:
+    if package.version != VERSION:
+        return f"how the ops of sgl-flash-mla {package.version} are called is not known: install sgl-flash-mla=={VERSION}"
+    try:
+        torch.ops.load_library(str(next(Path(str(package.locate_file("flash_mla"))).glob("_C_legacy*.so"))))
         torch.ops.flash_mla_legacy.dense_decode_fwd.default  # noqa: B018
         torch.ops.flash_mla_legacy.get_mla_decoding_metadata.default  # noqa: B018
     except (OSError, AttributeError, StopIteration) as error:
-        reason = f"sgl-flash-mla could not be loaded: {str(error) or 'its library is missing'}"
-        logger.warning("%s; Triton runs its steps.", reason)
-        return reason
+        return f"sgl-flash-mla could not be loaded: {str(error) or 'its library is missing'}"
     return None
 
 

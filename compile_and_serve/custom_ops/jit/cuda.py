@@ -29,7 +29,8 @@ from compile_and_serve.custom_ops.platform import platform_of
 log = logging.getLogger(__name__)
 
 _loaded: dict[tuple[str, torch.device], ctypes.CDLL | None] = {}  # by what it is called in the log, and device
-_built: list[tuple[str, torch.device]] = []  # in the background, and not in use yet
+_building: list[tuple[str, torch.device]] = []  # in the background
+_built: list[tuple[str, torch.device]] = []  # of those, what is not in use yet
 
 _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-w")
 
@@ -127,6 +128,11 @@ def load_or_build(
     return _loaded[key]
 
 
+def num_building() -> int:
+    """Libraries that are being built in the background."""
+    return len(_building)
+
+
 def num_built_libraries() -> int:
     """Libraries that were built in the background and are not in use yet."""
     return len(_built)
@@ -152,7 +158,9 @@ def _load_or_build(device: torch.device, what: str, make_library: Callable[[], N
     except (BuildError, OSError) as error:
         log.warning("%s are not in use, others are: %s", what, error)
         return None
-    log.info("%s are being built in the background (once, some minutes), and used in an idle moment then.", what)
+    text = "%s are being built in the background (once, %s). They come into use when they are built and there are no requests."
+    log.info(text, what, library.duration)
+    _building.append((what, device))
     run_in_background(f"build-{library.name}", functools.partial(_build, library, what, device))
     return None
 
@@ -163,3 +171,5 @@ def _build(library: NvccLibrary, what: str, device: torch.device) -> None:
         _built.append((what, device))
     except BuildError as error:
         log.warning("%s could not be built: %s", what, error)
+    finally:
+        _building.remove((what, device))

@@ -10,7 +10,6 @@ Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) g
 from __future__ import annotations
 
 import ctypes
-import functools
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -50,8 +49,7 @@ def deep_gemm_library(num_multiprocessors: int) -> NvccLibrary:
 
 def load_deep_gemms(device: torch.device) -> ctypes.CDLL | None:
     """The library, or None while it is not in use (see `load_or_build`)."""
-    make_library = functools.partial(deep_gemm_library, platform_of(device).num_multiprocessors)
-    return load_or_build(device, "DeepGEMM's float8 products", make_library)
+    return load_or_build(device, "DeepGEMM's float8 products", lambda: deep_gemm_library(platform_of(device).num_multiprocessors))
 
 
 def run_deep_gemm(

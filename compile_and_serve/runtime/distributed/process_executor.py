@@ -197,6 +197,11 @@ class DistributedExecutor:
         """Agree on the number of KV blocks, and wait until every rank has warmed up."""
         loaded = [self._receive(RankLoaded) for _ in range(self.mesh.size)]
         num_blocks = min(message.info.num_blocks for message in loaded)
+        if len(sizes := {message.info.block_size for message in loaded}) > 1:
+            raise ValueError(
+                f"Ranks take KV blocks of {' and '.join(map(str, sorted(sizes)))} tokens, as their hosts do not have the same kernels: "
+                "give --block-size, or install the same packages on all hosts."
+            )
         if any(message.info.groups != loaded[0].info.groups for message in loaded):
             raise ValueError("The stages of the model keep different state: each must have the same state groups as the others.")
         self._broadcast(StartRank(num_blocks))

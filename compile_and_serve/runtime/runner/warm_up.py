@@ -17,7 +17,7 @@ from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
 from compile_and_serve.custom_ops.dummy_step import make_step
 from compile_and_serve.custom_ops.jit.background_thread import num_running
-from compile_and_serve.custom_ops.jit.cuda import num_built_libraries, use_built_libraries
+from compile_and_serve.custom_ops.jit.cuda import num_building, num_built_libraries, use_built_libraries
 from compile_and_serve.custom_ops.jit.sources import PACKAGE
 from compile_and_serve.custom_ops.jit.triton_launch import compile_ahead, was_compiled_ahead
 from compile_and_serve.custom_ops.step import Step
@@ -45,8 +45,8 @@ class WarmUp:
         self._logits_dtype = logits_dtype
         self._is_alone = is_alone
         self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
-        self._awaits_libraries = True  # kernels may still be built in the background
-        self._renews_graphs = False  # once all is measured; until then none is captured
+        self._ranks_build = True  # some of several ranks may still build libraries of kernels
+        self._renews_graphs = False  # once all is measured
 
     def run(self) -> str:
         """Run every kind of step and capture the first graphs. Returns a sentence on the graphs, or ""."""
@@ -98,9 +98,10 @@ class WarmUp:
         requests_wait: only capture the full graph that is wanted most; everything else would cost the requests more than it gives them.
         """
         graphs = self._graphs
-        if not requests_wait and self._awaits_libraries:
+        if not requests_wait and self._has_new_libraries():
             self._use_libraries()
-        if graphs is not None and not self._renews_graphs and graphs.capture_next():
+        # Graphs that are captured before all kernels are chosen are captured again.
+        if graphs is not None and (requests_wait or not self._renews_graphs) and graphs.capture_next():
             return True
         if requests_wait:
             return False
@@ -125,19 +126,23 @@ class WarmUp:
             return True
         return False
 
+    def _has_new_libraries(self) -> bool:
+        """Whether libraries of kernels were built meanwhile, and none is being built. All ranks answer alike."""
+        own = num_building(), num_built_libraries()
+        if self._is_alone:
+            return own[0] == 0 < own[1]
+        if not self._ranks_build:
+            return False
+        ranks = gather_objects(own)
+        self._ranks_build = any(building for building, _ in ranks)
+        return not self._ranks_build and any(built for _, built in ranks)
+
     def _use_libraries(self) -> None:
-        """Once all ranks have built their libraries of kernels, take them into use and begin to choose anew."""
-        ranks = [(num_running(), num_built_libraries())]
-        if not self._is_alone:
-            ranks = gather_objects(ranks[0])
-        if any(running for running, _ in ranks):
-            return
-        self._awaits_libraries = False
-        if any(built for _, built in ranks):
-            text = "In use now: %s. Kernels are chosen and CUDA graphs captured again while there are no requests."
-            log.info(text, ", ".join(use_built_libraries()) or "what other ranks built")
-            self._to_measure = token_ranges(self.runner.max_num_tokens)[::-1]
-            self._renews_graphs = True
+        """Take built libraries into use, and begin to choose among all kernels again."""
+        text = "In use now: %s. Kernels are chosen and CUDA graphs captured again while there are no requests."
+        log.info(text, ", ".join(use_built_libraries()) or "what other ranks built")
+        self._to_measure = token_ranges(self.runner.max_num_tokens)[::-1]
+        self._renews_graphs = True
 
     def _of_any_rank(self, counts: tuple[int, ...]) -> list[int]:
         """The counts of all ranks. Ranks make the same calls, although one may have measured what another has not."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,16 +182,27 @@ def test_what_it_runs(changes: dict[str, object], reason: str | None, monkeypatc
 
 
 def test_why_it_does_not_run_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spec = ModuleSpec("flash_mla", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]
-    (tmp_path / "_C_legacy.abi3.so").write_bytes(b"not a library")
-    for found, reason in ((None, "is not installed (package sgl-flash-mla)"), (spec, "could not be loaded")):
-        monkeypatch.setattr(flash_mla, "find_spec", lambda name, found=found: found)
+    library = tmp_path / "flash_mla" / "_C_legacy.abi3.so"
+    library.parent.mkdir()
+    library.write_bytes(b"not a library")
+
+    def found(name: str) -> object:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return SimpleNamespace(version=version, locate_file=tmp_path.joinpath)
+
+    monkeypatch.setattr(flash_mla, "distribution", found)
+    for version, reason in (
+        (None, "is not installed (package sgl-flash-mla)"),
+        ("1.1.0", "how the ops of sgl-flash-mla 1.1.0 are called is not known: install sgl-flash-mla==1.0.0"),
+        ("1.0.0", "could not be loaded"),
+    ):
         flash_mla._load.cache_clear()
         for _ in range(2):
             assert reason in str(flash_mla._load())
     flash_mla._load.cache_clear()
-    assert caplog.text.count("could not be loaded") == 1
+    assert caplog.text.count("is not known") == caplog.text.count("could not be loaded") == 1
+    assert "is not installed" not in caplog.text
 
 
 @interpreted

@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda", 0)
 class Library:
     """In the place of an `NvccLibrary`."""
 
-    name = "stand_in"
+    name, duration = "stand_in", "a moment"
 
     def __init__(self, folder: Path, error: str = "") -> None:
         self._file, self._error = folder / "stand_in.so", error
@@ -38,6 +38,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Builds that began in the background. To call one ends it."""
     begun: list[Any] = []
     monkeypatch.setattr(cuda, "_loaded", {})
+    monkeypatch.setattr(cuda, "_building", [])
     monkeypatch.setattr(cuda, "_built", [])
     monkeypatch.setattr(cuda, "platform_of", lambda device: SimpleNamespace(compute_capability=(9, 0)))
     monkeypatch.setattr(cuda, "is_intact", Path.exists)
@@ -54,9 +55,9 @@ def test_a_library_that_is_built_meanwhile_is_used_when_the_process_says_so(tmp_
 
     assert load() is load() is None
     assert len(builds) == 1
-    assert cuda.num_built_libraries() == 0
+    assert (cuda.num_building(), cuda.num_built_libraries()) == (1, 0)
     builds[0]()
-    assert cuda.num_built_libraries() == 1
+    assert (cuda.num_building(), cuda.num_built_libraries()) == (0, 1)
     assert load() is None  # the kernels of a step do not change under it
     assert cuda.use_built_libraries() == ["products"]
     assert cuda.num_built_libraries() == 0
@@ -73,6 +74,7 @@ def test_a_build_that_fails_is_not_tried_again(tmp_path: Path, builds: list[Any]
     assert load() is None
     builds[0]()
     assert "products could not be built: nvcc ended with status 1" in caplog.text
+    assert cuda.num_building() == 0
     assert cuda.use_built_libraries() == []
     assert load() is None
     assert len(builds) == 1

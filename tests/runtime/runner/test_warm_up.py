@@ -52,6 +52,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return ["products"]
 
     monkeypatch.setattr(warm_up, "num_running", lambda: state.running)
+    monkeypatch.setattr(warm_up, "num_building", lambda: state.running)
     monkeypatch.setattr(warm_up, "num_built_libraries", lambda: state.built)
     monkeypatch.setattr(warm_up, "use_built_libraries", use)
     monkeypatch.setattr(WarmUp, "_measure", lambda self, count: state.done.append(count))
@@ -80,19 +81,17 @@ def test_built_libraries_are_used_measured_and_captured_in_idle_moments(state: S
     run_idle(warm)
     assert state.done[2:] == ["use", *token_ranges(MAX_TOKENS), "renew", "capture", "capture"]
     assert warm.pending_work() == {"captures": 0, "choices": 0, "builds": 0}
-    state.built = 1  # by another engine of the process
-    run_idle(warm)
-    assert state.done[-1] == "capture"
 
 
-def test_graphs_wait_until_all_kernels_are_chosen(state: SimpleNamespace) -> None:
+def test_graphs_wait_until_all_kernels_are_chosen_unless_requests_need_them(state: SimpleNamespace) -> None:
     state.running, state.built = 0, 1
     warm = make(state)
     assert warm.idle()
-    assert not warm.idle(requests_wait=True)
     assert state.done == ["use", 1]
+    assert warm.idle(requests_wait=True)
+    assert state.done == ["use", 1, "capture"]
     run_idle(warm)
-    assert state.done[1:] == [*token_ranges(MAX_TOKENS), "renew", "capture", "capture"]
+    assert state.done[3:] == [*token_ranges(MAX_TOKENS)[1:], "renew", "capture", "capture"]
 
 
 def test_ranks_wait_for_each_other(state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +104,9 @@ def test_ranks_wait_for_each_other(state: SimpleNamespace, monkeypatch: pytest.M
     others[0] = (0, 1)
     run_idle(warm)
     assert state.done[2:4] == ["use", 1]
+    others[0] = (0, 1)  # what is built later waits for the next start
+    run_idle(warm)
+    assert state.done.count("use") == 1
 
 
 def test_without_builds_nothing_is_done_again(state: SimpleNamespace) -> None:

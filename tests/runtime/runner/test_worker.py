@@ -103,6 +103,7 @@ def test_libraries_of_kernels_that_are_built_meanwhile_are_used_when_the_worker_
 ) -> None:
     built, running, ran = ["products"], [1], []
     monkeypatch.setattr(warm_up, "num_running", lambda: sum(running))
+    monkeypatch.setattr(warm_up, "num_building", lambda: sum(running))
     monkeypatch.setattr(warm_up, "num_built_libraries", lambda: len(built))
     monkeypatch.setattr(warm_up, "use_built_libraries", lambda: [built.pop()])
     config = tiny_config(write_tiny_model(tmp_path), max_num_seqs=33)
