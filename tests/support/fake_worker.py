@@ -7,6 +7,7 @@ A JSON file in the model's folder tells it what to do besides answering steps:
 - "captures": "due" after each step.
 - "idle": the number of idle tasks, by default 2.
 - "windows": {rank: the window of its state group}, by default none.
+- "block_sizes": {rank: tokens per block}, by default the config's.
 - "devices": a folder where each rank writes which CUDA devices it sees, and which is its own.
 - "load", "step", "result": {rank: action}, or {"replica/rank": action} for one replica. Actions: "mistake", "error", "kill", "stop",
   "hang", "end" (with status 0). Those of "step" and "result" happen at step 3.
@@ -112,7 +113,7 @@ class Worker:
         windows = self._orders.get("windows", {})
         self.info = WorkerInfo(
             num_blocks=100 - 10 * rank.index,
-            block_size=config.cache.tokens_per_block,
+            block_size=self._orders.get("block_sizes", {}).get(str(rank.index), config.cache.tokens_per_block),
             page_bytes=1024,
             is_asynchronous=is_gpu,
             has_idle_tasks=is_gpu,

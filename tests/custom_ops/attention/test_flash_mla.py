@@ -186,10 +186,12 @@ def test_why_it_does_not_run_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     library.parent.mkdir()
     library.write_bytes(b"not a library")
 
+    installed: list[str | None] = []
+
     def found(name: str) -> object:
-        if version is None:
+        if installed[-1] is None:
             raise PackageNotFoundError(name)
-        return SimpleNamespace(version=version, locate_file=tmp_path.joinpath)
+        return SimpleNamespace(version=installed[-1], locate_file=tmp_path.joinpath)
 
     monkeypatch.setattr(flash_mla, "distribution", found)
     for version, reason in (
@@ -197,6 +199,7 @@ def test_why_it_does_not_run_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ("1.1.0", "how the ops of sgl-flash-mla 1.1.0 are called is not known: install sgl-flash-mla==1.0.0"),
         ("1.0.0", "could not be loaded"),
     ):
+        installed.append(version)
         flash_mla._load.cache_clear()
         for _ in range(2):
             assert reason in str(flash_mla._load())

@@ -105,6 +105,12 @@ def test_stages_of_different_state_are_refused(model_dir: Path, monkeypatch: pyt
         start(model_dir, Ranks(), 1, pipeline_parallel_size=2)
 
 
+def test_ranks_with_blocks_of_other_sizes_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir, block_sizes={"1": 64})
+    with pytest.raises(ValueError, match="Ranks take KV blocks of 4 and 64 tokens, .*: give --block-size"):
+        start(model_dir, Ranks(), 2)
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("size", [1, 4])
