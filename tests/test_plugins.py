@@ -70,7 +70,7 @@ def command(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_server_of_two_ranks_uses_one_plug_in_of_each_kind(site: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = site.parent / "model"
     model.mkdir()

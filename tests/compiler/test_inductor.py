@@ -223,6 +223,7 @@ def two_compile_threads() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["ready"])
 @pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
 @pytest.mark.parametrize("is_ready", [pytest.param(True, id="ready"), pytest.param(False, id="starting", marks=pytest.mark.slow)])
 def test_compile_processes_end_with_the_block(is_ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

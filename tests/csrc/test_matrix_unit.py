@@ -30,7 +30,7 @@ def unit(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL
     return library_for("native", compiler, source, folder, "-O3")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="this CPU has no AVX-512")
 @pytest.mark.parametrize(
     ("bits", "group_size", "offset", "table"),

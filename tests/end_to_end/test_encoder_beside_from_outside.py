@@ -59,7 +59,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_compile_and_every_pass_is_verified() -> None:
     spec = build({}, torch.float32)
     assert spec.encoder is not None

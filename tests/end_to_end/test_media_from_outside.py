@@ -246,7 +246,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_compiles_with_a_plain_plan_and_every_pass_is_verified() -> None:
     config = CompileConfig(use_cache=False, verify_passes=True)
     model = compile_model(build({}, torch.float32), config, device=torch.device("cpu"), dtype=torch.float32)

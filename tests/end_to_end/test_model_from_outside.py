@@ -195,7 +195,7 @@ def test_it_compiles_and_every_pass_is_verified() -> None:
         assert "failed" not in str(row.get("skipped", "")), row
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_serves_the_tokens_of_the_plain_module(folder: Path, tmp_path: Path) -> None:
     core = EngineCore(tiny_config(folder, enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=16))
     requests = [request(f"r{i}", prompt_of(i, 3 + 11 * i), max_tokens=30) for i in range(4)]

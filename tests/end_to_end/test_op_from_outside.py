@@ -62,7 +62,7 @@ def run_rank(rank: int, size: int, folder: str) -> tuple[torch.Tensor, dict[str,
     return logits, {"passes": passes, "failed": report["failed_passes"], "pieces": report["distinct_pieces"]}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     whole, _ = run_size(1, 0, "eager")
     ranks = run_ranks(2, run_rank, 2, str(tmp_path / "artifacts"), folder=tmp_path)

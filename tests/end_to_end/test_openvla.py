@@ -270,7 +270,7 @@ PROMPT = "In: What action should the robot take to pick up the cup ?\nOut:"
 PROMPT_IDS = [BOS, *[PLACEHOLDER] * PATCHES, *range(3, 11), 11, 12, 7, 13, 14, 15, EMPTY]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_actions_offline_and_over_http(made: Made) -> None:
     folder, model, tensors = made
     prompt_ids = PROMPT_IDS

@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Encode], list[s
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.exhaustive_cases(but=["tinystories"])
+@pytest.mark.exhaustive
 def test_greedy_tokens_equal_generate(name: str, run_dir: Path, shared_cache_dir: Path) -> None:
     write, encoder, texts, max_loss = MODELS[name]
     folder = made_once(run_dir / name, write)

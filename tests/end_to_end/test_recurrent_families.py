@@ -57,9 +57,7 @@ def expected(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.exhaustive_cases(
-    but=["Jamba", "KimiLinear", "Lfm2ForCausalLM", "MambaForCausalLM-plain", "Mamba2", "NemotronH", "OlmoHybrid", "Qwen3Next"]
-)
+@pytest.mark.exhaustive_cases(but=["Jamba", "KimiLinear", "Lfm2ForCausalLM", "Mamba2", "Qwen3Next"])
 @pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
 def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
     """Prompts in chunks beside decodes, in a pool with little room."""
@@ -130,8 +128,7 @@ def test_compiled(model: Path, expected: list[list[int]], tmp_path: Path) -> Non
     assert outputs == expected
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["Jamba"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", QUICK[2:])
 def test_two_ranks(architecture: str, tmp_path: Path) -> None:
     """Ranks share the heads of attention and of recurrent layers, and a convolution's channels."""

@@ -297,7 +297,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["CpuPlatform-None"])
+@pytest.mark.exhaustive_cases
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     ("memory", "speculative_config"),

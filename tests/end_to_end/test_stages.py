@@ -225,7 +225,7 @@ def test_adapters_lie_on_both_stages_and_drafts_change_no_token(folder: Path, tm
     assert stats.spec_decode_num_draft_tokens > 20
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_use_the_artifact_of_one_rank(folder: Path, tmp_path: Path, expected: dict[str, list[RequestOutput]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("STAGES_TEST_PLAIN_PIECES")

@@ -123,8 +123,7 @@ def test_compiled(model: tuple[Path, Any]) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["bart"])
+@pytest.mark.exhaustive
 def test_on_two_ranks(model: tuple[Path, Any]) -> None:
     folder, reference = model
     config = tiny_config(folder, **OPTIONS, tensor_parallel_size=2)

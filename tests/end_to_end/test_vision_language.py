@@ -131,8 +131,7 @@ def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["qwen2_5"])
+@pytest.mark.exhaustive
 def test_compiled(checkpoint: Checkpoint, tmp_path: Path) -> None:
     core = checkpoint.engine(enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=24)
     checkpoint.check(core, PROMPTS)

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUESTION = "It is sunny in Paris. Report the weather."
 OPTIONS: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 60}
+SHORT = OPTIONS | {"max_output_tokens": 16}  # the Responses API's least
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def test_text(client: Any) -> None:
 
 
 def test_a_stream_is_the_whole_text(client: Any) -> None:
-    whole = client.responses.create(input=QUESTION, **OPTIONS)
-    with client.responses.stream(input=QUESTION, **OPTIONS) as stream:
+    whole = client.responses.create(input=QUESTION, **SHORT)
+    with client.responses.stream(input=QUESTION, **SHORT) as stream:
         events = list(stream)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -76,15 +77,15 @@ def test_tools(client: Any, choice: Any) -> None:
 def test_stored_responses(client: Any) -> None:
     import openai
 
-    first = client.responses.create(input="My name is Ada.", **OPTIONS)
+    first = client.responses.create(input="My name is Ada.", **SHORT)
     assert client.responses.retrieve(first.id).output_text == first.output_text
-    second = client.responses.create(input="What is my name?", previous_response_id=first.id, **OPTIONS)
+    second = client.responses.create(input="What is my name?", previous_response_id=first.id, **SHORT)
     texts = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]
     assert texts == ["My name is Ada.", first.output_text, "What is my name?"]
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    dropped = client.responses.create(input="Hi", store=False, **OPTIONS)
+    dropped = client.responses.create(input="Hi", store=False, **SHORT)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(dropped.id)
 

@@ -42,7 +42,7 @@ def run(folder: Path, base_url: str, provider: str, scenario: str) -> Any:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.exhaustive_cases(but=["chat"])
+@pytest.mark.exhaustive
 def test_text(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "text")
     assert answer["text"]
@@ -67,7 +67,7 @@ def test_objects_match_their_schema(node_folder: Path, base_url: str, provider: 
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.exhaustive_cases(but=["chat", "anthropic"])
+@pytest.mark.exhaustive_cases(but=["anthropic"])
 def test_turns_with_tools(node_folder: Path, base_url: str, provider: str) -> None:
     answer = run(node_folder, base_url, provider, "turns")
     assert len(answer["calls"]) == 2

@@ -37,7 +37,6 @@ from tests.support.server_process import ServerProcess
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 OPTIONS = ("--port", "0", "--dtype", "float32", "--device", "cpu", "--enforce-eager", "--max-model-len", "512", "--num-threads", "1")
-NUM_STREAMS = 256
 MAX_WAITING = 300
 # p99 of /health: 50 ms on two idle cores. The tests' own load shares the cores, so only a wait for the engine is a failure.
 MAX_HEALTH_MS = 2000.0
@@ -208,14 +207,15 @@ async def _stream(server: ServerProcess, index: int, leave_after: int | None) ->
         writer.transport.abort()
 
 
-def test_streams_with_disconnects(server: ServerProcess) -> None:
+def test_streams_with_disconnects(server: ServerProcess, is_long: bool) -> None:
     generator = random.Random(6)
-    leaving = [generator.randrange(20_000) if generator.random() < 0.5 else None for _ in range(NUM_STREAMS)]
+    num_streams = 256 if is_long else 128
+    leaving = [generator.randrange(20_000) if generator.random() < 0.5 else None for _ in range(num_streams)]
 
     async def run() -> list[int]:
         return await asyncio.gather(*(_stream(server, i, leave) for i, leave in enumerate(leaving)))
 
-    with Watch(server, "streams with disconnects", streams=NUM_STREAMS) as watch:
+    with Watch(server, "streams with disconnects", streams=num_streams) as watch:
         watch.statuses.update(asyncio.run(run()))
     assert set(watch.statuses) == {0, 200}
     assert watch.statuses[200] >= leaving.count(None)
@@ -255,7 +255,7 @@ def test_full_queue(server: ServerProcess) -> None:
 
     def send(index: int) -> tuple[int, bool]:
         connection = http.client.HTTPConnection(*address(server), timeout=120)
-        body = json.dumps({"prompt": f"{index}", "max_tokens": 40, "ignore_eos": True, "n": 4})
+        body = json.dumps({"prompt": f"{index}", "max_tokens": 20, "ignore_eos": True, "n": 4})
         if index < clients:
             connection.connect()
             all_are_connected.wait(60)

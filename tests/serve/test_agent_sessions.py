@@ -270,8 +270,7 @@ def test_cline(http: httpx.Client, calls: bool) -> None:
     assert bool(num_calls) == calls
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["False"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("calls", [False, True])  # aider writes edits as text, or as a function that it forces
 def test_aider(http: httpx.Client, calls: bool) -> None:
     talk: list[Any] = [

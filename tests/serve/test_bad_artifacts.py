@@ -101,6 +101,7 @@ def test_an_artifact_that_must_not_be_used(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["no space"])
 @pytest.mark.parametrize("obstacle", ["a file in the way", "no space"])
 def test_a_cache_folder_that_cannot_be_written(
     tiny_llama_dir: Path, answer: str, tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def test_blocks_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["Llama"])
 @needs_reuse
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_the_graph_is_the_same_as_when_every_block_is_traced(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,9 @@ CASES = [(name, mesh) for name in (*NATIVE, *CLASSES) for mesh in MESHES if mesh
 
 
 @pytest.mark.parametrize(("architecture", "over"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.exhaustive_cases(
+    but=["Ernie4_5_MoeForCausalLM-data", "Llama4ForCausalLM-tensor", "GptOssForCausalLM-tensor", "DeepseekV2ForCausalLM-tensor"]
+)
 def test_spread_experts_equal_whole_ones(architecture: str, over: str) -> None:
     mesh = MESHES[over]
     captured, _, records = run(architecture, mesh)

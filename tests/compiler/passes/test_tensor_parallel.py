@@ -65,6 +65,7 @@ def test_sharded_equals_unsharded(case: str) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["FalconH1", "KimiLinear", "Qwen3Next"])
 @pytest.mark.parametrize(
     "architecture, size",
     [
@@ -111,6 +112,7 @@ def test_a_share_of_parts_may_be_had_by_several_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["GPTNeoX"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
 def test_unmodified_transformers_models_are_sharded(architecture: str) -> None:
     """Heads are transposed there, and GPT-NeoX's queries, keys and values are one linear, head by head."""

@@ -77,7 +77,7 @@ def test_parts_of_a_layers_product_cross_as_the_product() -> None:
     assert len({fingerprint(piece) for piece in pieces}) == 4  # before, inside, between and behind the layers
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: Path) -> None:
     config = read_config(smollm2_gguf)
     assert config["num_hidden_layers"] == 30

@@ -133,7 +133,7 @@ def test_an_artifact_does_not_stand_in_for_a_measurement(store: Path) -> None:
     assert measured(store, (1,))["rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_backend_it_is_a_sentence(tmp_path: Path) -> None:
     config = CompileConfig(cache_dir=tmp_path, profile_tokens=(1,))
     with pytest.raises(ValueError, match="needs attention backends"):

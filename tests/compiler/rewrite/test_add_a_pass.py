@@ -45,7 +45,7 @@ def test_the_example_works() -> None:
     assert run_passes(captured.gm, passes, ctx)[-1].result == PassResult(matched=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_example_is_used_by_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the page says: a file in the current folder, one option."""
     (tmp_path / "my_passes.py").write_text(re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)[0])

@@ -156,6 +156,7 @@ def test_reference_equals_the_definition(form: str) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["codes"])
 @pytest.mark.parametrize("method", ["direct", "codes", "gemv"])
 def test_pairs_of_other_ranks_are_skipped(method: str) -> None:
     """Their experts' id is the number of slots."""

@@ -13,6 +13,7 @@ from tests.custom_ops.moe.test_mxfp4_experts import Case
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["1-even"])
 @pytest.mark.parametrize(("num_tokens", "kind", "blocks", "dtype"), [(1, "even", 2, torch.float16), (2, "to_one", 1, torch.float32)])
 def test_equals_the_definition(num_tokens: int, kind: str, blocks: int, dtype: torch.dtype) -> None:
     """In the interpreter, which has no products of a warp: `benchmarks.moe_gpu` checks those."""

@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize(("delta", "per_channel"), [(True, False), (True,
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["delta", "KDA"])
+@pytest.mark.exhaustive_cases(but=["KDA"])
 @KINDS
 def test_linear_attention(delta: bool, per_channel: bool) -> None:
     inputs = make_inputs(2, 1, 24, 40, delta=delta, per_channel=per_channel, dtype=torch.float32)

@@ -100,6 +100,7 @@ def biased(tokens: np.ndarray, counts: Sequence[int], drafts: Sequence[np.ndarra
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["top-k"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.8, "min_p": 0.05}],

@@ -329,6 +329,7 @@ def test_a_head_drafts_what_a_pass_over_the_whole_sequence_says(
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["dflash"])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_token_changes(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(folders, method, drafts=False)
@@ -384,6 +385,7 @@ def memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("method", KINDS)
 def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,8 +418,7 @@ def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], m
     assert made[0].stats.replays["draft"] > 30
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["eagle3"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_compiled_head_drafts_the_same(
     method: str, folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch

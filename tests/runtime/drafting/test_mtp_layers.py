@@ -104,6 +104,7 @@ def test_each_draft_is_that_of_its_layer(family: str, folders: dict[str, Path], 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["glm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_changes(family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(folders[family], drafts=False)

@@ -158,7 +158,7 @@ def test_requests_whose_logits_depend_on_their_tokens_wait(folders: dict[str, Pa
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_graphs_the_runner_waits_for_the_tokens(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_requests()
     launched = record_steps(monkeypatch)

@@ -147,7 +147,7 @@ def test_what_does_not_go_with_groups(model_dir: Path, options: dict[str, Any], 
         tiny_config(model_dir, data_parallel_attention_size=2, enforce_eager=False, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_collectives_over_groups(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]]) -> None:
     """All groups run as many tokens and rows in each step, or their ranks could not meet."""
     options = {"enforce_eager": False, "user_passes": ["tests.support.meeting_groups:MeetBeforeLinears"]}

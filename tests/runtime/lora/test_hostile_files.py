@@ -256,6 +256,7 @@ def outcome(folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive_cases
 def test_damaged_folders_are_sentences(tmp_path: Path, count: int) -> None:
     whole = {CONFIG_FILE: json.dumps(CONFIG).encode(), TENSOR_FILE: save(TENSORS, {"format": "pt"})}
     outcomes: Counter[str] = Counter()

@@ -159,7 +159,7 @@ def test_compiled(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cache
                 np.testing.assert_allclose(ours, pooled(theirs, pooling), atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cache_dir: Path) -> None:
     with LLM(
         str(tiny_llama_dir), runner="pooling", cache_dir=shared_cache_dir, tensor_parallel_size=2, max_num_batched_tokens=24, **OPTIONS

@@ -85,7 +85,7 @@ def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     assert any(target.endswith("bits.packed") for target in model.weights)  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, AWQ)
     reference = logits(load(dequantized))

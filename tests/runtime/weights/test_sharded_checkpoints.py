@@ -31,8 +31,7 @@ def run_rank(rank: int, folder: str, cache: str | None, size: int, verify: bool 
     return logits, [row for row in model.report.get("passes", []) if row["name"] == "quantize_linears"]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive_cases(but=["llm-int8"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gptq-act-order", "nvfp4", "llm-int8"])
 def test_two_ranks(name: str, plain: Path, tmp_path: Path) -> None:
     config = FLOAT4.get(name) or GROUPED[name]

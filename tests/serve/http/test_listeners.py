@@ -181,6 +181,7 @@ except ValueError as error:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["port"])
 @pytest.mark.parametrize("kind", ["port", "path"])
 def test_a_server_that_still_loads_keeps_its_address(short_dir: Path, kind: str) -> None:
     path = short_dir / "socket"

@@ -149,7 +149,7 @@ def test_a_dead_replica_is_started_again_while_the_other_serves(tiny_llama_dir: 
         assert server.stop() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicas_follow_grammars(tiny_llama_dir: Path, temporary: Path) -> None:
     values = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 3, "uniqueItems": True}
     schema = {"type": "object", "properties": {"v": values}, "required": ["v"], "additionalProperties": False}
