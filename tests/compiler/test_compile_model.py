@@ -82,7 +82,7 @@ def test_equals_eager_at_every_length_without_recompiling(made: Made, architectu
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
     spec = tiny_spec(layers=2, dtype=torch.float32)
     config = CompileConfig(cache_dir=tmp_path, forced_passes=frozenset({"fuse_silu_mul", "fuse_add_rms_norm"}))

@@ -129,7 +129,7 @@ def pooled(core: EngineCore, requests: list[EngineRequest]) -> list[np.ndarray]:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_compiles_and_every_pass_is_verified() -> None:
     config = CompileConfig(use_cache=False, verify_passes=True)
     model = compile_model(build({}, torch.float32), config, device=torch.device("cpu"), dtype=torch.float32)

@@ -49,6 +49,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.exhaustive_cases(but=["phi4_multimodal", "voxtral"])
 def test_tokens_and_logits_are_those_of_transformers(checkpoint: Checkpoint) -> None:
     """0, 1 and 2 audios of different lengths; chunks cut them; all at once."""
     core = checkpoint.engine(max_num_batched_tokens=21)

@@ -114,6 +114,7 @@ def test_structured_output(llm: LLM) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["Mamba2"])
 def test_projections_take_8_bits_and_adapters(model: Path) -> None:
     """What each linear gives is that of the rounded weights (the pass checks itself)."""
     spec = spec_of(model)

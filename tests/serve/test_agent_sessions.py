@@ -78,6 +78,7 @@ def codex_text(role: str, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["True"])
 @pytest.mark.parametrize("calls", [False, True])
 def test_codex(http: httpx.Client, calls: bool) -> None:
     items = [

@@ -185,7 +185,7 @@ def test_serve_uses_the_servers_token_counts(endpoint: str) -> None:
         assert body["stream_options"] == {"include_usage": True}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_serve_draws_lengths_around_their_means() -> None:
     lengths = []
     for seed in ("3", "3", "4"):

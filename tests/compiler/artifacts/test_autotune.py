@@ -41,7 +41,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "compile_piece", lambda gm, device, folder: run(run=lambda arguments: gm(*arguments)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inductors_code_is_what_is_measured_against(tmp_path: Path) -> None:
     with start_inductor(CPU, tmp_path) as wait:
         tuner = Autotuner(CPU, [], before_measuring=wait)

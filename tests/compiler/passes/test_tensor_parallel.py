@@ -50,6 +50,7 @@ CASES = {
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["llama-biases", "llama-odd-vocabulary", "llama-one-kv-head", "qwen3-everything"])
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(case: str) -> None:
     """In float64, attention by attention, and what the ranks' caches hold together."""

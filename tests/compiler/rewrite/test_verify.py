@@ -53,6 +53,7 @@ def make(tmp_path: Path, passes=None, architecture: str = "LlamaForCausalLM", ke
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["Llama"])
 @pytest.mark.parametrize(
     ("architecture", "config"),
     [("LlamaForCausalLM", {}), ("LlamaForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}), ("Qwen3ForCausalLM", {})],

@@ -94,7 +94,7 @@ def test_few_or_many_programs_a_row_gather_the_same(sms: int, monkeypatch: pytes
         assert token == torch.where(mask, noisy, float("-inf")).argmax()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_equal_logits_are_kept_together() -> None:
     """More logits reach the k-th than are gathered: the row takes the other way, and says the same."""
     logits_SV = torch.zeros(3, 20_000)

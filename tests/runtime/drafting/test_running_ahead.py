@@ -170,7 +170,7 @@ def test_without_graphs_the_runner_waits_for_the_tokens(folders: dict[str, Path]
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_ahead_may_lose_its_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last request gets drafts, and it is preempted for a block of the first."""
     given = [request("first", prompt_of(0, 30), max_tokens=50, speculate=False), request("last", prompt_of(1, 30), max_tokens=50)]

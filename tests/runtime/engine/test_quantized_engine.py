@@ -32,7 +32,7 @@ def test_options(tiny_llama_dir: Path, tmp_path: Path) -> None:
         LLM(model, quantization="int8", quantization_exclude=["o_proj"], cache_dir=tmp_path, **OPTIONS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_engine_says_what_is_quantized(tiny_llama_dir: Path, tmp_path: Path) -> None:
     tokens = {}
     for quantization in (None, "int8-weight-only"):

@@ -150,7 +150,7 @@ def test_families(architecture: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(ours, pooled(theirs, "mean"), atol=5e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled(tiny_llama_dir: Path, expected: list[np.ndarray], shared_cache_dir: Path) -> None:
     with LLM(str(tiny_llama_dir), runner="pooling", cache_dir=shared_cache_dir, max_num_batched_tokens=24, **OPTIONS) as llm:
         assert int(llm.info.compile_report["distinct_pieces"]) <= 3

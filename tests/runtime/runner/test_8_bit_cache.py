@@ -66,7 +66,7 @@ def test_the_same_memory_holds_more(model_dir: Path, kv_cache_dtype: str, head_b
     assert core.info.num_kv_blocks == (1 << 20) // (2 * 2 * 2 * 4 * head_bytes)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_artifacts_do_not_depend_on_it(model_dir: Path, tmp_path: Path) -> None:
     options = {"enforce_eager": False, "attention_backend": "torch", "cache_dir": tmp_path}
     keys = set()

@@ -45,6 +45,7 @@ def graphs_of(model: PagedModel, seqs: int = 8, **sizes: object) -> CudaGraphRun
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["preempting"])
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("num_blocks", [256, 24], ids=["roomy", "preempting"])
 def test_steps_go_on_from_what_the_step_before_left_on_the_device(depth: int, num_blocks: int) -> None:

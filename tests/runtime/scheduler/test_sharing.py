@@ -149,7 +149,7 @@ def test_a_request_that_did_not_fit_starts_when_enough_of_its_prefix_is_cached(m
     driver.run()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_long_prompts_are_hashed_and_admitted_a_few_per_step() -> None:
     """Siblings of a long prompt, while another request decodes: no step has the work of all of them."""
     driver = Driver(make_scheduler(num_blocks=4000, max_num_seqs=64, budget=4000, max_model_len=4000))

@@ -60,7 +60,7 @@ def sleep(driver: Driver) -> None:
     admit_in_groups=False,
     min_gained_tokens=5,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.one_of(TOKENS, slots(st.just(True))), min_size=1, max_size=3),
     num_blocks=st.integers(16, 60),

@@ -91,7 +91,7 @@ def test_all_kinds_in_one_file(mixed: Path, tmp_path: Path) -> None:
     assert packed < 0.45 * 4 * sum(p.numel() for p in model.spec.module.parameters())  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_quantization_starts_from_dequantized_weights(mixed: Path, tmp_path: Path) -> None:
     config = CompileConfig(cache_dir=tmp_path / "cache", quantization="int8-weight-only")
     model = load(mixed, config, requantize=True)

@@ -40,6 +40,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["fp8-tensor-static", "fp8-block", "hf-blocks", "int8-channel"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_quantized(plain, tmp_path, FORMATS[name])

@@ -223,6 +223,7 @@ def test_pipelined_requests_are_bounded(server: FakeServer) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["no body"])
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nx: ", POST + b"\r\n"], ids=["nothing", "headers", "no body"])
 def test_idle_connections_do_not_shut_out_others(sent: bytes) -> None:
     with ExitStack() as stack:

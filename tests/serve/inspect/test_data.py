@@ -35,7 +35,7 @@ def test_repeated_groups_are_collapsed(steps: str, expected: list[tuple[str, int
     assert "".join(group * count for group, count in blocks(steps)) == steps
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_near_misses_are_grouped_by_source_line(dump: Path) -> None:
     rows = near_misses(load_dump(dump)["compilation"]["passes"])
     assert len(rows) == 1

@@ -104,7 +104,7 @@ def test_only_the_admin_key_opens_the_data() -> None:
         assert "unsafe" not in policy
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_browser
 def test_the_page_says_why_a_request_was_slow(browser: Any, tiny_llama_dir: Path, tmp_path: Path) -> None:
     server = start(tiny_llama_dir, tmp_path)
