@@ -52,6 +52,7 @@ print(json.dumps([name for name in heavy if name in sys.modules]))
 """
 
 
+@pytest.mark.slow
 def test_cpp_kernels_are_loaded_without_inductor(tmp_path: Path) -> None:
     gm = symbolic_trace(Scaled())
     for node in gm.graph.find_nodes(op="placeholder"):
