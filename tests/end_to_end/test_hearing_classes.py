@@ -70,6 +70,7 @@ def test_preemption_changes_no_token(checkpoint: Checkpoint) -> None:
     core.shutdown()
 
 
+@pytest.mark.exhaustive_cases(but=["phi4_multimodal"])
 def test_prefixes_end_where_audio_differs(checkpoint: Checkpoint) -> None:
     core = checkpoint.engine()
     turn: Sounds = [TEXT[2], 0.7, TEXT[1]]

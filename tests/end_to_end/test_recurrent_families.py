@@ -57,7 +57,7 @@ def expected(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.exhaustive_cases(but=["Jamba", "KimiLinear", "Lfm2ForCausalLM", "Mamba2ForCausalLM-plain", "Qwen3NextForCausalLM-plain"])
+@pytest.mark.exhaustive_cases(but=["Jamba", "KimiLinear", "Lfm2ForCausalLM", "Mamba2ForCausalLM-plain"])
 @pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
 def test_batches_and_chunks(model: Path, expected: list[list[int]], speculative_config: dict[str, Any] | None) -> None:
     """Prompts in chunks beside decodes, in a pool with little room."""

@@ -58,6 +58,8 @@ def test_tokens_are_those_of_transformers(model: tuple[Path, Any]) -> None:
     core.shutdown()
 
 
+@pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 def test_preemption_changes_no_token(model: tuple[Path, Any]) -> None:
     folder, reference = model
     core = EngineCore(tiny_config(folder, **OPTIONS, num_kv_blocks=46))
@@ -66,6 +68,8 @@ def test_preemption_changes_no_token(model: tuple[Path, Any]) -> None:
     core.shutdown()
 
 
+@pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases
 def test_offline(model: tuple[Path, Any]) -> None:
     """The prompt and the output have a limit each."""
     folder, reference = model

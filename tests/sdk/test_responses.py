@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUESTION = "It is sunny in Paris. Report the weather."
 OPTIONS: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 60}
-SHORT = OPTIONS | {"max_output_tokens": 16}  # the Responses API's least
+SHORT = OPTIONS | {"max_output_tokens": 16}
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,7 @@ def test_objects_of_1000_properties_are_followed(checker: GrammarChecker, kind: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["content0", "content2", "content9", "&a [*a]", "!!python"])
 @pytest.mark.parametrize(
     "content",
     [

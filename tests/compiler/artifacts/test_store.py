@@ -158,6 +158,7 @@ def test_an_unwritable_store_is_one_warning_and_no_error(
     assert store.leftovers() == []
 
 
+@pytest.mark.exhaustive
 def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a folder")
     model = compile_model(tiny_spec(layers=1), CompileConfig(cache_dir=tmp_path / "store"), device=CPU, dtype=torch.float32, kernels=FUSED)

@@ -108,6 +108,7 @@ def run(model: CompiledModel, step: Step, received: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["3"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_stages_compute_together_what_the_model_computes(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "start_piece", plain_piece)

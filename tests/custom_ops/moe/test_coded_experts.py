@@ -107,6 +107,7 @@ def case(name: str, num_tokens: int, kind: str, dtype: torch.dtype) -> Case:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["q4_k", "q6_k", "nvfp4", "minima"])
 @pytest.mark.parametrize("form", EACH)
 def test_layout_holds_the_weights(form: str) -> None:
     """Exactly, as the dequantizing kernel reads it."""
@@ -117,6 +118,7 @@ def test_layout_holds_the_weights(form: str) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["q4_k", "q6_k", "nvfp4", "channel", "minima"])
 @pytest.mark.parametrize("form", EACH)
 @pytest.mark.parametrize(("direct", "rows_first"), [(True, True), (False, False)])
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "even"), (5, "to_one")])

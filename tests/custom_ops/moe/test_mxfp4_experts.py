@@ -67,6 +67,7 @@ def test_reference_equals_the_definition(num_tokens: int, kind: str) -> None:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["expanded", "5-grouped"])
 @pytest.mark.parametrize("method", ["direct", "grouped", "expanded"])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("kind", ["even", "to_one"])

@@ -217,6 +217,7 @@ def fail_in_the_fourth_step(model_dir: Path, message: str, stuck_seconds: float 
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["orders1", "orders3", "orders6"])
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
@@ -244,6 +245,7 @@ def test_a_rank_that_fails_in_a_step_ends_all(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["orders0", "orders2"])
 @pytest.mark.parametrize(
     ("orders", "message"),
     [

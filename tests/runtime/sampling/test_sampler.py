@@ -122,6 +122,7 @@ EQUALS = [  # (filters, ids that they keep of the logits below)
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["filters1", "filters4"])
 @pytest.mark.parametrize(("filters", "kept"), EQUALS)
 def test_filters_keep_the_equals_of_their_last_token(filters: dict[str, float], kept: set[int]) -> None:
     """The same on the CPU, in Triton's interpreter, and in the processed logits."""

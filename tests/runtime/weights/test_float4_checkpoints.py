@@ -79,6 +79,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases(but=["nvfp4", "llm-int8"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write(plain, tmp_path, name)

@@ -60,6 +60,7 @@ COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits")  # w4a16 in t
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["gptq-act-order", "gptq-3-bits", "gptq-v2-channel", "w4a16-zeros"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])

@@ -78,6 +78,7 @@ def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow_cases
+@pytest.mark.exhaustive_cases(but=["gptq-act-order", "gptq-3-bits", "w4a16-zeros", "nvfp4", "nf4-double", "llm-int8", "mixtral-awq"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["plain", "mixtral"])
 def test_dequantized_experts_are_exact(name: str, family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
