@@ -162,7 +162,7 @@ def test_a_broken_package_fails_a_start_and_not_the_help(tmp_path: Path, tiny_ll
         assert "Traceback" not in failed.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_device_takes_the_name_of_a_plug_ins_platform(site: Path) -> None:
     model = write_tiny_model(site.parent / "tiny")
     for device, sentence in (("xpu", "There is no card for xpu: plug one in."), ("brick", "device must be one of auto, cpu, cuda, or a")):

@@ -156,7 +156,7 @@ def test_compiled_pieces_are_stored_although_another_one_fails(tmp_path: Path, m
     assert (stages.count("loaded"), stages.count("compiled")) == (2, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pieces_do_not_depend_on_the_example_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are chosen at run time by the number of tokens, not by the example with which the graph was captured."""
     made = []

@@ -74,7 +74,7 @@ def test_preemption_changes_no_token(checkpoint: tuple[Path, Any]) -> None:
     core.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_and_on_two_ranks(checkpoint: tuple[Path, Any]) -> None:
     """Text alone runs the plan without the layers that read images."""
     prompts = {name: PROMPTS[name] for name in ("text", "two")}

@@ -205,7 +205,7 @@ def test_graphs_of_both_stages_run_ahead(
     assert ahead > 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_lie_on_both_stages_and_drafts_change_no_token(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = build_model(json.loads((folder / "config.json").read_text()), dtype=torch.float32)
     save_file({name: torch.zeros(one.shape) for name, one in spec.module.named_parameters()}, tmp_path / "model.safetensors")

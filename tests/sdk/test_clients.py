@@ -70,6 +70,7 @@ def test_openai_stream_of_content(openai_client: Any) -> None:
     assert isinstance(message.parsed, Weather)
 
 
+@pytest.mark.exhaustive
 def test_openai_sends_the_call_back(openai_client: Any) -> None:
     import openai
 

@@ -113,7 +113,7 @@ def computations(gm: GraphModule) -> Counter[str]:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.exhaustive_cases(but=["Olmo2"])
+@pytest.mark.exhaustive_cases
 @pytest.mark.parametrize(
     ("architecture", "changes", "norms"),
     [

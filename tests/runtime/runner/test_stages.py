@@ -68,6 +68,7 @@ def run_stage(rank: int, mesh: Mesh) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.exhaustive
 def test_three_stages_hand_on_hidden_states_and_tokens(tmp_path: Path) -> None:
     mesh = Mesh(pipe=3)
     expected = [[7 * index + number for index in range(number + 1)] for number in range(STEPS)]

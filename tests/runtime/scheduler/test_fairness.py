@@ -72,7 +72,7 @@ class Meter:
                 self.behind = max(self.behind, self.served[other] - start[other] - own)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
