@@ -16,19 +16,13 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 from compile_and_serve.compiler.built_kernels import BuiltKernels, LoadedKernel, TritonLaunch, built_kernels, without_unused_imports
-from compile_and_serve.compiler.inductor import load_pieces, start_inductor, start_piece
+from compile_and_serve.compiler.inductor import load_pieces, start_piece
 from compile_and_serve.custom_ops.platform import register_platform
 from compile_and_serve.custom_ops.platforms.cpu import CpuPlatform
 from tests.support.hopper import run_script
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _instruction_set(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Chosen as at a start, or Inductor would build a library for every instruction set."""
-    with start_inductor(CPU, tmp_path_factory.mktemp("probes")) as wait:
-        wait()
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 class Scaled(nn.Module):

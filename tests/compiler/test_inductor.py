@@ -26,13 +26,7 @@ from tests.support.hopper import run_script
 from tests.support.processes import is_running, wait_until
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _instruction_set(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Chosen as at a start, or Inductor would build a library for every instruction set."""
-    with start_inductor(CPU, tmp_path_factory.mktemp("probes")) as wait:
-        wait()
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 class Scaled(nn.Module):

@@ -104,7 +104,7 @@ def _kind(value: Any) -> Any:
 def prepare_cache_key() -> threading.Thread:
     """Compute what the keys of Triton's cache begin with, in a thread: a hash of Triton's files, some hundred megabytes.
 
-    Otherwise the first kernel would wait for it: 0.4 s on a host with an H200, while hashing does not hold Python's lock.
+    Otherwise the first kernel would wait for it. Hashing does not hold Python's lock.
     """
 
     def work() -> None:

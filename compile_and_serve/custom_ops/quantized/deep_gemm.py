@@ -1,8 +1,8 @@
 """DeepGEMM's float8 products with scales per block (csrc/cuda/block_gemm.cu), from the headers of the package `sgl-deep-gemm`.
 
-The package compiles a kernel within the first call that needs it, in about ten seconds, and the number of tokens decides which kernel
-that is: the linears of an 8B model need about twenty for prompts of 64 to 16384 tokens. So its Python module is not imported. Our library
-has a few of its kernels, is built in the background as CUTLASS' products are, and the tuner chooses.
+The package compiles a kernel within the first call that needs it, and the number of tokens decides which kernel that is. A step would
+wait for the compiler. So its Python module is not imported. Our library has a few of its kernels and is built in the background, as
+CUTLASS' products are. The tuner chooses.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """

@@ -89,7 +89,7 @@ class WarmUp:
         return {
             "captures": 0 if self._graphs is None else self._graphs.num_to_capture,
             "choices": len(self._to_measure),
-            "builds": num_running() + num_built_libraries(),
+            "builds": num_running() + (num_built_libraries() if self._is_alone or self._ranks_build else 0),
         }
 
     def idle(self, *, requests_wait: bool = False) -> bool:

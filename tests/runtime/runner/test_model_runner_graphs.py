@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import llguidance
@@ -126,6 +127,20 @@ def test_structured_sequences_replay_graphs_that_do_not_sample(depth: int, num_b
     assert any(count for (_, with_sampling), count in replays.items() if with_sampling)
 
 
+def run_two_sequences(runner: ModelRunner, num_steps: int, between: Callable[[int], None]) -> None:
+    """Steps of two prompts, then of their decodes; every token must be right. between: what happens after each step, by its number."""
+    prompts = {"a": [1, 2, 3], "b": [4, 5]}
+    new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
+    results = [runner.launch(step(0, {"a": 3, "b": 2}, new_requests=new)).result()]
+    for number in range(1, num_steps):
+        more = [CachedRequestData(request_id=name, new_block_ids=[[10 + i, 20 + i]]) for i, name in enumerate(prompts)]
+        given = {"cached_requests": more} if number == 1 else {}
+        results.append(runner.launch(step(number, {"a": 1, "b": 1}, **given)).result())
+        between(number)
+    for name, prompt in prompts.items():
+        assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, num_steps)
+
+
 def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
     """Capturing fills the arrays that decodes lie in with padding."""
     pytest.importorskip("triton")
@@ -133,18 +148,12 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
     runner = make_runner(graphs)
     graphs.bind(runner.decode_step)
     graphs.capture(1)  # the largest
-    prompts = {"a": [1, 2, 3], "b": [4, 5]}
-    new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
-    results = [runner.launch(step(0, {"a": 3, "b": 2}, new_requests=new)).result()]
-    for number in range(1, 7):
-        more = [CachedRequestData(request_id=name, new_block_ids=[[10 + i, 20 + i]]) for i, name in enumerate(prompts)]
-        given = {"cached_requests": more} if number == 1 else {}
-        results.append(runner.launch(step(number, {"a": 1, "b": 1}, **given)).result())
-        if number == 3:
-            assert graphs.capture_next()
+
+    def between(number: int) -> None:
+        assert number != 3 or graphs.capture_next()
+
+    run_two_sequences(runner, 7, between)
     assert runner.steps_on_device == 4  # not the first, and not the one after the capture
-    for name, prompt in prompts.items():
-        assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 7)
 
 
 def test_graphs_that_are_captured_again_between_steps_take_nothing_from_them() -> None:
@@ -153,22 +162,16 @@ def test_graphs_that_are_captured_again_between_steps_take_nothing_from_them() -
     runner = make_runner(graphs)
     graphs.bind(runner.decode_step)
     graphs.capture()
-    prompts = {"a": [1, 2, 3], "b": [4, 5]}
-    new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
-    results = [runner.launch(step(0, {"a": 3, "b": 2}, new_requests=new)).result()]
-    for number in range(1, 8):
-        more = [CachedRequestData(request_id=name, new_block_ids=[[10 + i, 20 + i]]) for i, name in enumerate(prompts)]
-        given = {"cached_requests": more} if number == 1 else {}
-        results.append(runner.launch(step(number, {"a": 1, "b": 1}, **given)).result())
+
+    def between(number: int) -> None:
         if number == 2:
             graphs.renew()
-        if number in (3, 5):  # one step runs in the old graph
-            assert graphs.capture_next()
+        assert number not in (3, 5) or graphs.capture_next()  # one step runs in the old graph
+
+    run_two_sequences(runner, 8, between)
     assert graphs.num_waiting == 0
     assert graphs.stats.replays["full"] == 7
     assert graphs.stats.captured["full"] == 2
-    for name, prompt in prompts.items():
-        assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 8)
 
 
 def test_a_sequence_that_lacks_its_last_token_alone_begins_in_a_graph() -> None:

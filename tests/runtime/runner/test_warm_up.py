@@ -104,8 +104,9 @@ def test_ranks_wait_for_each_other(state: SimpleNamespace, monkeypatch: pytest.M
     others[0] = (0, 1)
     run_idle(warm)
     assert state.done[2:4] == ["use", 1]
-    others[0] = (0, 1)  # what is built later waits for the next start
+    state.built = 1  # what is built later waits for the next start
     run_idle(warm)
+    assert warm.pending_work()["builds"] == 0
     assert state.done.count("use") == 1
 
 
